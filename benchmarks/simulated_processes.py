@@ -27,14 +27,14 @@ from torchax_ckpt.processes.decision_windows import DecisionWindows
 from torchax_ckpt.processes.per_host import PerHostProcesses
 from torchax_ckpt.restoring import local_tier
 from torchax_ckpt.saving import writer
+from torchax_ckpt.saving.capture import Capture
 from torchax_ckpt.saving.saver import Saver
-from torchax_ckpt.saving.writer import Capture
 from torchax_ckpt.snapshot.sharding import Local
 from torchax_ckpt.state import per_process_state
 from torchax_ckpt.state.component import Read
 from torchax_ckpt.state.leaf import Spec
 from torchax_ckpt.state.per_process_state import PerProcessState
-from torchax_ckpt.storage.arrays import orbax_context
+from torchax_ckpt.storage.arrays import orbax_context, orbax_internals
 from torchax_ckpt.storage.directory.abandonment import Abandonment
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 
@@ -215,6 +215,7 @@ def processes(
     clients: Sequence[Any], *, has_local_tier: bool
 ) -> Iterator[Callable[[Callable[[Simulated], Any]], None]]:
     """Yields a function that calls its argument with each simulated process, on threads."""
+    orbax_internals.check_internals()  # before the threads replace what it checks, as in a program
     before = threading.stack_size(512 << 10)
     count = len(clients)
     members = [

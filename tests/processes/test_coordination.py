@@ -52,6 +52,65 @@ def test_process_0_gathers_and_shares() -> None:
     assert others == [([], b"of 0", {"index": 0})] * 2
 
 
+@pytest.mark.parametrize("is_met", [True, False])
+def test_the_verdict_on_a_round_carries_the_value_of_process_0(is_met: bool) -> None:
+    def act(member: Processes) -> Any:
+        with member.round("saving", is_met=is_met) as outcome:
+            if member.is_first:
+                outcome.value = [3, None]
+        return outcome.value
+
+    assert Group()(act) == [[3, None]] * 3
+
+
+def test_process_0_ends_a_round_that_is_not_met_while_others_are_yet_to_come() -> None:
+    has_ended = threading.Event()
+
+    def act(member: Processes) -> Any:
+        if not member.is_first:
+            assert has_ended.wait(30)
+        with member.round("tidying up", is_met=False) as outcome:
+            outcome.value = member.index
+        has_ended.set()
+        return outcome.value
+
+    assert Group()(act) == [0] * 3
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_a_round_that_is_not_met_fails_on_all_if_one_failed_before_its_end(failing: int) -> None:
+    group = Group()
+    kind = "failed" if failing else "verdict"
+
+    def act(member: Processes) -> None:
+        with member.round("saving", is_met=False):
+            member.gather(b"written")
+            if member.index == failing:
+                raise OSError("no space")
+            while not any(k.endswith(f"/{kind}/{failing}") for k in list(group.service.known)):
+                time.sleep(0.01)
+
+    told = group(act)
+    assert isinstance(told.pop(failing), OSError)
+    assert [str(error) for error in told] == [f"process {failing}: OSError: no space"] * 2
+
+
+def test_a_common_name_is_one_on_all_processes_and_no_other_has_it() -> None:
+    group = Group()
+
+    def act(member: Processes) -> list[str]:
+        found = []
+        for what in ("saving step 1", "saving step 1", "loading"):
+            with member.round(what, is_met=False):
+                found += [member.common_name(), member.common_name()]
+        return found
+
+    first, *others = group(act)
+    assert others == [first, first]
+    assert len(set(first)) == 6
+    assert not any("/" in name for name in first)
+
+
 def test_one_process_speaks_to_nobody() -> None:
     with SINGLE_PROCESS.round("testing"):
         SINGLE_PROCESS.meet()
@@ -402,8 +461,9 @@ class Interrupted(BaseException):
     """Ctrl-C."""
 
 
+@pytest.mark.parametrize("is_met", [True, False])
 @pytest.mark.parametrize("error", [ProcessError("UNAVAILABLE"), Interrupted()], ids=repr)
-def test_a_round_that_has_ended_well_has_done_so_on_all(error: BaseException) -> None:
+def test_a_round_that_has_ended_well_has_done_so_on_all(error: BaseException, is_met: bool) -> None:
     """Process 1 fails when the verdict is there, and has not read it."""
     group = Group()
     wait = group.members[1]._wait
@@ -418,14 +478,15 @@ def test_a_round_that_has_ended_well_has_done_so_on_all(error: BaseException) ->
 
     def act(member: Processes) -> Any:
         try:
-            with member.round("saving"):
-                pass
+            with member.round("saving", is_met=is_met) as outcome:
+                outcome.value = "saved"
         except Interrupted:
             return "interrupted"
+        return outcome.value
 
     began = time.monotonic()
-    expected = "interrupted" if isinstance(error, Interrupted) else None
-    assert group(act) == [None, expected, None]
+    expected = "interrupted" if isinstance(error, Interrupted) else "saved"
+    assert group(act) == ["saved", expected, "saved"]
     assert time.monotonic() - began < 20
 
 

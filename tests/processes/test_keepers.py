@@ -20,6 +20,8 @@ def test_requests_and_bytes_of_every_call_grow_in_proportion_to_the_processes() 
             # Twice as much if it is linear, four times as much if it is a square. The listings of
             # what has arrived vary.
             assert then < 3 * before, (call, unit, few[call], some[call], sent)
+    # Of each other process: two values gathered, and four shared. The rest is of process 0.
+    assert 15 * 6 <= many["durable tier: save"][0] < 16 * 9
 
 
 def test_keepers_lie_far_apart_and_never_on_the_process_itself() -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import hashlib
 import json
 import logging
@@ -36,12 +37,23 @@ from torchax_ckpt.processes.messages import POLL_SECS
 logger = logging.getLogger(__name__)
 
 _made: collections.Counter[str] = collections.Counter()
-# The verdict on a round that succeeded on all processes.
-_SUCCESS = b""
+# Begins the verdict on a round that succeeded on all processes; the JSON of its value follows.
+_SUCCESS = b"+"
 # How long a process waits for the one that looks who is missing; this one may have died.
 _LOOKING_SECS = 5.0
 # How many processes the message of a timeout names.
 _NUM_NAMED = 8
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What a round results in.
+
+    Attributes:
+      value: set by process 0 within the round; known to the other processes after the round.
+    """
+
+    value: Any = None
 
 
 class Processes(Exchanges):
@@ -107,7 +119,9 @@ class Processes(Exchanges):
         return None
 
     @contextlib.contextmanager
-    def round(self, what: str, call: Call | None = None) -> Iterator[None]:
+    def round(
+        self, what: str, call: Call | None = None, *, is_met: bool = True
+    ) -> Iterator[Outcome]:
         """Runs the ``with`` block as a round, in which the processes exchange messages.
 
         The round succeeds on all processes, or raises the same error on all. If another thread is
@@ -120,6 +134,12 @@ class Processes(Exchanges):
             that its calls differed does not count the rounds that others entered in vain.
           call: the call that the work belongs to; default: the call of this thread, whose text then
             precedes ``what``.
+          is_met: whether process 0 waits at the end until all processes have come there. False
+            saves messages, for a round in which the other processes have nothing left to do once
+            process 0 has gathered their last values.
+
+        Yields:
+          What the round results in: process 0 may set its ``value``, which must fit into JSON.
 
         Raises:
           CheckpointError: the error of another process. It has the same type if that is an error
@@ -128,8 +148,9 @@ class Processes(Exchanges):
             both calls, or that process and its host.
           ProcessTimeoutError: a process did not arrive in time; names it.
         """
+        outcome = Outcome()
         if self.count == 1:
-            yield
+            yield outcome
             return
         if call is None and (call := self.log.current) is not None:
             what = f"{call.text}: {what}"
@@ -137,14 +158,16 @@ class Processes(Exchanges):
             self._enter(what)
             self._call, self._is_in_vain = call, False
             try:
-                yield
-                self._end()
+                yield outcome
+                self._end(outcome.value, is_met=is_met)
             except BaseException as error:
                 shared = self._error_for_all(error)
                 if shared is error:
                     raise
                 if shared is not None:
                     raise shared from shared.__cause__
+            if self._verdict is not None:
+                outcome.value = json.loads(self._verdict[len(_SUCCESS) :])
 
     def refuse(self, what: str, error: BaseException) -> None:
         """Makes the round ``what`` fail on the other processes.
@@ -179,17 +202,20 @@ class Processes(Exchanges):
             self._entered[digest] = max(self._entered[digest], *left_out, 0) + 1
             return f"{work}/{self._entered[digest] - 1}"
 
-    def _end(self) -> None:
-        """Waits for the verdict, which process 0 publishes after all processes call ``_end``."""
-        self.gather(topic="the end")
+    def _end(self, value: Any, *, is_met: bool) -> None:
+        """Waits for the verdict, which process 0 publishes with a value.
+
+        If ``is_met``, process 0 does so after all processes have called ``_end``.
+        """
+        if is_met:
+            self.gather(topic="the end")
         if not self.is_first:
             place = f"{self._here}/the end"
             self._verdict = self._get(f"{self._here}/verdict/0", self._deadline_of_first(), place)
         # Another process may have called this and failed while it waited.
         elif not self._is_decided():
-            self._set(f"{self._here}/verdict/0", _SUCCESS)
-        if self._verdict:
-            raise from_json(self._verdict)
+            self._set(f"{self._here}/verdict/0", _SUCCESS + json.dumps(value).encode())
+        self._require_no_failure()
 
     # --- messages ---
 
@@ -213,8 +239,8 @@ class Processes(Exchanges):
             message = self._wait(key, min(deadline - time.monotonic(), POLL_SECS))
             if message is not None:
                 return message
-            if self._is_decided() and self._verdict:
-                raise from_json(self._verdict)
+            if self._is_decided():
+                self._require_no_failure()
             # Read first: whatever an ended process has sent is then found in its place.
             ended = self.liveness.ended()
             others = senders or (self._missing(place) if self.is_first else [0])
@@ -243,6 +269,10 @@ class Processes(Exchanges):
             found = self._client.key_value_dir_get_bytes(f"{self._here}/{kind}/")
             self._verdict = next((message for _, message in sorted(found)), None)
         return self._verdict is not None
+
+    def _require_no_failure(self) -> None:
+        if self._verdict is not None and not self._verdict.startswith(_SUCCESS):
+            raise from_json(self._verdict)
 
     def _missing(self, place: str) -> list[int]:
         """Returns the indices of the processes that the others wait for at ``place``.
@@ -312,7 +342,7 @@ class Processes(Exchanges):
             text = "%s failed, and the other processes cannot be informed: %s"
             logger.warning(text, self._work, problem)
             return error
-        if verdict == _SUCCESS:  # the work is done here too; only the verdict arrived late
+        if verdict.startswith(_SUCCESS):  # the work is done here too; only the verdict arrived late
             return None if isinstance(error, Exception) else error
         return error if json.loads(verdict)["process"] == self.index else from_json(verdict)
 

@@ -11,8 +11,9 @@ from torchax_ckpt.processes.messages import Messages
 
 T = TypeVar("T")
 
-# Longer messages to process 0 have keys of their own, so that a listing does not repeat them.
-_MAX_LISTED_BYTES = 1024
+# Messages to process 0 that together may be longer have keys of their own, so that a listing does
+# not repeat them.
+_MAX_LISTED_BYTES = 4 << 20
 _LONG = b"\1"
 _SHORT = b"\0"
 # How many messages a process waits for one by one, after the first listing of what has arrived.
@@ -40,7 +41,7 @@ class Exchanges(Messages):
             return [value]
         place = self._place_of(topic)
         if not self.is_first:
-            if is_long := len(value) > _MAX_LISTED_BYTES:
+            if is_long := len(value) > _MAX_LISTED_BYTES // self.count:
                 self._set(f"{place} long/{self.index}", value)
             self._set(f"{place}/{self.index}", _LONG if is_long else _SHORT + value)
             return []
@@ -111,6 +112,13 @@ class Exchanges(Messages):
             self._messages += 1
         self.gather(topic=topic)
         self.share(topic=topic)
+
+    def common_name(self) -> str:
+        """Returns a name that is the same on all processes and at no other call, without a message.
+
+        As with messages without a topic, all processes must call this in the same order.
+        """
+        return self._place_of(None).replace("/", "-")
 
     def first(self, action: Callable[[], T]) -> T:
         """Runs an action on process 0 only; returns its result, sent as JSON, on all processes.

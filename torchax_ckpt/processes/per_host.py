@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from torchax_ckpt.processes.call_log import Call
-from torchax_ckpt.processes.coordination import Processes
+from torchax_ckpt.processes.coordination import Outcome, Processes
 
 
 class PerHostProcesses(Processes):
@@ -38,10 +38,12 @@ class PerHostProcesses(Processes):
         return self._processes.count > 1
 
     @contextlib.contextmanager
-    def round(self, what: str, call: Call | None = None) -> Iterator[None]:
-        """Runs a round of all processes; see ``Processes.round``."""
-        with self._processes.round(what, call):
-            yield
+    def round(
+        self, what: str, call: Call | None = None, *, is_met: bool = True
+    ) -> Iterator[Outcome]:
+        """Runs a round of all processes; the value of its outcome is of this process alone."""
+        with self._processes.round(what, call, is_met=is_met):
+            yield Outcome()
 
     def refuse(self, what: str, error: BaseException) -> None:
         """Makes the round ``what`` fail on the other processes; does not wait for them."""

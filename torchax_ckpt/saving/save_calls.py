@@ -17,11 +17,11 @@ from torchax_ckpt.processes.call_log import Kind
 from torchax_ckpt.runtime.preemption import Preemption
 from torchax_ckpt.runtime.step_number import as_step
 from torchax_ckpt.saving import step_metrics
+from torchax_ckpt.saving.capture import Capture
 from torchax_ckpt.saving.loop import Loop
 from torchax_ckpt.saving.run_tier import RunTier
 from torchax_ckpt.saving.tiers import Tiers
 from torchax_ckpt.saving.unchanged.identities import Kept
-from torchax_ckpt.saving.writer import Capture
 from torchax_ckpt.snapshot.snapshotter import Snapshotter
 from torchax_ckpt.state import per_process_state
 from torchax_ckpt.state.training_state import TrainingState

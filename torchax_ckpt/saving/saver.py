@@ -34,8 +34,9 @@ from torchax_ckpt.runtime import progress
 from torchax_ckpt.runtime.failure_log import FailureLog
 from torchax_ckpt.runtime.save_in_flight import SaveCost, SaveInFlight
 from torchax_ckpt.saving import closing, overdue
+from torchax_ckpt.saving.capture import Capture
 from torchax_ckpt.saving.unchanged.reuse import Reuse
-from torchax_ckpt.saving.writer import Capture, Writer
+from torchax_ckpt.saving.writer import Writer
 from torchax_ckpt.storage.directory import committed_step
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
@@ -290,8 +291,13 @@ class Saver:
             save.handed_over.wait()
         self._telemetry.saving(capture.step, capture.began)
         try:
-            with self._saves.round(_round_of(capture.step), call):
-                durable, summary = self._writer.write(capture, save, self._recover)
+            with self._saves.round(_round_of(capture.step), call, is_met=False) as outcome:
+                outcome.value = self._writer.write(capture, save, self._recover)
+            durable, summary = self._writer.committed(outcome.value)
+            if self._options.read_back:
+                save.enter("reading it back")
+                with self._saves.round(f"reading back step {capture.step}", call):
+                    self._writer.read_back(durable)
             self._writer.landed(durable)
             self._history.end(durable, summary)
         except BaseException as error:  # the training thread must learn of any failure
@@ -342,9 +348,10 @@ class Saver:
             return committed_step.described(history.branches.committed)
 
         try:
-            with self._saves.round(f"tidying up after step {durable.step}", call):
-                remaining = self._saves.first(tidy)
-            self._history.refresh(committed_step.named(remaining, self._directory.path))
+            what, is_met = f"tidying up after step {durable.step}", self._saves.is_per_host
+            with self._saves.round(what, call, is_met=is_met) as outcome:
+                outcome.value = tidy() if self._saves.is_first else None
+            self._history.refresh(committed_step.named(outcome.value, self._directory.path))
         except Exception as error:
             failure = SaveError(
                 f"step {durable.step} is durable in {self._directory.path}, but tidying up after "

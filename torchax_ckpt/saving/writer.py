@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 from etils import epath
 
-from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError, DonatedBufferError
+from torchax_ckpt.errors import CorruptCheckpointError
 from torchax_ckpt.layout.manifest import Digests, Manifest, Node, installed_versions
 from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.options import CheckpointOptions
@@ -26,14 +26,14 @@ from torchax_ckpt.processes.keepers import Keepers
 from torchax_ckpt.processes.per_host import PerHostProcesses
 from torchax_ckpt.restoring import host_shards
 from torchax_ckpt.runtime.failure_log import FailureLog
+from torchax_ckpt.saving.capture import Capture
 from torchax_ckpt.saving.unchanged.comparison import Offer
 from torchax_ckpt.saving.unchanged.division import Division, Written, divided
-from torchax_ckpt.saving.unchanged.identities import Kept
 from torchax_ckpt.saving.unchanged.reuse import Reuse
 from torchax_ckpt.snapshot.host_array import to_host_part
 from torchax_ckpt.snapshot.planner import beside
-from torchax_ckpt.snapshot.snapshotter import Snapshot, Stored
-from torchax_ckpt.state.per_process_state import PerProcessState, joined, on_host
+from torchax_ckpt.snapshot.snapshotter import Stored
+from torchax_ckpt.state.per_process_state import joined, on_host
 from torchax_ckpt.storage.arrays import block_digests
 from torchax_ckpt.storage.arrays.compression import Compression
 from torchax_ckpt.storage.directory import committed_step
@@ -41,46 +41,8 @@ from torchax_ckpt.storage.directory.abandonment import SUMMARY_FIELD
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.run_history import RunHistory
-from torchax_ckpt.storage.medium.assets import Assets
 from torchax_ckpt.storage.writing import retained, write_step
 from torchax_ckpt.stored.stored_step import StoredStep
-
-
-@dataclasses.dataclass(frozen=True)
-class Capture:
-    """The captured state that one save writes, as it was when ``save`` was called.
-
-    Attributes:
-      step: completed optimizer steps.
-      snapshot: the values of the leaves, except those in ``per_process``.
-      document: component -> node, see ``layout/manifest.py``.
-      per_process: this process's values of the state that differs between processes; None in a run
-        of one process.
-      fetch_metrics: returns the metrics as JSON, and an error of the metrics that does not prevent
-        the save, or None; may wait for devices.
-      began: ``time.perf_counter()`` when the training thread began this save.
-      kept: the arrays that the save takes over from an earlier step; not in ``snapshot``.
-      assets: text files that say what the model is; None if there are none.
-    """
-
-    step: int
-    snapshot: Snapshot
-    document: Mapping[str, Node]
-    per_process: PerProcessState | None
-    fetch_metrics: Callable[[], tuple[dict[str, Any], CheckpointError | None]]
-    began: float
-    kept: Kept = dataclasses.field(default_factory=Kept)
-    assets: Assets | None = None
-
-    def explained(self, error: BaseException) -> BaseException:
-        """Returns the error, or a DonatedBufferError naming the leaf if a donation caused it."""
-        if "has been deleted" in str(error):
-            try:
-                self.snapshot.require_alive()
-                self.kept.require_alive()
-            except DonatedBufferError as donated:
-                return donated.with_traceback(None)
-        return error
 
 
 class Progress(Protocol):
@@ -133,27 +95,33 @@ class Writer:
         # Of the newest save: what process 0 knows, and which leaves are still.
         self._written: Written | None = None
         self._still: Sequence[str] | None = None
+        self._summary: dict[str, Any] = {}
 
-    def write(
-        self, capture: Capture, progress: Progress, recover: Callable[[], None]
-    ) -> tuple[CommittedStep, dict[str, Any]]:
-        """Writes a captured state as a durable step; returns the step and the step's summary.
+    def write(self, capture: Capture, progress: Progress, recover: Callable[[], None]) -> Any:
+        """Writes a captured state as a durable step; on process 0, returns it for ``committed``.
+
+        All processes have written before process 0 commits, and do nothing more afterwards.
 
         Args:
           capture: the content to write.
           progress: receives the stages.
           recover: cleans up the directory; called on process 0.
+
+        Returns:
+          JSON on process 0, and None on other processes.
         """
         directory, processes, reuse = self._directory, self._processes, self._reuse
-        progress.enter("cleaning up the directory")
-        name, existing, seal, offers = processes.first(lambda: self._prepare(capture, recover))
-        self._history.refresh(committed_step.named(existing, directory.path))
         progress.enter("fetching metrics from the devices")
         metrics, problem = capture.fetch_metrics()
         if problem is not None:
             self._failures.report(problem, "ranking")
         progress.enter("stacking the arrays")
-        document, plan, stored, answers = self._stored(capture, offers, progress)
+        prepared, plan, arrays, states = self._begin(capture, progress, recover)
+        name, existing, seal, offers = prepared
+        self._history.refresh(committed_step.named(existing, directory.path))
+        document, plan, stored, answers = self._stored(
+            capture, plan, arrays, states, offers, progress
+        )
         division, digests_of_linked = Division(), dict[str, Digests]()
         if reuse:
 
@@ -194,7 +162,7 @@ class Writer:
             directory.fence()
 
         self._written = None
-        summary = {
+        self._summary = {
             "metrics": metrics,
             SUMMARY_FIELD: self._history.abandons(),
             **directory.run_name.for_summary(),
@@ -206,7 +174,7 @@ class Writer:
             directory.path / name,
             stored,
             manifest,
-            summary,
+            self._summary,
             self._options,
             self._compression.codec,
             stacks=plan.stacks,
@@ -217,14 +185,22 @@ class Writer:
             processes=processes,
         )
         self._compression.end(len(stored))
-        if self._hosts is None:
-            durable = self._commit(capture.step, name)
-        else:
-            durable = self._commit_part(capture.step, name)
-        if self._options.read_back:
-            progress.enter("reading it back")
-            self._read_back(durable)
-        return durable, summary
+        if not processes.is_first:
+            return None
+        commit = self._commit if self._hosts is None else self._commit_part
+        described = committed_step.described([commit(capture.step, name)])
+        return [described, self._written.still if self._written else None]
+
+    def committed(self, described: Any) -> tuple[CommittedStep, dict[str, Any]]:
+        """Returns the step of the newest save, and its summary, if the processes have saved it.
+
+        Args:
+          described: the result of ``write`` on process 0.
+        """
+        steps, self._still = described
+        (durable,) = committed_step.named(steps, self._directory.path)
+        self._history.landed(durable)
+        return durable, self._summary
 
     @property
     def copied_bytes(self) -> int:
@@ -265,8 +241,44 @@ class Writer:
         offers = [dataclasses.astuple(o) for o in self._reuse.offers()] if self._reuse else []
         return self._directory.path_for(capture.step).name, known, seal, offers
 
+    def _begin(
+        self, capture: Capture, progress: Progress, recover: Callable[[], None]
+    ) -> tuple[Any, Plan, Mapping[str, Stored], list[bytes]]:
+        """Stacks the arrays, and exchanges what the processes must know before they write.
+
+        Returns what ``_prepare`` returned on process 0, the storage plan, the arrays, and on
+        process 0 the per-process states of all processes.
+        """
+        processes = self._processes
+        state = capture.state(capture.document) if self._hosts is None else b""
+        prepared: Any = None
+        states: list[bytes] = []
+
+        def any_process(flag: bool) -> bool:
+            nonlocal prepared, states
+            if prepared is not None:  # the second question of ``Snapshot.stored``
+                flags = processes.gather(bytes([flag]))
+                return processes.first(lambda: any(map(any, flags)))
+            # One message, because each one of all processes takes as long as the slowest of them.
+            sent = processes.gather(bytes([flag]) + state)
+            progress.enter("cleaning up the directory")
+            flag, prepared = processes.first(
+                lambda: (any(message[0] for message in sent), self._prepare(capture, recover))
+            )
+            states = [message[1:] for message in sent]
+            return flag
+
+        plan, arrays = capture.snapshot.stored(any_process)
+        return prepared, plan, arrays, states
+
     def _stored(
-        self, capture: Capture, offers: Sequence[Any], progress: Progress
+        self,
+        capture: Capture,
+        plan: Plan,
+        arrays: Mapping[str, Stored],
+        states: Sequence[bytes],
+        offers: Sequence[Any],
+        progress: Progress,
     ) -> tuple[Mapping[str, Node], Plan, Mapping[str, Stored], list[bytes]]:
         """Returns the manifest's document, the storage plan, and the arrays this process writes.
 
@@ -278,7 +290,6 @@ class Writer:
         is written by these processes together. But if each host writes a directory of its own, each
         process writes an array that consists of its own shards only.
         """
-        plan, arrays = capture.snapshot.stored(self._any_process)
         plan = Plan({**plan.stacks, **capture.kept.stacks}, plan.empty)
         arrays = {**arrays, **capture.kept.arrays}
         if capture.per_process is None:
@@ -300,23 +311,16 @@ class Writer:
                 stored[name] = to_host_part(array) if is_per_host else array
             elif self._processes.is_first:
                 stored[name] = np.asarray(array)
-        mine = capture.per_process
-        mine = dataclasses.replace(mine, nodes={name: document[name] for name in mine.nodes})
-        states = mine.to_bytes()
-        answers: list[bytes] = []
+        answer = self._answer(capture, offers, plan, stored, progress)
+        answers = self._processes.gather(answer) if self._reuse else []
         if self._hosts is not None:
-            kept = self._keepers.exchange(self._hosts, states, host_shards.parts(document))
-            answers = [self._answer(capture, offers, plan, stored, progress)]
-            nodes, leaves = on_host(self._hosts.host_index, self._hosts.num_hosts, states, kept)
+            state = capture.state(document)
+            kept = self._keepers.exchange(self._hosts, state, host_shards.parts(document))
+            nodes, leaves = on_host(self._hosts.host_index, self._hosts.num_hosts, state, kept)
+        elif not self._processes.is_first:
+            return document, plan, stored, []
         else:
-            answer = self._answer(capture, offers, plan, stored, progress)
-            # One message, because each one of all processes takes as long as the slowest of them.
-            gathered = self._processes.gather(len(answer).to_bytes(8) + answer + states)
-            if not self._processes.is_first:
-                return document, plan, stored, []
-            starts = [8 + int.from_bytes(sent[:8]) for sent in gathered]
-            answers = [sent[8:start] for sent, start in zip(gathered, starts, strict=True)]
-            nodes, leaves = joined([g[start:] for g, start in zip(gathered, starts, strict=True)])
+            nodes, leaves = joined(states)
         plan, more = beside(plan, leaves, self._options.layout)
         return {**document, **nodes}, plan, {**stored, **more}, answers
 
@@ -334,21 +338,8 @@ class Writer:
         progress.enter("comparing the arrays with earlier steps")
         return self._reuse.answer([Offer(*o) for o in offers], plan, arrays, capture.kept)
 
-    def _any_process(self, flag: bool) -> bool:
-        """Returns True on all processes if ``flag`` is set on at least one process."""
-        if self._processes.count == 1:
-            return flag
-        flags = self._processes.gather(bytes([flag]))
-        return self._processes.first(lambda: any(map(any, flags)))
-
     def _commit(self, step: int, name: str) -> CommittedStep:
-        def commit() -> list[Any]:
-            committed = self._directory.commit(step, self._directory.path / name)
-            still = self._written.still if self._written else None
-            return [committed_step.described([committed]), still]
-
-        described, self._still = self._processes.first(commit)
-        (durable,) = committed_step.named(described, self._directory.path)
+        durable = self._directory.commit(step, self._directory.path / name)
         self._history.landed(durable)
         return durable
 
@@ -374,7 +365,7 @@ class Writer:
             hosts.meet()  # raises the other host's error
         return durable
 
-    def _read_back(self, durable: CommittedStep) -> None:
+    def read_back(self, durable: CommittedStep) -> None:
         """Reads the new step back, compares digests, and deletes the step if it is damaged.
 
         Each process reads some of the step's data. If the data cannot be read at present, or if a

@@ -35,6 +35,7 @@ from support.training import P, fsdp_mesh
 
 from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer
 from torchax_ckpt.errors import BackendError
+from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.storage.arrays import orbax_context, orbax_internals
 
 # --- how long attributes are replaced ------------------------------------------------------------
@@ -100,6 +101,23 @@ def test_what_somebody_else_replaces_meanwhile_stays_and_works(directory: Path) 
         assert met
     finally:
         multihost.sync_global_processes = original
+
+
+def test_a_save_meets_at_those_barriers_of_orbax_that_no_other_one_replaces(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    met: list[str] = []
+    monkeypatch.setattr(Processes, "meet", lambda self, key: met.append(key))
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state={"x": jax.numpy.ones(4)}, force=True)
+    ends = (
+        "operation_id:sync",
+        "maybe_overwrite_existing:post",
+        "create_directory:post",
+        "_commit_complete",
+        ":finalize",
+    )
+    assert [key.endswith(end) for key, end in zip(met, ends, strict=True)] == [True] * 5
 
 
 def test_operations_have_names_of_their_own_and_leave_orbaxs_counter_alone() -> None:

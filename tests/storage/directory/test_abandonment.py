@@ -166,7 +166,7 @@ class Run:
 
         with (
             mock.patch.object(write_step, "write_step", write),
-            mock.patch.object(Writer, "_read_back", read_back),
+            mock.patch.object(Writer, "read_back", read_back),
         ):
             yield
 

@@ -227,9 +227,10 @@ def operation(processes: Processes = SINGLE_PROCESS) -> Iterator[None]:
     # Orbax's processes find each other's messages by the number of the operation, which each
     # process counts for itself. An operation that one process carries out alone must not be
     # confused with an operation of another process, nor with one that the program itself starts.
-    number = f"torchax_ckpt-{processes.first(lambda: next(_numbers))}"
-    is_alone = processes.count == 1
-    if is_alone:
-        processes, number = SINGLE_PROCESS, f"{number}-of-process-{jax.process_index()}"
-    with orbax_internals.operation(number, processes.meet, is_alone=is_alone):
+    if is_alone := processes.count == 1:
+        processes = SINGLE_PROCESS
+        name = f"torchax_ckpt-{next(_numbers)}-of-process-{jax.process_index()}"
+    else:
+        name = processes.common_name()
+    with orbax_internals.operation(name, processes.meet, is_alone=is_alone):
         yield

@@ -112,6 +112,10 @@ def _numbered(original: Any) -> Any:
     return classmethod(number)
 
 
+# Barriers right after or before another barrier: between the two, no process but process 0 acts.
+_NEEDLESS = ("maybe_overwrite_existing:pre", "_finalize_complete")
+
+
 # Orbax's barriers end after five minutes, do not notice a failed process, and do not name the
 # processes that are missing. No upstream issue is known.
 @_replaces(multihost, "sync_global_processes")
@@ -119,9 +123,8 @@ def _barrier(original: Any) -> Any:
     async def sync_global_processes(key: str, **settings: Any) -> None:
         if (entered := operations.current.get()) is None:
             await original(key, **settings)
-        else:
-            # Orbax calls this on its own threads, while the save's thread talks to the same
-            # processes.
+        elif not key.endswith(_NEEDLESS):
+            # On Orbax's own threads, while the save's thread talks to the same processes.
             await asyncio.to_thread(entered.meet, key)
 
     return sync_global_processes

@@ -1,0 +1,61 @@
+"""The captured state that one save writes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torchax_ckpt.errors import CheckpointError, DonatedBufferError
+from torchax_ckpt.layout.manifest import Node
+from torchax_ckpt.saving.unchanged.identities import Kept
+from torchax_ckpt.snapshot.snapshotter import Snapshot
+from torchax_ckpt.state.per_process_state import PerProcessState
+from torchax_ckpt.storage.medium.assets import Assets
+
+
+@dataclasses.dataclass(frozen=True)
+class Capture:
+    """The captured state that one save writes, as it was when ``save`` was called.
+
+    Attributes:
+      step: completed optimizer steps.
+      snapshot: the values of the leaves, except those in ``per_process``.
+      document: component -> node, see ``layout/manifest.py``.
+      per_process: this process's values of the state that differs between processes; None in a run
+        of one process.
+      fetch_metrics: returns the metrics as JSON, and an error of the metrics that does not prevent
+        the save, or None; may wait for devices.
+      began: ``time.perf_counter()`` when the training thread began this save.
+      kept: the arrays that the save takes over from an earlier step; not in ``snapshot``.
+      assets: text files that say what the model is; None if there are none.
+    """
+
+    step: int
+    snapshot: Snapshot
+    document: Mapping[str, Node]
+    per_process: PerProcessState | None
+    fetch_metrics: Callable[[], tuple[dict[str, Any], CheckpointError | None]]
+    began: float
+    kept: Kept = dataclasses.field(default_factory=Kept)
+    assets: Assets | None = None
+
+    def explained(self, error: BaseException) -> BaseException:
+        """Returns the error, or a DonatedBufferError naming the leaf if a donation caused it."""
+        if "has been deleted" in str(error):
+            try:
+                self.snapshot.require_alive()
+                self.kept.require_alive()
+            except DonatedBufferError as donated:
+                return donated.with_traceback(None)
+        return error
+
+    def state(self, document: Mapping[str, Node]) -> bytes:
+        """Returns the per-process state of this process, with its nodes from ``document``.
+
+        Returns nothing in a run of one process.
+        """
+        if self.per_process is None:
+            return b""
+        nodes = {name: document[name] for name in self.per_process.nodes}
+        return dataclasses.replace(self.per_process, nodes=nodes).to_bytes()
