@@ -2,7 +2,8 @@
 
     python measure.py save|restore|loop|modes|digests|declined|machine STATE PEER DIRECTORY REPEATS
 
-Runs on four forced CPU devices, or on the platform that JAX_PLATFORMS names.
+STATE is a name of ``states.py``, such as ``deep``, or with a suffix ``deep-donated`` or
+``deep-functional``. Runs on four forced CPU devices, or on the platform that JAX_PLATFORMS names.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ logging.disable(logging.WARNING)
 torchax.enable_globally()
 
 import states  # noqa: E402 - after the devices are forced
-from peers import PEERS  # noqa: E402
+from peers import PEERS, Peer  # noqa: E402
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer  # noqa: E402
 from torchax_ckpt.policies import LatestN  # noqa: E402
@@ -48,15 +49,16 @@ def clock() -> float:
 def save(state: str, peer: str, directory: Path, repeats: int) -> dict[str, Any]:
     """Measures the blocking and durable time of each save, the first separately.
 
-    A peer that trains does so while the save is in flight. After each save, the medium is
+    A step that donates the state runs while the save is in flight. After each save, the medium is
     measured: the same number of bytes is written to one file, fsynced, and read back. The speed of
     a disk and of a virtual machine's memory changes from minute to minute, so only such pairs are
     compared. Old steps are deleted outside the measured time.
     """
-    module, optimizer = states.build(state)
-    flat = lambda: states.arrays_of(module, optimizer)  # noqa: E731
-    saver = PEERS[peer](directory, module, optimizer, flat, keep=None)
-    num_leaves, size = len(flat()), sum(v.nbytes for v in flat().values())
+    training = states.training(state)
+    saver = _peer(peer, directory, training, keep=None)
+    leaves = jax.tree.leaves(training.arrays())
+    num_leaves, size = len(leaves), sum(v.nbytes for v in leaves)
+    del leaves
     blocking: list[float] = []
     durable: list[float] = []
     write: list[float] = []
@@ -65,7 +67,8 @@ def save(state: str, peer: str, directory: Path, repeats: int) -> dict[str, Any]
         began = clock()
         saver.save(step)
         blocking.append(clock() - began)
-        saver.train()
+        if training.donates:
+            training.update()
         saver.wait()
         durable.append(clock() - began)
         for seconds, known in zip(
@@ -83,6 +86,10 @@ def save(state: str, peer: str, directory: Path, repeats: int) -> dict[str, Any]
         "write": write[1:],
         "read": read[1:],
     }
+
+
+def _peer(name: str, directory: Path, training: states.Training, keep: int | None) -> Peer:
+    return PEERS[name](directory, training.module, training.optimizer, training.arrays, keep=keep)
 
 
 def medium(path: Path, size: int) -> tuple[float, float]:
@@ -177,18 +184,17 @@ def restore(state: str, peer: str, directory: Path, repeats: int) -> dict[str, A
 
     The files are in the page cache, because they were written a moment before.
     """
-    module, optimizer = states.build(state, seed=1)
-    jax.block_until_ready(list(states.arrays_of(module, optimizer).values()))
-    flat = lambda: states.arrays_of(module, optimizer)  # noqa: E731
+    training = states.training(state, seed=1)
+    jax.block_until_ready(training.arrays())
     began = clock()
-    restorer = PEERS[peer](directory, module, optimizer, flat, keep=None)
+    restorer = _peer(peer, directory, training, keep=None)
     jax.block_until_ready(restorer.restore())
     return {"restore": [clock() - began]}
 
 
 def loop(
     state: str, peer: str, directory: Path, repeats: int, *,
-    max_secs: float, compute_secs: float | None, device_secs: float | None, donate: bool,
+    max_secs: float, compute_secs: float | None, device_secs: float | None,
 ) -> dict[str, Any]:  # fmt: skip
     """Measures a training loop under continuous saving: durable intervals in steps, step times.
 
@@ -206,26 +212,15 @@ def loop(
         [768, 768] matrices, some 50 ms on two CPU cores.
       device_secs: how long the host waits for the device in each step instead of computing; None
         for a device that shares the cores with the host.
-      donate: whether the update donates the arrays.
     """
-    from torchax_ckpt import torchax_backend
-
-    module, optimizer = states.build(state)
-    tensors = [*module.parameters()]
-    tensors += [
-        optimizer.state[p][k] for p in module.parameters() for k in ("exp_avg", "exp_avg_sq")
-    ]
-    flat = lambda: states.arrays_of(module, optimizer)  # noqa: E731
-    size = sum(v.nbytes for v in flat().values())
+    training = states.training(state)
+    size = sum(v.nbytes for v in jax.tree.leaves(training.arrays()))
     work = jax.numpy.ones((768, 768))
-    update = jax.jit(lambda xs: [x * 0.999 for x in xs], donate_argnums=0 if donate else ())
     compute = jax.jit(lambda w, n: jax.lax.fori_loop(0, n, lambda _, x: x @ w * 1e-3, w))
     num_products = 4 if compute_secs is None else _products_in(compute_secs, compute, work)
 
     def step() -> None:
-        arrays = update([torchax_backend.buffer(t) for t in tensors])
-        for tensor, array in zip(tensors, arrays, strict=True):
-            torchax_backend.set_buffer(tensor, array)
+        arrays = training.update()
         if device_secs is not None:
             time.sleep(device_secs)
             jax.block_until_ready(arrays)
@@ -246,7 +241,7 @@ def loop(
             times.append(clock() - began)
             processor.append(time.process_time() - began_processor)
     else:
-        saver = PEERS[peer](directory, module, optimizer, flat, keep=1)
+        saver = _peer(peer, directory, training, keep=1)
         for warm_up in (1, 2):  # After the first, the library knows whether the program donates.
             saver.save(warm_up)
             step()
@@ -379,7 +374,6 @@ def main() -> None:
     parser.add_argument("--max-secs", type=float, default=600)
     parser.add_argument("--compute-secs", type=float)
     parser.add_argument("--device-secs", type=float)
-    parser.add_argument("--donate", action="store_true")
     args = vars(parser.parse_args())
     measurement = MEASUREMENTS[args.pop("what")]
     wanted = inspect.signature(measurement).parameters

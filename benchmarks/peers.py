@@ -1,8 +1,9 @@
-"""The peers that are compared: each saves and restores a flat dict of arrays.
+"""The peers that are compared: each saves and restores a pytree of arrays.
 
-``save`` returns when the training thread may continue, ``wait`` when the step is durable.
-``restore`` returns when every array is ready on its sharding. ``train`` runs between two saves: a
-step that donates, or nothing.
+``save`` returns when the training thread may continue, and may donate what it saved; ``wait`` when
+the step is durable. ``restore`` returns when every array is ready on its sharding. A peer gets a
+module and its optimizer, and a function that returns their arrays. If the state is a pytree, they
+are None, and the function returns the pytree.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import torch
 
@@ -26,9 +26,6 @@ class Peer:
 
     def save(self, step: int) -> None:
         raise NotImplementedError
-
-    def train(self) -> None:
-        pass
 
     def is_saving(self) -> bool:
         return False
@@ -130,22 +127,24 @@ class TorchSave(Peer):
 
     def save(self, step: int) -> None:
         with torchax_backend.native_torch(), open(self._directory / "state.pt", "wb") as file:
-            torch.save({k: torch.from_numpy(np.array(v)) for k, v in self._flat().items()}, file)
+            torch.save(jax.tree.map(lambda v: torch.from_numpy(np.array(v)), self._flat()), file)
             file.flush()
             os.fsync(file.fileno())
 
     def restore(self) -> Any:
         with torchax_backend.native_torch():
             loaded = torch.load(self._directory / "state.pt", weights_only=True)
-            host = {k: v.numpy() for k, v in loaded.items()}
-        live = self._flat()
-        names = [n for n, v in live.items() if isinstance(v, jax.Array)]
-        moved = jax.device_put([host[n] for n in names], [live[n].sharding for n in names])
-        return {**host, **dict(zip(names, moved, strict=True))}
+            host = [v.numpy() for v in jax.tree.leaves(loaded)]
+        live, structure = jax.tree.flatten(self._flat())
+        places = [i for i, v in enumerate(live) if isinstance(v, jax.Array)]
+        moved = jax.device_put([host[i] for i in places], [live[i].sharding for i in places])
+        for i, array in zip(places, moved, strict=True):
+            host[i] = array
+        return jax.tree.unflatten(structure, host)
 
 
 class Ours(Peer):
-    """This library, used as its README shows, in a program that donates nothing."""
+    """This library, used as its README shows."""
 
     def __init__(
         self, directory: Path, module: Any, optimizer: Any, flat: Any, keep: int | None
@@ -155,6 +154,9 @@ class Ours(Peer):
         self._is_attached = False
 
     def save(self, step: int) -> None:
+        if self._module is None:
+            self._ckpt.save(step, state=self._flat(), force=True)
+            return
         if not self._is_attached:
             self._ckpt.attach(self._module, self._optimizer)
             self._is_attached = True
@@ -167,43 +169,11 @@ class Ours(Peer):
         self._ckpt.wait_until_finished()
 
     def restore(self) -> Any:
+        if self._module is None:
+            self._ckpt.attach()
+            return self._ckpt.load(abstract_state=self._flat())
         self._ckpt.attach(self._module, self._optimizer)
         return self._flat()
-
-    def close(self) -> None:
-        self._ckpt.close()
-
-
-class Functional(Peer):
-    """This library's ``save(state=...)``, with a jitted step that donates its state."""
-
-    def __init__(
-        self, directory: Path, module: Any, optimizer: Any, flat: Any, keep: int | None
-    ) -> None:
-        arrays = {n: a for n, a in flat().items() if isinstance(a, jax.Array)}
-        params = {n: a for n, a in arrays.items() if n.startswith("model.")}
-        moments = {n: a for n, a in arrays.items() if n not in params}
-        self._state = {"params": params, "opt_state": {"count": jnp.ones(()), "moments": moments}}
-        self._step = jax.jit(
-            lambda state: jax.tree.map(lambda x: x * 0.999, state), donate_argnums=0
-        )
-        self._ckpt = _checkpointer(directory, keep)
-
-    def save(self, step: int) -> None:
-        self._ckpt.save(step, state=self._state, force=True)
-
-    def train(self) -> None:
-        self._state = self._step(self._state)
-
-    def is_saving(self) -> bool:
-        return self._ckpt._saver.is_saving
-
-    def wait(self) -> None:
-        self._ckpt.wait_until_finished()
-
-    def restore(self) -> Any:
-        self._ckpt.attach()
-        return self._ckpt.load(abstract_state=self._state)
 
     def close(self) -> None:
         self._ckpt.close()
@@ -215,7 +185,6 @@ PEERS: dict[str, Callable[..., Peer]] = {
     "orbax_v1": OrbaxV1,
     "torch_save": TorchSave,
     "torchax_ckpt": Ours,
-    "functional": Functional,
 }
 
 

@@ -1,6 +1,6 @@
 """Runs the measurements of `make bench`, each in its own process; writes tables and a plot.
 
-    python benchmarks/run.py [--states deep,gpt2] [--loop deep] [--no-declined] [--repeats 5]
+    python benchmarks/run.py [--states deep,gpt2] [--loop deep,deep-functional] [--repeats 5]
     python benchmarks/run.py --report-only
 
 Raw figures go to results.json in this folder, with the date and the versions of each run. Figures
@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-LOOP_PEERS = ("article", "orbax_v0", "orbax_v1", "torch_save", "torchax_ckpt")
-PEERS = (*LOOP_PEERS, "functional")
+PEERS = ("article", "orbax_v0", "orbax_v1", "torch_save", "torchax_ckpt")
 RESULTS = HERE / "results.json"
 BEGAN = time.monotonic()
 
@@ -34,7 +33,7 @@ def measure(
 ) -> dict[str, Any]:  # fmt: skip
     """Runs measure.py in a new process; returns its result."""
     minutes, secs = divmod(round(time.monotonic() - BEGAN), 60)
-    print(f"{minutes:3}:{secs:02}  {what:8} {state:7} {peer:12}", end="", flush=True)
+    print(f"{minutes:3}:{secs:02}  {what:8} {state:16} {peer:12}", end="", flush=True)
     began = time.monotonic()
     done = subprocess.run(
         [sys.executable, HERE / "measure.py", what, state, peer, directory, str(repeats), *flags],
@@ -59,11 +58,13 @@ def taken(root: Path) -> dict[str, Any]:
 def measure_state(state: str, repeats: int, restores: int, root: Path) -> dict[str, Any]:
     """Measures saves and restores of one state under every peer, and the medium."""
     when, results = taken(root), {}
-    for peer in PEERS:
-        directory = root / f"{state}-{peer}"
-        results[peer] = measure("save", state, peer, directory, repeats)
-        results[peer]["restore"] = [
-            measure("restore", state, peer, directory, 1)["restore"][0] for _ in range(restores)
+    rows = {peer: (state, peer) for peer in PEERS}
+    rows["functional"] = f"{state}-functional", "torchax_ckpt"
+    for row, measured in rows.items():
+        directory = root / f"{state}-{row}"
+        results[row] = measure("save", *measured, directory, repeats)
+        results[row]["restore"] = [
+            measure("restore", *measured, directory, 1)["restore"][0] for _ in range(restores)
         ]
         shutil.rmtree(directory)
     directory = root / f"{state}-modes"
@@ -83,7 +84,7 @@ def measure_loop(
     """Measures a training loop under continuous saving by each peer, and without saving."""
     when = taken(root)
     results = {"none": measure("loop", state, "none", root, 100, flags)}
-    for peer in LOOP_PEERS:
+    for peer in PEERS:
         directory = root / f"loop-{state}-{peer}"
         bound = ["--max-secs", str(max_secs)]
         results[peer] = measure("loop", state, peer, directory, intervals, [*flags, *bound])
@@ -102,7 +103,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--states", default="deep,gpt2,wide,moe", help="states to save and restore; '' for none"
     )
-    parser.add_argument("--loop", default="deep,gpt2", help="states to train; '' for none")
+    parser.add_argument(
+        "--loop",
+        default="deep,gpt2",
+        help="states to train, as modules, as modules whose step donates their arrays "
+        "('deep-donated') or as donated pytrees ('deep-functional'); '' for none",
+    )
     parser.add_argument("--declined", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--repeats", type=int, default=5, help="number of saves by each peer")
     parser.add_argument("--restores", type=int, default=5, help="number of restoring processes")
@@ -110,7 +116,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-secs", type=float, default=450, help="limit of each peer's loop")
     parser.add_argument("--compute-secs", type=float, help="compute time of a loop's step")
     parser.add_argument("--device-secs", type=float, help="wait of a loop's step for a device")
-    parser.add_argument("--donate", action="store_true", help="the loop's steps donate the state")
     parser.add_argument("--directory", help="folder of the checkpoints; default: a temporary one")
     parser.add_argument("--report-only", action="store_true", help="only rewrite tables and plot")
     args = parser.parse_args(argv)
@@ -120,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         RESULTS.write_text(json.dumps(results, indent=1))
 
     if not args.report_only:
-        flags = ["--donate"] if args.donate else []
+        flags = []
         if args.compute_secs is not None:
             flags += ["--compute-secs", str(args.compute_secs)]
         if args.device_secs is not None:
@@ -133,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 write()
             for state in filter(None, args.loop.split(",")):
                 found = measure_loop(state, args.intervals, args.max_secs, flags, root)
-                name = f"{state}, donated" if args.donate else state
+                name = state
                 if args.device_secs is not None:
                     name += f", waiting {args.device_secs * 1e3:.0f} ms for a device"
                 results.setdefault("loops", {})[name] = found

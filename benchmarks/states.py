@@ -1,4 +1,4 @@
-"""The measured training states: modules with AdamW, sharded over all devices."""
+"""The measured training states, sharded over all devices: modules with AdamW, or plain pytrees."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 import torchax
@@ -151,3 +152,80 @@ def arrays_of(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict
                     torchax_backend.buffer(value) if is_array else torchax_backend.to_numpy(value)
                 )
     return flat
+
+
+class Training:
+    """A module with AdamW, all of whose arrays a jitted step replaces.
+
+    Attributes:
+      module: the module; None if the state is a pytree.
+      optimizer: its optimizer; None if the state is a pytree.
+      donates: whether the step donates the state.
+    """
+
+    module: Node | None
+    optimizer: torch.optim.Optimizer | None
+
+    def __init__(self, name: str, *, donates: bool, seed: int) -> None:
+        self.module, self.optimizer = module, optimizer = build(name, seed)
+        self.donates = donates
+        state = optimizer.state
+        self._tensors = [*module.parameters()]
+        self._tensors += [state[p][k] for p in self._tensors for k in ("exp_avg", "exp_avg_sq")]
+        self._step = jax.jit(
+            lambda xs: [x * 0.999 for x in xs], donate_argnums=0 if donates else ()
+        )
+
+    def arrays(self) -> Any:
+        """Returns what a peer saves: a pytree of arrays and numpy scalars."""
+        assert self.module is not None
+        assert self.optimizer is not None
+        return arrays_of(self.module, self.optimizer)
+
+    def update(self) -> Any:
+        """Begins a step, and returns its arrays, which the devices may still compute."""
+        arrays = self._step([torchax_backend.buffer(t) for t in self._tensors])
+        for tensor, array in zip(self._tensors, arrays, strict=True):
+            torchax_backend.set_buffer(tensor, array)
+        return arrays
+
+
+class FunctionalTraining(Training):
+    """A pytree of parameters, moments and a count, which a jitted step with a batch donates."""
+
+    def __init__(self, name: str, seed: int) -> None:
+        self.module = self.optimizer = None
+        self.donates = True
+        arrays = arrays_of(*build(name, seed))
+        params = {n: a for n, a in arrays.items() if n.startswith("model.")}
+        moments = {n: a for n, a in arrays.items() if n.endswith(("exp_avg", "exp_avg_sq"))}
+        count = jax.device_put(jnp.ones(()), sharding((), mesh()))
+        self._state = {"params": params, "opt_state": {"count": count, "moments": moments}}
+        self._random = np.random.default_rng(seed)
+        self._step = jax.jit(
+            lambda state, batch: jax.tree.map(lambda x: x * 0.999 + batch.mean() * 1e-3, state),
+            donate_argnums=0,
+            out_shardings=jax.tree.map(lambda x: x.sharding, self._state),
+        )
+
+    def arrays(self) -> Any:
+        return self._state
+
+    def update(self) -> Any:
+        batch = self._random.standard_normal((32, 1024), np.float32)
+        self._state = self._step(self._state, batch)
+        return self._state
+
+
+def training(name: str, seed: int = 0) -> Training:
+    """Returns the state of a name of STATES, trained as the suffix of the name says.
+
+    Without a suffix, the step donates nothing. "-donated" is a module whose step donates all
+    arrays, "-functional" a pytree whose step does.
+    """
+    state, _, way = name.partition("-")
+    if way == "functional":
+        return FunctionalTraining(state, seed)
+    if way not in ("", "donated"):
+        raise ValueError(f"{name}: expected {state}, {state}-donated or {state}-functional")
+    return Training(state, donates=way == "donated", seed=seed)

@@ -9,14 +9,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 from support import PROGRAMS, ROOT
+from support.compare import assert_trees_identical
 from support.processes import run_python
 
 BENCHMARKS = ROOT / "benchmarks"
 RESULTS = json.loads((BENCHMARKS / "results.json").read_text())
 CPU = {"date": "2020-01-01", "platform": "cpu", "machine": "a machine", "jax": "1.2.3"}
-PEERS = ("article", "orbax_v0", "orbax_v1", "torch_save", "torchax_ckpt", "functional")
+PEERS = ("article", "orbax_v0", "orbax_v1", "torch_save", "torchax_ckpt")
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +37,7 @@ def saves(secs: float) -> dict[str, Any]:
 
 
 def state(ours: float, bare: float) -> dict[str, Any]:
-    peers = {peer: saves(bare) for peer in PEERS} | {"torchax_ckpt": saves(ours)}
+    peers = {row: saves(bare) for row in (*PEERS, "functional")} | {"torchax_ckpt": saves(ours)}
     digests = {
         "taken": [1.05] * 5, "not taken": [1.0] * 5, "first, compared": [1.2] * 5,
         "first, trusted": [1.0] * 5, "compared": [1.0] * 5, "trusted": [1.0] * 5,
@@ -119,7 +122,7 @@ def test_a_loop_is_held_against_the_better_bare_orbax(
 
 
 def test_targets_of_accelerators_are_for_figures_taken_on_one(tmp_path: Path) -> None:
-    page = written({"loops": {"big, donated": loop(1.02, 61.2, platform="tpu")}}, tmp_path)
+    page = written({"loops": {"big-donated": loop(1.02, 61.2, platform="tpu")}}, tmp_path)
     assert "- on an accelerator, blocking, of bare Orbax's: 1/60 (target 1/50: met)\n" in page
     assert "- on an accelerator, steps take longer by +2.0% (target +3.0%: met)\n" in page
 
@@ -175,6 +178,39 @@ def test_the_page_shows_the_figures_that_are_kept(tmp_path: Path) -> None:
     assert page[0] == made[0], "python benchmarks/run.py --report-only"
 
 
+@pytest.mark.parametrize("peer", PEERS)
+def test_peers_save_what_a_functional_state_was_before_a_step_donated_it(
+    peer: str, tmp_path: Path
+) -> None:
+    states, peers = (importlib.import_module(name) for name in ("states", "peers"))
+    training = states.training("tiny-functional")
+
+    def opened() -> Any:
+        return peers.PEERS[peer](tmp_path / "run", None, None, training.arrays, keep=1)
+
+    saver, expected = opened(), jax.tree.map(np.array, training.arrays())
+    saver.save(1)
+    training.update()
+    saver.wait()
+    saver.close()
+    restorer = opened()
+    restored = restorer.restore()
+    restorer.close()
+    assert_trees_identical(jax.tree.map(np.array, restored), expected)
+
+
+def test_a_state_is_trained_as_its_suffix_says() -> None:
+    states = importlib.import_module("states")
+    for name, donates in (("tiny", False), ("tiny-donated", True), ("tiny-functional", True)):
+        training = states.training(name)
+        before = [a for a in jax.tree.leaves(training.arrays()) if isinstance(a, jax.Array)]
+        training.update()
+        assert (training.module is None) == name.endswith("functional")
+        assert [a.is_deleted() for a in before] == [donates] * len(before)
+    with pytest.raises(ValueError, match="tiny-lost: expected tiny, tiny-donated or tiny-func"):
+        states.training("tiny-lost")
+
+
 Measure = Callable[..., dict[str, Any]]
 
 
@@ -209,27 +245,32 @@ def test_one_run_measures_everything_and_a_partial_one_keeps_the_dates_of_the_re
     monkeypatch.setattr(run, "measure", measured_at("2020-01-01", asked))
     run.main([])
     for name in ("deep", "gpt2", "wide", "moe"):
-        assert {peer for what, of, peer in asked if (what, of) == ("save", name)} == set(PEERS)
+        functional = f"{name}-functional", "torchax_ckpt"
+        rows = {*((name, peer) for peer in PEERS), functional}
+        assert {(of, p) for what, of, p in asked if what == "save" and of.startswith(name)} == rows
         first = [peer for what, of, peer in asked if (what, of) == ("restore", name)]
-        assert [first.count(peer) for peer in PEERS] == [5, 5, 5, 5, 5 + 2 * 5, 5]
+        assert [first.count(peer) for peer in PEERS] == [5, 5, 5, 5, 5 + 2 * 5]
+        assert asked.count(("restore", *functional)) == 5
     for name in ("deep", "gpt2"):
         trained = {peer for what, of, peer in asked if (what, of) == ("loop", name)}
-        assert trained == {"none", *PEERS} - {"functional"}
+        assert trained == {"none", *PEERS}
     assert ("declined", "-", "torchax_ckpt") in asked
 
     monkeypatch.setattr(run, "measure", measured_at("2020-02-02", []))
     run.main(["--states", "deep", "--loop", "gpt2", "--no-declined"])
-    run.main(["--states", "", "--loop", "gpt2", "--no-declined", "--donate"])
+    waiting = ("--device-secs", "0.05")
+    run.main(["--states", "", "--loop", "gpt2-functional", "--no-declined", *waiting])
     results = json.loads((tmp_path / "results.json").read_text())
     dates = {
         n: r["taken"]["date"] for kind in ("states", "loops") for n, r in results[kind].items()
     }
     loops = {n: r["taken"]["date"] for n, r in results["loops"].items()}
     old, new = "2020-01-01", "2020-02-02"
+    waited = "gpt2-functional, waiting 50 ms for a device"
     assert {n: r["taken"]["date"] for n, r in results["states"].items()} == {
         "deep": new, "gpt2": old, "wide": old, "moe": old
     }  # fmt: skip
-    assert loops == {"deep": old, "gpt2": new, "gpt2, donated": new}
+    assert loops == {"deep": old, "gpt2": new, waited: new}
     assert results["declined"]["taken"]["date"] == old
     page = (tmp_path / "README.md").read_text()
     assert (page.count(f"{old}, a machine"), page.count(f"{new}, a machine")) == (5, 3)
@@ -241,11 +282,13 @@ def test_one_run_measures_everything_and_a_partial_one_keeps_the_dates_of_the_re
 def test_the_measurements_run(tmp_path: Path) -> None:
     ran = run_python(PROGRAMS / "tiny_measurements.py", str(BENCHMARKS), str(tmp_path))
     found = json.loads(ran.stdout.split("FOUND ")[1])
-    assert {peer: found[peer] for peer in PEERS} == {peer: [8, 2, 1] for peer in PEERS}
-    for donate in (False, True):
-        intervals, has_blocking, gone = found[f"donate {donate}"]
+    for peer in PEERS:
+        assert found[f"{peer}, tiny"] == [8, 2, 1]
+    assert found["torchax_ckpt, tiny-functional"] == [7, 2, 1]
+    for state in ("tiny", "tiny-donated", "tiny-functional"):
+        intervals, has_blocking, gone = found[f"loop of {state}"]
         assert (intervals, has_blocking) == (3, True)
-        assert gone == [donate] * len(gone)
+        assert gone == [state != "tiny"] * len(gone)
     assert found["stopped"] == []
     assert found["modes"] == ["copy, busy", "copy, idle", "reference, busy", "reference, idle"]
     assert found["digests"] == [1, 1, 1, 1]

@@ -11,15 +11,17 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 sys.path.insert(0, sys.argv[1])
+import jax
 import measure
 import peers
 
 root = Path(sys.argv[2])
 found: dict[str, Any] = {}
-for peer in peers.PEERS:
-    saved = measure.save("tiny", peer, root / peer, 2)
-    restored = measure.restore("tiny", peer, root / peer, 1)
-    found[peer] = [saved["leaves"], len(saved["durable"]), len(restored["restore"])]
+for peer, state in [*((peer, "tiny") for peer in peers.PEERS), ("torchax_ckpt", "tiny-functional")]:
+    directory = root / f"{state}-{peer}"
+    saved = measure.save(state, peer, directory, 2)
+    restored = measure.restore(state, peer, directory, 1)
+    found[f"{peer}, {state}"] = [saved["leaves"], len(saved["durable"]), len(restored["restore"])]
 
 
 class Watched(peers.Ours):
@@ -28,33 +30,31 @@ class Watched(peers.Ours):
 
     def save(self, step: int) -> None:
         self.gone.append(all(a.is_deleted() for a in self.arrays) if self.arrays else None)
-        self.arrays[:] = [v for v in self._flat().values() if hasattr(v, "is_deleted")]
+        self.arrays[:] = [v for v in jax.tree.leaves(self._flat()) if isinstance(v, jax.Array)]
         super().save(step)
 
 
 peers.PEERS["watched"] = Watched
-for donate in (False, True):
+for state, device_secs in (("tiny", None), ("tiny-donated", 0.01), ("tiny-functional", 0.01)):
     Watched.arrays, Watched.gone = [], []
     ran = measure.loop(
-        "tiny",
+        state,
         "watched",
-        root / f"loop-{donate}",
+        root / f"loop-{state}",
         3,
         max_secs=100,
         compute_secs=0.01,
-        device_secs=0.01 if donate else None,
-        donate=donate,
+        device_secs=device_secs,
     )
-    found[f"donate {donate}"] = [len(ran["intervals"]), len(ran["blocking"]) > 2, Watched.gone[1:]]
+    found[f"loop of {state}"] = [len(ran["intervals"]), len(ran["blocking"]) > 2, Watched.gone[1:]]
 stopped = measure.loop(
-    "tiny",
+    "tiny-donated",
     "orbax_v1",
     root / "stopped",
     3,
     max_secs=0,
     compute_secs=None,
     device_secs=None,
-    donate=True,
 )
 found["stopped"] = stopped["intervals"]
 found["modes"] = sorted(measure.modes("tiny", "-", root / "modes", 1))

@@ -170,6 +170,8 @@ def is_whole(manifest: Manifest, reads: Mapping[str, Read], num_processes: int) 
     if per_process_state.count_of(manifest.document) == num_processes:
         needed = {name for name in needed if names.without_process(name) == name}
         reads = {names.without_process(name): read for name, read in reads.items()}
+    if needed <= reads.keys():
+        return True
     return manifest.stored(needed).keys() <= manifest.stored(reads).keys()
 
 

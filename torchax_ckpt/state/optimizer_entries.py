@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torchax_ckpt.snapshot.sharding import Local, Placement, placement_of, repli
 from torchax_ckpt.state import node_checks
 from torchax_ckpt.state.component import Values, revive
 from torchax_ckpt.state.findings import Findings
-from torchax_ckpt.state.leaf import Spec, describe
+from torchax_ckpt.state.leaf import DEVICE_KINDS, Spec, describe
 from torchax_ckpt.state.pytree import decode
 from torchax_ckpt.state.stored_entries import StoredOptimizer
 
@@ -95,29 +94,24 @@ def compatible(node: Node, live: Any, where: str, findings: Findings) -> bool:
     """
     if not isinstance(live, torch.Tensor) or not (isinstance(node, dict) and "array" in node):
         return True
-    expected, found = describe(live, where), Spec.of_node(node)
-    if (expected.dtype, expected.shape) == (found.dtype, found.shape):
+    expected = describe(live, where)
+    if (expected.dtype, expected.shape) == (node["dtype"], tuple(node["shape"])):
         return True
-    findings.mismatch(where, expected.content(), found.content())
+    findings.mismatch(where, expected.content(), Spec.of_node(node).content())
     return False
 
 
 def rebuild(node: Node, live: Any, values: Values) -> Any:
     """Returns the stored value; if it is a tensor with the spec of ``live``, fills ``live``."""
-
-    def leaf(child: Mapping[str, Any]) -> Any:
-        value = values[child["array"]]
-        if child is node and isinstance(live, torch.Tensor):
-            spec, here = Spec.of_node(child), describe(live, child["array"])
-            if spec == here and spec.kind == "torchax":
+    if isinstance(live, torch.Tensor) and isinstance(node, dict) and "array" in node:
+        spec, value = Spec.of_node(node), values[node["array"]]
+        if spec == describe(live, node["array"]):
+            if spec.on_device:
                 torchax_backend.set_buffer(live, value)
-                return live
-            if spec == here and spec.kind == "torch":
+            else:
                 torchax_backend.copy_into(live, value)
-                return live
-        return revive(child, value)
-
-    return decode(node, leaf)
+            return live
+    return decode(node, lambda leaf: revive(leaf, values[leaf["array"]]))
 
 
 def leaf_placement(
@@ -131,10 +125,9 @@ def leaf_placement(
       parameter_shape: the shape of the parameter whose state the leaf belongs to; None without one.
       home: the placement of this parameter, or of a parameter of the group.
     """
-    spec = Spec.of_node(node)
-    if not spec.on_device:
+    if node["kind"] not in DEVICE_KINDS:
         return Local.HOST
-    if spec.shape == parameter_shape:
+    if tuple(node["shape"]) == parameter_shape:
         return home
     if isinstance(live, torch.Tensor) and torchax_backend.is_device_tensor(live):
         return placement_of(torchax_backend.buffer(live))

@@ -34,14 +34,13 @@ def declared_ties(root: torch.nn.Module) -> dict[str, str]:
     Args:
       root: the model, not wrapped in a JittableModule.
     """
-    live = _tensors(root)
-    found: dict[str, str] = {}
+    declared: dict[str, str] = {}
     for path, module in root.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
         for alias, name in _declared_by(module).items():
-            if f"{prefix}{alias}" in live and f"{prefix}{name}" in live:
-                found[f"{prefix}{alias}"] = f"{prefix}{name}"
-    return found
+            declared[f"{prefix}{alias}"] = f"{prefix}{name}"
+    live = _tensors(root) if declared else {}
+    return {alias: name for alias, name in declared.items() if alias in live and name in live}
 
 
 def lost_ties(module: torch.nn.Module) -> dict[str, str]:
@@ -51,9 +50,9 @@ def lost_ties(module: torch.nn.Module) -> dict[str, str]:
       module: the model, or a JittableModule around it.
     """
     root, _ = torchax_backend.unwrap_jittable(module)
-    live = _tensors(root)
-    declared = declared_ties(root).items()
-    return {alias: name for alias, name in declared if live[alias] is not live[name]}
+    declared = declared_ties(root)
+    live = _tensors(root) if declared else {}
+    return {alias: name for alias, name in declared.items() if live[alias] is not live[name]}
 
 
 def warn_of_lost_ties(module: torch.nn.Module, key_path: tuple[str, ...]) -> None:

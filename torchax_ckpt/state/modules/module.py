@@ -88,8 +88,8 @@ class ModuleComponent:
         self._extra_state_modules: dict[str, torch.nn.Module] = {}
         self._specs: Specs | None = None
         self._form = Form(None, ())
-        module_checks.check(module, key_path)
         self._refresh()
+        module_checks.check(module, self._slots, key_path)
 
     def name(self, fqn: str) -> str:
         """Returns the leaf name of the module's tensor that torch calls ``fqn``."""
@@ -215,11 +215,11 @@ class ModuleComponent:
         for which there is only one stored value, become one tensor again.
         """
         restoration = Restoration()
+        live = {slot.fqn: slot for slot in self.slots()}
         match_wrapped(self._stored_names(), stored, selection, self.key_path)
         stored = stored.selected(selection, self.key_path[1:])
         supplied: set[str] = set()
         considered: set[str] = set()
-        live = {slot.fqn: slot for slot in self.slots()}
         with torchax_backend.native_torch():
             chosen = retied.separate(live)
             if ties_again:
@@ -241,10 +241,10 @@ class ModuleComponent:
                 if differing is not None:
                     findings.mismatch(self.name(slot.fqn), *differing)
                     findings.lacks_ties |= stored.ties_more(every_name, sources)
-                elif self._fits(slot, stored, sources[0], findings):
+                elif expected := self._expected_if_fits(slot, stored, sources[0], findings):
                     supplied.update(member.fqn for member in merged.members)
                     node = stored.tensors[sources[0]]
-                    restoration.read(node, self._placement(slot), self._expected(slot).dtype)
+                    restoration.read(node, self._placement(slot), expected.dtype)
                     leaf = node["array"]
                     restoration.writes.append(
                         Write(_writer(slot, leaf), needs=(leaf,), release=merged.release)
@@ -266,18 +266,20 @@ class ModuleComponent:
 
     def _stored_names(self) -> list[str]:
         """Returns every name that a checkpoint of this module has, without the key path."""
-        live = [n for s in self.slots() if s.persistent for n in (s.fqn, *s.aliases)]
+        live = [n for s in self._persistent for n in (s.fqn, *s.aliases)]
         return [*live, *map(extra_state_key, self._extra_state_modules)]
 
     def _is_in(self, selection: Selection, fqn: str) -> bool:
         return selection.takes(names.join((*self.key_path[1:], fqn)))
 
-    def _fits(self, slot: Slot, stored: StoredModule, source: str, findings: Findings) -> bool:
+    def _expected_if_fits(
+        self, slot: Slot, stored: StoredModule, source: str, findings: Findings
+    ) -> Spec | None:
         spec, expected = Spec.of_node(stored.tensors[source]), self._expected(slot)
         if spec.shape == expected.shape and stored.converts(spec.dtype, expected.dtype):
-            return True
+            return expected
         findings.mismatch(self.name(slot.fqn), expected.content(), spec.content())
-        return False
+        return None
 
     def _prepare_extra_state(
         self,
@@ -290,7 +292,7 @@ class ModuleComponent:
             return
         modules = {
             path: module
-            for path, module in extra_state_modules(self.module).items()
+            for path, module in self._extra_state_modules.items()
             if self._is_in(selection, extra_state_key(path))
         }
         for path in dict.fromkeys((*modules, *stored.extra_state)):
@@ -322,6 +324,7 @@ class ModuleComponent:
     def prepare_fresh(self) -> Restoration:
         """Returns the plan of a start without checkpoint: fill meta tensors, shard by the rule."""
         restoration = Restoration()
+        self._refresh()
         self._fill_rest(restoration, set())
         self._reshard_rest(restoration, set())
         return restoration
@@ -330,7 +333,7 @@ class ModuleComponent:
         """Adds writes that reshard, by the rule, device tensors that are not in ``supplied``."""
         if self._rule is None:
             return
-        for slot in self.slots():
+        for slot in self._slots:
             if slot.fqn not in supplied and torchax_backend.is_device_tensor(slot.tensor):
                 restoration.writes.append(Write(self._resharder(slot)))
 
@@ -348,7 +351,7 @@ class ModuleComponent:
 
         The module itself rebuilds non-persistent buffers if it can; ``init`` fills the rest.
         """
-        empty = [s for s in self.slots() if s.is_meta and s.fqn not in supplied]
+        empty = [s for s in self._slots if s.is_meta and s.fqn not in supplied]
         known = {} if all(s.persistent for s in empty) else rebuilt(self.module)
         for slot in empty:
             value = known.get(slot.fqn)

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from torchax_ckpt import torchax_backend
 from torchax_ckpt.errors import AttachError, UnsupportedLeafError
 from torchax_ckpt.layout import names
-from torchax_ckpt.state.modules.module_tensors import slots
+from torchax_ckpt.state.modules.module_tensors import Slot
 from torchax_ckpt.state.stored_entries import extra_state_key
 
 _MAX_LISTED = 5
 
 
-def check(module: torch.nn.Module, key_path: tuple[str, ...]) -> None:
+def check(module: torch.nn.Module, slots: Sequence[Slot], key_path: tuple[str, ...]) -> None:
     """Raises unless the module can be saved and trained.
 
     Args:
       module: the module, or a JittableModule around it.
+      slots: its tensors.
       key_path: prefix of the leaves' names.
 
     Raises:
@@ -26,14 +29,13 @@ def check(module: torch.nn.Module, key_path: tuple[str, ...]) -> None:
     """
     where = names.join(key_path)
     root, _ = torchax_backend.unwrap_jittable(module)
-    live = slots(module)
     with torchax_backend.native_torch():  # through torchax, attributes take longer to read
-        whys = {slot.fqn: torchax_backend.why_unsupported(slot.tensor) for slot in live.values()}
+        whys = {slot.fqn: torchax_backend.why_unsupported(slot.tensor) for slot in slots}
     for fqn, why in whys.items():
         if why:
             name = names.join((*key_path, fqn))
             raise UnsupportedLeafError(f"{name}: {why}", key_path=name)
-    parameters = [s for s in live.values() if isinstance(s.tensor, torch.nn.Parameter)]
+    parameters = [s for s in slots if isinstance(s.tensor, torch.nn.Parameter)]
     if parameters and all(s.is_on_cpu for s in parameters):
         raise AttachError(
             f"{where}: all parameters of {type(root).__name__} are on the CPU. Move the model "
@@ -49,7 +51,7 @@ def check(module: torch.nn.Module, key_path: tuple[str, ...]) -> None:
             "that. Make a tensor that is to stay on the CPU a buffer.",
             key_path=on_cpu[0],
         )
-    known = {n for s in live.values() for n in (s.fqn, *s.aliases)}
+    known = {n for s in slots for n in (s.fqn, *s.aliases)}
     known |= {extra_state_key(path) for path, _ in root.named_modules(remove_duplicate=False)}
     if unknown := [k for k in root.state_dict(keep_vars=True) if k not in known]:
         name = names.join((*key_path, unknown[0]))
