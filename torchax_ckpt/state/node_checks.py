@@ -18,7 +18,7 @@ from torchax_ckpt.errors import CorruptCheckpointError
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node, array_nodes
 from torchax_ckpt.state.component import revive
-from torchax_ckpt.state.leaf import DEVICE_KINDS, Spec
+from torchax_ckpt.state.leaf import DEVICE_KINDS
 from torchax_ckpt.state.pytree import decode
 
 # Kinds whose leaves can be members of sets or keys of dicts.
@@ -39,10 +39,10 @@ def check(node: Node, where: str) -> None:
       where: the node's name, for messages.
     """
     for child in array_nodes(node):
-        spec = Spec.of_node(child)
-        width = spec.shape[-1:] if spec.kind == "key" else ()
-        if why := _why_not_rebuilt(spec.kind, spec.dtype, width, spec.impl, spec.is_weak):
-            raise corrupt(child["array"], f"a {spec.kind} leaf that can be rebuilt", why)
+        kind, is_weak = child["kind"], bool(child.get("weak"))
+        width = tuple(child["shape"][-1:]) if kind == "key" else ()
+        if why := _why_not_rebuilt(kind, child["dtype"], width, child.get("impl"), is_weak):
+            raise corrupt(child["array"], f"a {kind} leaf that can be rebuilt", why)
     try:
         decode(node, lambda leaf: leaf["array"] if leaf["kind"] in _HASHABLE_KINDS else [])
     except CorruptCheckpointError as error:
@@ -136,7 +136,9 @@ def keyed(node: Node, where: str) -> dict[Any, Node]:
         if not (isinstance(pair, list) and len(pair) == 2):
             raise corrupt(where, "a key and a node", _kind(pair))
         # Decode leaves to lists. Lists are unhashable, so a key that is a leaf is refused.
-        key = decode({"tuple": [pair[0]]}, lambda leaf: [])[0]
+        key = pair[0]
+        if type(key) is not str:
+            key = decode({"tuple": [key]}, lambda leaf: [])[0]
         try:
             is_new = key not in found
         except TypeError:

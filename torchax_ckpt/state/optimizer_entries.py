@@ -13,7 +13,7 @@ from torchax_ckpt.snapshot.sharding import Local, Placement, placement_of, repli
 from torchax_ckpt.state import node_checks
 from torchax_ckpt.state.component import Values, revive
 from torchax_ckpt.state.findings import Findings
-from torchax_ckpt.state.leaf import Spec, describe
+from torchax_ckpt.state.leaf import DEVICE_KINDS, Spec, describe
 from torchax_ckpt.state.pytree import decode
 from torchax_ckpt.state.stored_entries import StoredOptimizer
 
@@ -95,10 +95,10 @@ def compatible(node: Node, live: Any, where: str, findings: Findings) -> bool:
     """
     if not isinstance(live, torch.Tensor) or not (isinstance(node, dict) and "array" in node):
         return True
-    expected, found = describe(live, where), Spec.of_node(node)
-    if (expected.dtype, expected.shape) == (found.dtype, found.shape):
+    expected = describe(live, where)
+    if (expected.dtype, expected.shape) == (node["dtype"], tuple(node["shape"])):
         return True
-    findings.mismatch(where, expected.content(), found.content())
+    findings.mismatch(where, expected.content(), Spec.of_node(node).content())
     return False
 
 
@@ -131,10 +131,9 @@ def leaf_placement(
       parameter_shape: the shape of the parameter whose state the leaf belongs to; None without one.
       home: the placement of this parameter, or of a parameter of the group.
     """
-    spec = Spec.of_node(node)
-    if not spec.on_device:
+    if node["kind"] not in DEVICE_KINDS:
         return Local.HOST
-    if spec.shape == parameter_shape:
+    if tuple(node["shape"]) == parameter_shape:
         return home
     if isinstance(live, torch.Tensor) and torchax_backend.is_device_tensor(live):
         return placement_of(torchax_backend.buffer(live))
