@@ -217,12 +217,17 @@ def test_the_first_durable_save_after_a_restart_from_a_local_step_links(
         assert_holds(directory, step, layers(step))
 
 
-def test_the_first_durable_save_links_also_after_two_restarts_from_local_steps(
+def test_local_saves_after_a_restart_link_also_before_the_first_durable_save(
     directory: Path, ramdisk: Path
 ) -> None:
-    """Before it, local saves keep no leaves apart that other leaves are stacked with."""
+    """So does the first durable save after a second restart from a local step."""
     saved(directory, ramdisk, 10)
     assert saved(directory, ramdisk, 12, durable=()) == {}
+    for step in (11, 12):
+        assert files(ramdisk, step) & files(ramdisk, step - 2)
+        assert not files(ramdisk, step) & files(ramdisk, step - 1)
+        shutil.copytree(ramdisk / str(step), ramdisk.with_name("copy") / str(step))
+        assert_holds(ramdisk.with_name("copy"), step, layers(step))
     new = saved(directory, ramdisk, 13)
     assert new.keys() == {13}
     assert new[13] < 1 << 20

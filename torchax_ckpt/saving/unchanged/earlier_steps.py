@@ -40,9 +40,9 @@ def manifest_for(committed: CommittedStep, durable: RunDirectory) -> Manifest | 
     """Returns the manifest that says what is still in a run that continues from a step.
 
     For a durable step, this is its own manifest. For a local step, it is the manifest of the newest
-    durable step before it that has databases of unchanged arrays: after a restart, local steps have
-    few of these until the first durable save, and a host may lack its local step. If no durable
-    step has any, it is the manifest of the local step.
+    durable step before it that has databases of unchanged arrays, because the first durable save
+    takes these over, and because a host may lack its local step. If no durable step has any, it is
+    the manifest of the local step.
 
     Args:
       committed: the step that the run continues from.

@@ -15,8 +15,7 @@ only what it wrote, or what it read and compared.
 
 In a run of several processes, process 0 knows the databases and decides. All processes know which
 leaves are still, because all must make the same storage plan. So this changes only when a step is
-restored, and after a save has succeeded or failed on all processes; the planner learns of it before
-the next save to this tier.
+restored or a save has ended on all processes. The planner is told at a restore and before a save.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class Reuse:
         share one copy.
       searches: whether to take over what earlier programs stored, after reading it.
       steps: returns the steps of the run, oldest first.
-      on_still: called with the names of the still leaves before each save.
+      on_still: called with the names of the still leaves after a restore and before each save.
       processes: the processes of the run.
       leader: for a local tier, the ``Reuse`` of the durable tier, which says which leaves are
         still, because a snapshot for both tiers has one storage plan. ``plan_save`` and ``kept``
@@ -352,8 +351,8 @@ class Reuse:
     def _learn(self, committed: CommittedStep) -> None:
         """Learns which leaves are still from the step that the run continues from, or before it.
 
-        Process 0 reads this for all processes, which must make the same storage plan. If the run
-        knows the still leaves already, they do not change because it went back to a local step.
+        Process 0 reads this for all processes, which must make the same storage plan. A local step
+        teaches nothing to a run that knows the still leaves already.
         """
 
         def found() -> list[str] | None:
@@ -369,6 +368,7 @@ class Reuse:
         if still is not None:
             self._has_learned = True
             self._be_still(frozenset(still))
+            self._on_still(self._still)
 
     def _be_still(self, leaves: frozenset[str]) -> None:
         self._apart = leaves
