@@ -40,6 +40,13 @@ def flip(path: Path, bit: int) -> None:
         file.write(bytes([octet ^ (1 << bit % 8)]))
 
 
+def octets(tensor: Any) -> bytes:
+    """The bytes of a tensor on a device or on the host."""
+    if torchax_backend.is_device_tensor(tensor):
+        tensor = torchax_backend.buffer(tensor)
+    return np.asarray(tensor).tobytes()
+
+
 class SharingRun:
     """A run of four steps with frozen weights, of which every other step shares files.
 
@@ -84,10 +91,7 @@ class SharingRun:
             training.model, training.optimizer, stateful={"training": training}, resume=False
         )
         ckpt.restore(step)
-        loaded = jax.tree.map(
-            lambda tensor: np.asarray(torchax_backend.buffer(tensor)).tobytes(),
-            ckpt.load(step)["model"],
-        )
+        loaded = jax.tree.map(octets, ckpt.load(step)["model"])
         return [training.digest(), ckpt.metrics(step), training.lineage, loaded]
 
     def _outcome(self, step: int) -> str:

@@ -164,6 +164,7 @@ class HostTraining(Training):
                 array = jax.device_put(initial(name, parameter))
                 torchax_backend.set_buffer(parameter, array)
         self._take_parameters()
+        self.add_host_leaves()
         self.lineage: Lineage = ()
         self.step = 0
         self.own: list[Any] = [index, count, 0]  # of this process, as it was restored
@@ -227,6 +228,7 @@ class HostTraining(Training):
             array = torchax_backend.buffer(self.model.base)
             fresh = changed(array, lambda at, index: drawn.astype(np.float32)[index])
             torchax_backend.set_buffer(self.model.base, fresh)
+        self.change_host_leaves(step, branch)
         self.step = step
 
     @staticmethod
@@ -234,11 +236,18 @@ class HostTraining(Training):
         return [np.asarray(s.data) for s in shards_of(torchax_backend.buffer(tensor))]
 
     def shards(self) -> list[list[Any]]:
-        """Of every shard here: the number of its array, its bounds in it, and its digest."""
+        """Of every shard here: the number of its array, its bounds in it, and its digest.
+
+        A leaf on the host is one shard.
+        """
         return [
-            [number, bounds(shard.index, array.shape), digest(np.asarray(shard.data))]
+            [number, bounds(index, array.shape), digest(np.asarray(values))]
             for number, array in enumerate(self.buffers())
-            for shard in shards_of(array)
+            for index, values in (
+                [((slice(None),), array)]
+                if isinstance(array, np.ndarray)
+                else [(shard.index, shard.data) for shard in shards_of(array)]
+            )
         ]
 
 

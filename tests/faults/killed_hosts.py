@@ -108,6 +108,7 @@ def torture(
         verdict = oracle.inspect("run", is_finished)
         totals.num_states += verdict.num_states
         totals.num_linked += verdict.num_linked
+        totals.num_host_linked += verdict.num_host_linked
         for kind in ("losses", "wrong", "leftovers"):
             getattr(totals, kind).extend(getattr(verdict, kind))
             found += getattr(verdict, kind)

@@ -7,6 +7,7 @@ which step.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -43,6 +44,9 @@ Lineage = tuple[tuple[int, int], ...]
 Key = tuple[int, Lineage]
 KEPT = 3
 BASE_ELEMENTS, BASE_STEPS = 300_000, 9
+# The leaves on the host: the values in one, and how often it changes. With less than 1 MiB that
+# does not change, or below 16 KiB, they would not be reused.
+HOST_LEAVES = {"table": (300_000, 13), "counts": (8_192, 8), "statistics": (4_096, 1)}
 WEAKENINGS = ("copy", "delete-first", "mixed")
 
 
@@ -68,6 +72,7 @@ class Training:
         base = torchax.default_env().to_xla(torch.zeros(BASE_ELEMENTS))
         self.model.base = torch.nn.Parameter(base, requires_grad=False)
         self.lineage: Lineage = ()
+        self.add_host_leaves()
 
     def state_dict(self) -> dict[str, Any]:
         return {"lineage": [list(pair) for pair in self.lineage]}
@@ -89,13 +94,44 @@ class Training:
         if step % BASE_STEPS == 0:
             x = torch.from_numpy(data.standard_normal(BASE_ELEMENTS).astype(np.float32))
             self.model.base.data = torchax.default_env().to_xla(x)
+        self.change_host_leaves(step, branch)
+
+    def add_host_leaves(self) -> None:
+        """Adds buffers of torch on the CPU, which saves take over as long as they do not change."""
+        for name, (size, _) in HOST_LEAVES.items():
+            self.model.register_buffer(name, torch.from_numpy(np.zeros(size, np.float32)))
+        self._host = [np.zeros(size, np.float32) for size, _ in HOST_LEAVES.values()]
+
+    def change_host_leaves(self, step: int, branch: int) -> None:
+        """Changes a few values in place, of the leaves that change in this step."""
+        for number, (name, (size, every)) in enumerate(HOST_LEAVES.items()):
+            if step % every == 0:
+                data = np.random.default_rng((step, branch, number))
+                where = data.integers(size, size=3)
+                self.model.get_buffer(name).numpy()[where] += data.random(3, np.float32)
+
+    def host_leaves(self) -> list[np.ndarray]:
+        """The values of the leaves on the host, in arrays that nobody changes.
+
+        As long as the values are the same, they are in the same arrays, of which there would
+        otherwise be too many in memory.
+        """
+        now = [self.model.get_buffer(name).numpy() for name in HOST_LEAVES]
+        self._host = [
+            old if np.array_equal(old, new) else new.copy()
+            for old, new in zip(self._host, now, strict=True)
+        ]
+        return self._host
 
     def buffers(self) -> list[Any]:
         moments = [self.optimizer.state[p].get("momentum_buffer") for p in self.trained]
         tensors = [self.model.base, *self.trained, *(m for m in moments if m is not None)]
-        return [torchax_backend.buffer(tensor) for tensor in tensors]
+        return [*self.host_leaves(), *(torchax_backend.buffer(tensor) for tensor in tensors)]
 
     def set_buffers(self, buffers: list[Any]) -> None:
+        for name, array in zip(HOST_LEAVES, buffers, strict=False):
+            self.model.get_buffer(name).numpy()[...] = array
+        buffers = buffers[len(HOST_LEAVES) :]
         parameters = [self.model.base, *self.trained]
         for parameter, buffer in zip(parameters, buffers, strict=False):
             torchax_backend.set_buffer(parameter, buffer)
@@ -365,6 +401,7 @@ class Verdict:
       losses, wrong, leftovers: sentences; none if all is well.
       num_states: restored and compared.
       num_linked: the steps there that share files with another one.
+      num_host_linked: the steps there that share files of leaves on the host with another one.
     """
 
     losses: list[str] = dataclasses.field(default_factory=list)
@@ -372,6 +409,7 @@ class Verdict:
     leftovers: list[str] = dataclasses.field(default_factory=list)
     num_states: int = 0
     num_linked: int = 0
+    num_host_linked: int = 0
 
 
 class Oracle:
@@ -425,6 +463,7 @@ class Oracle:
         for line in lines:
             self._take_in(line, verdict)
         self._restore_all(verdict)
+        verdict.num_host_linked = num_host_linked(self._directory)
         for place in self._settings.places(self._directory):
             names = os.listdir(place) if place.exists() else []
             for prefix in ("writing-", "deleting-", "incoming-", "lease"):
@@ -488,6 +527,21 @@ class Oracle:
         self._require_newest(*newest, "the newest that can be restored is", verdict)
         if newest[0] and not verdict.losses:
             self._note_durable(*newest)  # what was there once must stay
+
+
+def num_host_linked(directory: Path) -> int:
+    """The number of steps that share files of leaves on the host with another step."""
+    steps: collections.Counter[int] = collections.Counter()  # file -> in how many steps it is
+    found = []
+    for manifest in directory.glob("[0-9]*/manifest/data.json"):
+        files = set()
+        for name, database in json.loads(manifest.read_text()).get("unchanged", {}).items():
+            if "model/table" in database["xxh3_128"]:
+                (folder,) = manifest.parents[1].glob(f"state/ocdbt.process_{name}*")
+                files |= {path.stat().st_ino for path in folder.rglob("d/*")}
+        steps.update(files)
+        found.append(files)
+    return sum(any(steps[file] > 1 for file in files) for files in found)
 
 
 def _attempt(call: Callable[[], Any], what: str, verdict: Verdict) -> bool:

@@ -172,6 +172,7 @@ def torture(
 
     def add(verdict: Verdict, when: str) -> None:
         totals.num_states += verdict.num_states
+        totals.num_host_linked += verdict.num_host_linked
         for kind in ("losses", "wrong", "leftovers"):
             found = getattr(verdict, kind)
             getattr(totals, kind).extend(found)
@@ -264,6 +265,7 @@ def table(
         ("times leftovers piled up", len(totals.leftovers)),
         ("failures of the program", len(failures)),
         *([("looks at steps that share files", totals.num_linked)] if totals.num_linked else []),
+        ("looks at steps that share files of host leaves", totals.num_host_linked),
         ("seed", seed),
         ("seconds", round(wall_secs)),
     ]

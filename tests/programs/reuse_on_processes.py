@@ -2,17 +2,18 @@
 
 python reuse_on_processes.py INDEX COUNT PORT DIRECTORY FIRST LAST SETTINGS
 
-Saves the steps FIRST to LAST, each of which holds ``state(mesh, step)``. SETTINGS is JSON:
-"model": the size of the mesh's second axis (default 2); "keep": how many steps are kept (default
-all); "restored": the step to load and compare first; "kill": the process that kills itself in the
-last save, after it has linked; "odd": the process that fails at the given step; "mode": the
-snapshot; "changed": the step from which on the base has other values; "ramdisks": the folder of
-local tiers, which save each step too; "host": whether the state also has leaves on the host, of
-which one, "changing", has other values from the step "changed" on; "stateful": whether each process
-has a state of its own, of 2 MiB that do not change; "lost": the step before which the step two
-before it loses a file that process 1 wrote; "same": the leaves that do not change are the same
-objects in all steps, and identity proves their values, as on TPUs; "other": the process that gets
-another object for one of them before the given steps.
+Saves the steps FIRST to LAST, each of which holds ``state(mesh, step)``. SETTINGS is JSON: "model":
+the size of the mesh's second axis (default 2); "keep": how many steps are kept (default all);
+"restored": the step to load and compare first; "kill": the process that kills itself in the last
+save, after it has linked; "odd": the process that fails at the given step; "mode": the snapshot;
+"changed": the step from which on the base has other values; "ramdisks": the folder of local tiers,
+which save each step too; "durable": the steps that are saved durably (default all); "mixed":
+whether a layer of the base changes in each step; "host": whether the state also has leaves on the
+host, of which one, "changing", has other values from the step "changed" on; "stateful": whether
+each process has a state of its own, of 2 MiB that do not change; "lost": the step before which the
+step two before it loses a file that process 1 wrote; "same": the leaves that do not change are the
+same objects in all steps, and identity proves their values, as on TPUs; "other": the process that
+gets another object for one of them before the given steps.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ def mesh_of(model: int) -> Mesh:
     return Mesh(np.array(jax.devices()).reshape(-1, model), ("data", "model"))
 
 
-def values(step: int, changed: int | None = None) -> dict[str, Any]:
-    """The values of all leaves at a step."""
+def values(step: int, changed: int | None = None, is_mixed: bool = False) -> dict[str, Any]:
+    """The values of all leaves at a step; if mixed, one of the stacked layers changes."""
     base = {
         name: np.random.default_rng(seed).random(SHAPE, np.float32)
         for seed, name in enumerate(SPECS)
@@ -61,12 +62,15 @@ def values(step: int, changed: int | None = None) -> dict[str, Any]:
         }
         for i in range(3)
     }
+    layers["2"]["w"] += step if is_mixed else 0
     return {"base": base, "layers": layers}
 
 
-def state(mesh: Mesh, step: int, changed: int | None = None) -> dict[str, Any]:
+def state(
+    mesh: Mesh, step: int, changed: int | None = None, is_mixed: bool = False
+) -> dict[str, Any]:
     """The leaves at a step, on all devices."""
-    found = values(step, changed)
+    found = values(step, changed, is_mixed)
 
     def placed(host: np.ndarray, spec: Any) -> jax.Array:
         return jax.make_array_from_callback(
@@ -180,7 +184,8 @@ def main() -> None:
     link = links.link_folder
 
     def at(step: int) -> dict[str, Any]:
-        on_devices = state(mesh, step, changed if "host" not in settings else None)
+        base_changed = changed if "host" not in settings else None
+        on_devices = state(mesh, step, base_changed, settings.get("mixed", False))
         if same:
             on_devices = with_same(same, on_devices)
         return with_host(on_devices, step, changed) if "host" in settings else on_devices
@@ -198,13 +203,14 @@ def main() -> None:
         identities.is_proof = lambda array: True
         same = state(mesh, 0)
     counts, fetches = counted(), fetched()
+    durable = tuple(settings.get("durable", ()))
     policy = policies.PreserveAll() if keep is None else policies.LatestN(keep)
     local, every = None, policies.FixedIntervalPolicy(1)
     if ramdisks := settings.get("ramdisks"):
         local = LocalTier(f"{ramdisks}/{INDEX}", save_decision_policy=every, keep=20)
     ckpt = TorchaxCheckpointer(
         directory,
-        save_decision_policy=every,
+        save_decision_policy=policies.SpecificStepsPolicy(durable) if durable else every,
         preservation_policy=policy,
         local=local,
         options=options,

@@ -21,6 +21,7 @@ from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
 PROGRAM = PROGRAMS / "reuse_on_processes.py"
 WHOLE = 8 << 20  # less than the bytes of the leaves that do not change
 SMALL = WHOLE / 100  # more than the bytes of the others
+MIXED = SMALL + (1 << 18)  # the same if a layer of the base changes
 
 
 def run(directory: Path, count: int, first: int, last: int, **settings: Any) -> list[list[Any]]:
@@ -224,6 +225,33 @@ def test_each_host_takes_over_from_its_own_local_steps(directory: Path, tmp_path
         shutil.rmtree(directory / str(step))
     reports = run(directory, 2, 10, 10, restored=9, **places)
     assert all(told[0] == {"is_restored": True} for told in reports)
+
+
+@pytest.mark.slow
+def test_the_first_durable_save_after_a_restart_from_a_local_step_links(
+    directory: Path, tmp_path: Path
+) -> None:
+    """Also if the hosts have changed places, and the newest durable step is damaged."""
+    ramdisks = tmp_path / "ramdisks"
+    settings = {"ramdisks": str(ramdisks), "durable": [1, 2, 3, 4, 5, 8, 11], "mixed": True}
+    run(directory, 2, 1, 7, **settings)
+    reports = run(directory, 2, 8, 10, restored=7, **settings)
+    assert all(told[0] == {"is_restored": True} for told in reports)
+    assert 0 < new_bytes(reports[0])[8] < MIXED
+    assert files(directory, 8) & files(directory, 4)
+    assert not files(directory, 8) & files(directory, 5)
+    for before, after in [("0", "of 0"), ("1", "0"), ("of 0", "1")]:
+        (ramdisks / before).rename(ramdisks / after)
+    (directory / "8" / "manifest" / "data.json").write_text("{}")
+    reports = run(directory, 2, 11, 11, restored=10, **settings)
+    assert all(told[0] == {"is_restored": True} for told in reports)
+    assert 0 < new_bytes(reports[0])[11] < MIXED
+    assert files(directory, 11) & files(directory, 5)
+    for step in (4, 5, 11):
+        alone = tmp_path / f"only {step}"
+        shutil.copytree(directory / str(step), alone / str(step))
+        expected = state(mesh_of(2), step, is_mixed=True)
+        assert_holds(alone, step, expected, on_other_devices=True)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import pytest
 import torch
 from etils import epath
 from support.compare import assert_trees_identical, entries, training_state
-from support.damage import flip_bit
+from support.damage import edit_json, flip_bit
+from support.group import Group
 from support.linked import assert_holds, data_file, databases, files
 from support.models import Tuned
 
@@ -107,20 +109,45 @@ def test_what_was_read_on_other_hosts_is_not_taken_for_compared(tmp_path: Path) 
     assert local._verified == (1, 1)
 
 
-@pytest.mark.parametrize("num_hosts", [1, 2])
-def test_the_durable_tier_learns_from_the_local_one_only_in_a_run_of_one_process(
-    num_hosts: int, directory: Path, ramdisk: Path
+def manifest_of(directory: Path, step: int) -> Path:
+    return directory / str(step) / "manifest" / "data.json"
+
+
+def learned(directory: Path, ramdisks: list[Path], searches: bool = True) -> list[Any]:
+    """What processes with these local tiers know to be still once local step 4 is restored."""
+
+    def act(member: Processes) -> tuple[bool, frozenset[str]]:
+        arguments = True, searches, list, lambda leaves: None
+        durable = Reuse(RunDirectory(directory), *arguments, member)
+        place, hosts = ramdisks[member.index], PerHostProcesses(member)
+        local = Reuse(RunDirectory(place), *arguments, hosts, leader=durable)
+        local.adopt(CommittedStep(4, epath.Path(place / "4"), 4), is_verified=True)
+        return durable._has_learned, durable._still
+
+    return Group()(act)
+
+
+def test_all_processes_learn_the_same_although_hosts_have_different_local_steps(
+    directory: Path, ramdisk: Path, tmp_path: Path
 ) -> None:
-    """Hosts may have different local steps, and must have one storage plan."""
+    """They must have one storage plan. Process 0 may lack the local step, or have few databases."""
     run(directory, ramdisk, 4)
-    hosts = PerHostProcesses(Processes("", 0, None, index=0, count=num_hosts))
-    durable = Reuse(RunDirectory(directory), True, True, list, lambda leaves: None)
-    local = Reuse(
-        RunDirectory(ramdisk), True, True, list, lambda leaves: None, hosts, leader=durable
-    )
-    local.adopt(CommittedStep(4, epath.Path(ramdisk / "4"), 4), is_verified=True)
-    assert durable._has_learned == (num_hosts == 1)
-    assert bool(durable._still) == (num_hosts == 1)
+    lacking, few = tmp_path / "lacking", tmp_path / "few"
+    shutil.copytree(ramdisk, few)
+    edit_json(manifest_of(few, 4), lambda manifest: manifest["unchanged"].clear())
+    base = (True, frozenset({"model/base.bias", "model/base.weight"}))
+    nothing = (False, frozenset[str]())
+    assert learned(directory, [lacking, ramdisk, few]) == [base] * 3
+    assert learned(directory, [few, lacking, ramdisk]) == [base] * 3
+    assert learned(directory, [ramdisk, few, few], searches=False) == [nothing] * 3
+    manifest_of(directory, 3).write_text("{}")
+    assert learned(directory, [few, few, few]) == [base] * 3, "from durable step 1"
+    shutil.rmtree(directory / "3")
+    manifest_of(directory, 1).write_text("{}")
+    assert learned(directory, [lacking, ramdisk, few]) == [nothing] * 3
+    assert learned(directory, [ramdisk, few, lacking]) == [base] * 3, "from the local step"
+    shutil.rmtree(directory)
+    assert learned(directory, [few, ramdisk, ramdisk]) == [nothing] * 3
 
 
 @pytest.mark.slow
@@ -148,13 +175,19 @@ def layers(step: int) -> dict[str, Any]:
     return {"h": {name: jax.device_put(host, device) for name, host in found.items()}}
 
 
-def saved(directory: Path, ramdisk: Path, last: int, **settings: Any) -> dict[int, int]:
+def saved(
+    directory: Path,
+    ramdisk: Path,
+    last: int,
+    durable: Sequence[int] = range(1, 100, 2),
+    **settings: Any,
+) -> dict[int, int]:
     """Resumes, saves as ``run`` does, functional state; returns what durable saves wrote."""
     every = policies.FixedIntervalPolicy
     events: list[Event] = []
     with TorchaxCheckpointer(
         directory,
-        save_decision_policy=policies.SpecificStepsPolicy(tuple(range(1, 100, 2))),
+        save_decision_policy=policies.SpecificStepsPolicy(tuple(durable)),
         preservation_policy=policies.PreserveAll(),
         local=LocalTier(ramdisk, save_decision_policy=every(1), keep=8),
         options=dataclasses.replace(REUSE, **settings),
@@ -182,6 +215,24 @@ def test_the_first_durable_save_after_a_restart_from_a_local_step_links(
         assert files(directory, step) & files(directory, step - 4)
         assert not files(directory, step) & files(directory, step - 2)
         assert_holds(directory, step, layers(step))
+
+
+def test_local_saves_after_a_restart_link_also_before_the_first_durable_save(
+    directory: Path, ramdisk: Path
+) -> None:
+    """So does the first durable save after a second restart from a local step."""
+    saved(directory, ramdisk, 10)
+    assert saved(directory, ramdisk, 12, durable=()) == {}
+    for step in (11, 12):
+        assert files(ramdisk, step) & files(ramdisk, step - 2)
+        assert not files(ramdisk, step) & files(ramdisk, step - 1)
+        shutil.copytree(ramdisk / str(step), ramdisk.with_name("copy") / str(step))
+        assert_holds(ramdisk.with_name("copy"), step, layers(step))
+    new = saved(directory, ramdisk, 13)
+    assert new.keys() == {13}
+    assert new[13] < 1 << 20
+    assert files(directory, 13) & files(directory, 7)
+    assert_holds(directory, 13, layers(13))
 
 
 def test_after_a_restart_from_a_local_step_a_damaged_durable_copy_is_written_again(

@@ -147,7 +147,7 @@ class Writer:
             nonlocal digests
             arrays = {n: array for n, array in stored.items() if n not in division.linked}
             digests = {**block_digests.gathered(taken, arrays, processes), **digests_of_linked}
-            if reuse:
+            if reuse and capture.kept.references:
                 reuse.digested(division, plan, stored, taken, capture.kept)
             progress.enter("writing and committing")
             if not processes.is_first:

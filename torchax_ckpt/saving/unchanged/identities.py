@@ -167,7 +167,7 @@ class Identities:
 
     def saving(
         self,
-        databases: Iterable[Database],
+        databases: Mapping[str, Database],
         plan: Plan,
         arrays: Mapping[str, Any],
         taken: Mapping[str, Taken],
@@ -176,7 +176,7 @@ class Identities:
         """Learns what a save stores in its databases, which counts once the step is durable.
 
         Args:
-          databases: the databases of unchanged arrays.
+          databases: name -> database of unchanged arrays.
           plan: the storage plan.
           arrays: stored name -> array.
           taken: stored name -> digests of the array's values.
@@ -184,7 +184,7 @@ class Identities:
         """
         copy = 0
         found: list[_Identities] = []
-        for database in databases:
+        for database in databases.values():
             copy = database.copy
             members = {name: known_databases.members_of(plan, name) for name in database.arrays}
             leaves = {leaf for group in members.values() for leaf in group}

@@ -15,8 +15,7 @@ only what it wrote, or what it read and compared.
 
 In a run of several processes, process 0 knows the databases and decides. All processes know which
 leaves are still, because all must make the same storage plan. So this changes only when a step is
-restored, and after a save has succeeded or failed on all processes; the planner learns of it before
-the next save to this tier.
+restored or a save has ended on all processes. The planner is told at a restore and before a save.
 """
 
 from __future__ import annotations
@@ -35,7 +34,13 @@ from torchax_ckpt.layout.digests import Digests
 from torchax_ckpt.layout.manifest import Manifest
 from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.processes.coordination import SINGLE_PROCESS, Processes
-from torchax_ckpt.saving.unchanged import comparison, known_databases, presence, still_leaves
+from torchax_ckpt.saving.unchanged import (
+    comparison,
+    earlier_steps,
+    known_databases,
+    presence,
+    still_leaves,
+)
 from torchax_ckpt.saving.unchanged.comparison import Answer, Offer, Taken
 from torchax_ckpt.saving.unchanged.copies import Copies
 from torchax_ckpt.saving.unchanged.division import Decision, Division, Written
@@ -48,13 +53,8 @@ from torchax_ckpt.storage.directory.committed_step import STATE, CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import location
 from torchax_ckpt.storage.writing import databases, retained
-from torchax_ckpt.stored.stored_step import parse_manifest
 
 logger = logging.getLogger(__name__)
-
-# How many steps a run searches for the other copy when it starts. Two steps that follow each other
-# have different copies, except if a save wrote all arrays again.
-_NUM_SEARCHED = 4
 
 
 class Reuse:
@@ -69,7 +69,7 @@ class Reuse:
         share one copy.
       searches: whether to take over what earlier programs stored, after reading it.
       steps: returns the steps of the run, oldest first.
-      on_still: called with the names of the still leaves before each save.
+      on_still: called with the names of the still leaves after a restore and before each save.
       processes: the processes of the run.
       leader: for a local tier, the ``Reuse`` of the durable tier, which says which leaves are
         still, because a snapshot for both tiers has one storage plan. ``plan_save`` and ``kept``
@@ -124,7 +124,7 @@ class Reuse:
         self._on_still(self._still)
 
     def adopt(self, committed: CommittedStep, *, is_verified: bool) -> None:
-        """Makes the next save look for what it can take over: the run continues from a step.
+        """Makes the next save look for what it can take over: all processes continue from a step.
 
         Args:
           committed: the step.
@@ -135,13 +135,7 @@ class Reuse:
         self._copies.forget_all()
         self._identities.forget()
         self._may_search = True
-        if self._leader is None:
-            self._learn(parse_manifest(committed))
-        elif not self._processes.is_per_host and not self._leader._has_learned:
-            # So that the first durable save stacks the leaves as earlier saves have.
-            with contextlib.suppress(OSError, CheckpointError):
-                if (manifest := parse_manifest(committed)).unchanged:
-                    self._leader._learn(manifest)
+        (self._leader or self)._learn(committed)
         self._verified = None
         # Parts of a local step may have been read from other hosts, in place of damaged ones here.
         if is_verified and not self._processes.is_per_host:
@@ -255,14 +249,11 @@ class Reuse:
           digests: stored name -> digests of the blocks that this process has written.
           kept: what the method ``kept`` returned for the save.
         """
-        if not kept.references:
-            return
         taken = {name: sent for name, sent in self._sent.items() if name in division.linked}
         for name, found in digests.items():
             if name in division.places and found.long is not None:
                 taken[name] = Taken(found.block, comparison.encoded(found.long))
-        known = division.databases.values()
-        self._identities.saving(known, plan, arrays, taken, kept.references)
+        self._identities.saving(division.databases, plan, arrays, taken, kept.references)
 
     def written(
         self,
@@ -356,11 +347,27 @@ class Reuse:
         elif self._copies.is_in_steps:
             retained.remove(directory.path, directory.fence)
 
-    def _learn(self, manifest: Manifest) -> None:
-        """Learns which leaves are still from the step that the run continues from."""
-        self._last = dict(known_databases.contents_of(manifest))
-        self._has_learned = True
-        self._be_still(known_databases.leaves_in(manifest))
+    def _learn(self, committed: CommittedStep) -> None:
+        """Learns which leaves are still from the step that the run continues from, or before it.
+
+        Process 0 reads this for all processes, which must make the same storage plan. A local step
+        teaches nothing to a run that knows the still leaves already.
+        """
+
+        def found() -> list[str] | None:
+            if self._has_learned and committed.path.parent != self._directory.path:
+                return None
+            if (manifest := earlier_steps.manifest_for(committed, self._directory)) is None:
+                return None
+            self._last = dict(known_databases.contents_of(manifest))
+            return sorted(known_databases.leaves_in(manifest))
+
+        with self._processes.round("looking for unchanged arrays"):
+            still = self._processes.first(found)
+        if still is not None:
+            self._has_learned = True
+            self._be_still(frozenset(still))
+            self._on_still(self._still)
 
     def _be_still(self, leaves: frozenset[str]) -> None:
         self._apart = leaves
@@ -371,12 +378,7 @@ class Reuse:
     def _search(self) -> None:
         """Looks for databases in the newest steps of the run, and in the folder beside them."""
         found: frozenset[str] = frozenset()
-        for committed in reversed(self._steps()[-_NUM_SEARCHED:]):
-            try:
-                manifest = parse_manifest(committed)
-            except CheckpointError as error:
-                logger.info("nothing is taken over from step %d: %s", committed.step, error)
-                continue
+        for committed, manifest in earlier_steps.manifests(self._steps()):
             self._know(committed.key, manifest)
             found = found or known_databases.leaves_in(manifest)
         with contextlib.suppress(OSError, ValueError, RecursionError, CheckpointError):
