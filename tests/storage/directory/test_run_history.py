@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from etils import epath
+from support.waiting import wait_until
 
 from torchax_ckpt import TorchaxCheckpointer, policies
 from torchax_ckpt.errors import SaveError
@@ -63,6 +64,13 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     go.set()
 
 
+def wait_until_stuck(ckpt: TorchaxCheckpointer) -> None:
+    """Waits until the thread of the save does nothing more that a declined save may notice."""
+    save = ckpt._saver._in_flight
+    assert save is not None
+    wait_until(lambda: save.where().startswith("transferring the arrays"))
+
+
 def opcodes(ckpt: TorchaxCheckpointer, step: int) -> int:
     """How many instructions Python carries out for one save that declines."""
     count = 0
@@ -108,6 +116,7 @@ def test_a_declined_save_costs_the_same_however_many_steps_are_kept(
         if is_saving:
             stuck.clear()
             assert ckpt.save(kept + 1, state=STATE, force=True)
+            wait_until_stuck(ckpt)
         assert not ckpt.save(kept + 2, state=STATE)  # lists the directory
         counts.append(opcodes(ckpt, kept + 3))
         # 20 us is what it may take; the rest is for a machine that is busy with other things.
