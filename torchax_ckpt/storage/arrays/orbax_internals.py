@@ -112,8 +112,8 @@ def _numbered(original: Any) -> Any:
     return classmethod(number)
 
 
-# Barriers right after or before another barrier: between the two, no process but process 0 acts.
-_NEEDLESS = ("maybe_overwrite_existing:pre", "_finalize_complete")
+# A barrier before another one: between the two, no process but process 0 acts.
+_NEEDLESS = "maybe_overwrite_existing:pre"
 
 
 # Orbax's barriers end after five minutes, do not notice a failed process, and do not name the
