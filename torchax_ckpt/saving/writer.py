@@ -100,7 +100,8 @@ class Writer:
     def write(self, capture: Capture, progress: Progress, recover: Callable[[], None]) -> Any:
         """Writes a captured state as a durable step; on process 0, returns it for ``committed``.
 
-        All processes have written before process 0 commits, and do nothing more afterwards.
+        All processes have written before process 0 commits, and write nothing more afterwards. In a
+        local tier, each process commits its own part.
 
         Args:
           capture: the content to write.
@@ -266,6 +267,7 @@ class Writer:
                 lambda: (any(message[0] for message in sent), self._prepare(capture, recover))
             )
             states = [message[1:] for message in sent]
+            progress.enter("stacking the arrays")
             return flag
 
         plan, arrays = capture.snapshot.stored(any_process)
