@@ -62,14 +62,15 @@ DEATHS: dict[str, tuple[Any, str, int]] = {
     "naming the run": (Tiers, "_name_run", 1),
     "writing a name": (RunName, "write", 3),
     "write_step": (write_step, "write_step", 6),
-    "commit": (Writer, "_commit", 4),
+    "commit": (Writer, "_commit", 4),  # by process 0
+    "committed": (Writer, "committed", 6),
     "commit of a part": (Writer, "_commit_part", 6),
     "commit of a folder": (RunDirectory, "commit", 6),
     "settle": (RunDirectory, "settle", 4),
     "set_aside": (RunDirectory, "set_aside", 4),
     "prune": (RunDirectory, "prune", 4),
-    "gather": (Processes, "gather", 60),
-    "share": (Processes, "share", 60),
+    "gather": (Processes, "gather", 40),
+    "share": (Processes, "share", 40),
     "end of a round": (Processes, "_end", 30),
 }
 
