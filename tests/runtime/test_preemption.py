@@ -168,7 +168,8 @@ def free_port() -> int:
 
 # JAX looks for a notice once a second: after 3 s it has chosen its step before the first question.
 @pytest.mark.parametrize(
-    ("first", "secs"), [(1, 0), pytest.param(1000, 3, id="before the first step")]
+    ("first", "secs"),
+    [(1, 0), pytest.param(1000, 3, id="before the first step", marks=pytest.mark.slow)],
 )
 def test_under_jax_distributed_all_processes_end_on_the_same_step(
     first: int, secs: float, directory: Path
