@@ -135,8 +135,8 @@ class Processes(Exchanges):
           call: the call that the work belongs to; default: the call of this thread, whose text then
             precedes ``what``.
           is_met: whether process 0 waits at the end until all processes have come there. False
-            saves messages, for a round in which the other processes have nothing left to do once
-            process 0 has gathered their last values.
+            saves messages, for a round in which the other processes have nothing left to do by
+            then: their part of the work is done, or they only wait for what process 0 does.
 
         Yields:
           What the round results in: process 0 may set its ``value``, which must fit into JSON.
