@@ -131,6 +131,8 @@ class Identities:
     def __init__(self, alternates: bool, is_alone: bool) -> None:
         self._alternates = alternates
         self._is_alone = is_alone
+        # Still leaves none of which is on a TPU, so that later saves need not ask each of them.
+        self._without_proof: frozenset[str] | None = None
         self.forget()
 
     def forget(self) -> None:
@@ -143,13 +145,23 @@ class Identities:
         # The copy and the databases of a save that is not durable yet.
         self._next: tuple[int, list[_Identities]] | None = None
 
-    def kept(self, newest: Key | None, leaves: Mapping[str, Array]) -> Kept:
+    def kept(
+        self,
+        newest: Key | None,
+        names: Iterable[str],
+        arrays: Iterable[Array],
+        still: frozenset[str],
+    ) -> Kept:
         """Returns the arrays that the next save need not look at.
 
         Args:
           newest: the newest step of the run.
-          leaves: the leaves that did not change at earlier saves.
+          names, arrays: the leaves of the state.
+          still: the leaves that did not change at earlier saves.
         """
+        if still is self._without_proof:
+            return Kept()
+        leaves = {n: a for n, a in zip(names, arrays, strict=True) if n in still}
         found: dict[str, Identity] = {}
         if newest is not None and newest == self._newest:
             copy = 1 - self._copy if self._alternates else self._copy
@@ -163,7 +175,10 @@ class Identities:
         known = {leaf: r for i in found.values() for leaf, r in i.references.items()}
         same = {leaf: leaves[leaf] for leaf in known}
         others = {leaf: array for leaf, array in leaves.items() if leaf not in known}
-        return Kept(found, same, known | self._references(others))
+        references = known | self._references(others)
+        if not references:
+            self._without_proof = still
+        return Kept(found, same, references)
 
     def saving(
         self,

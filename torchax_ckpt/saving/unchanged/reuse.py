@@ -150,9 +150,9 @@ class Reuse:
         Args:
           names, arrays: the leaves of the state.
         """
-        still, steps = self._still, self._steps()
-        leaves = {n: a for n, a in zip(names, arrays, strict=True) if n in still}
-        return self._identities.kept(steps[-1].key if steps else None, leaves)
+        steps = self._steps()
+        newest = steps[-1].key if steps else None
+        return self._identities.kept(newest, names, arrays, self._still)
 
     def offers(self) -> list[Offer]:
         """Returns the databases that the next save could take over; called on process 0 only."""
