@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import signal
@@ -31,6 +32,8 @@ import hypothesis
 import pytest
 import torch
 import torchax
+
+from torchax_ckpt.saving import closing
 
 hypothesis.settings.register_profile(
     "default",
@@ -85,6 +88,20 @@ def _modes_are_left() -> Iterator[None]:
     depth = torch._C._len_torch_function_stack()
     yield
     assert torch._C._len_torch_function_stack() == depth, "torchax stays enabled, or disabled"
+
+
+@pytest.fixture(autouse=True)
+def _forgotten_checkpointers_end() -> Iterator[None]:
+    """Ends what a test's checkpointers without ``close`` still do, so that no later test sees it.
+
+    The collector may come at any time: in a later test, whose log would then have their messages.
+    """
+    yield
+    if any(each._savers and not each._has_ended for each in closing._unfinished):
+        gc.collect()
+    for each in list(closing._dropped):
+        if each._thread is not None:
+            each._thread.join(timeout=60)
 
 
 @pytest.fixture
