@@ -177,7 +177,7 @@ def test_only_failures_of_saves_that_copy_in_a_bucket_keep_saves_from_copying(
     directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     """Where a save fails before it knows what it could copy, the service refused no copy."""
-    reuse = Reuse(RunDirectory(directory), True, True, list, lambda leaves: None)
+    reuse = Reuse(RunDirectory(directory), True, True, list, lambda *_: None, lambda leaves: None)
     monkeypatch.setattr(location, "is_bucket", lambda path: True)
     for takes_over in (True, False, False, True):
         reuse._takes_over = takes_over
