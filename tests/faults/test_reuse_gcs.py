@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import urllib.parse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -217,11 +218,18 @@ def test_what_was_deleted_under_the_hands_is_written_in_full(
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
 @pytest.mark.parametrize(
-    ("octets", "said"), [(None, "is gone"), (b"0", "has 1 bytes in place of ")]
+    ("change", "said"),
+    [
+        (None, "is gone"),
+        (lambda content: b"0", "has 1 bytes in place of "),
+        (lambda content: content[:-1] + bytes([content[-1] ^ 1]), "has CRC32C "),
+    ],
+    ids=["lost", "resized", "flipped"],
 )
-def test_a_lost_or_resized_object_is_noticed_by_the_save_that_would_copy_it(
-    octets: bytes | None,
+def test_a_lost_or_changed_object_is_noticed_by_the_save_that_would_copy_it(
+    change: Callable[[bytes], bytes] | None,
     said: str,
     gcs: gcs_proxy.FaultProxy,
     bucket_run: str,
@@ -234,10 +242,11 @@ def test_a_lost_or_resized_object_is_noticed_by_the_save_that_would_copy_it(
         ckpt.attach(model)
         train(ckpt, model, 1, 2)
         (lost,) = (name for name in stored(gcs, bucket_run, 1) if "/d/" in name)
+        filesystem = fsspec.filesystem("gcs", finalize_on_close=True)
+        content = filesystem.cat_file(f"bucket/{lost}")
         storage.delete_file("bucket", lost)
-        if octets is not None:
-            filesystem = fsspec.filesystem("gcs", finalize_on_close=True)
-            filesystem.pipe_file(f"bucket/{lost}", octets)
+        if change is not None:
+            filesystem.pipe_file(f"bucket/{lost}", change(content))
         before = gcs.uploaded_bytes
         with caplog.at_level(logging.WARNING, "torchax_ckpt"):
             train(ckpt, model, 3)

@@ -51,7 +51,7 @@ class Continuation:
         self._read: dict[str, weakref.ref[jax.Array]] = {}
         # The step that was restored and compared, and the files of its databases.
         self._verified: Key | None = None
-        self._files: Mapping[str, Mapping[str, int]] = {}
+        self._files: Mapping[str, Mapping[str, databases.File]] = {}
 
     def begin(self, committed: CommittedStep, *, is_verified: bool) -> None:
         """Begins anew: the run continues from a step.
