@@ -21,7 +21,14 @@ from support.buckets import give_up_soon, killed_before_the_commit
 from support.linked import by_orbax
 from support.models import Tuned
 
-from torchax_ckpt import CheckpointOptions, Event, TorchaxCheckpointer, policies, torchax_backend
+from torchax_ckpt import (
+    CheckpointOptions,
+    Event,
+    LocalTier,
+    TorchaxCheckpointer,
+    policies,
+    torchax_backend,
+)
 from torchax_ckpt.errors import SaveError
 from torchax_ckpt.saving.unchanged import presence
 from torchax_ckpt.storage.medium import bucket
@@ -195,6 +202,38 @@ def test_a_run_that_keeps_one_step_copies_from_what_is_kept_aside(
         ckpt.attach(model)
         train(ckpt, model, 7)
     assert gcs.server.names(f"{bucket_run.removeprefix('gs://bucket/')}/unchanged") == []
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_from_a_local_step_uploads_what_changed_only(
+    gcs: gcs_proxy.FaultProxy, bucket_run: str, tmp_path: Path
+) -> None:
+    """From its first save to the bucket on."""
+    trained = sum(p.nbytes for p in Tuned(1024).head.parameters())
+    uploaded: dict[int, int] = {}
+    for last in (6, 9):
+        model = Tuned(1024).to("jax")
+        local = LocalTier(
+            tmp_path / "ramdisk", save_decision_policy=policies.FixedIntervalPolicy(1)
+        )
+        odd = policies.SpecificStepsPolicy((1, 3, 5, 7, 9))
+        with TorchaxCheckpointer(
+            bucket_run, save_decision_policy=odd, local=local, options=REUSE, **ALL
+        ) as ckpt:
+            for step in range(ckpt.attach(model) + 1, last + 1):
+                before = gcs.uploaded_bytes
+                with torch.no_grad():
+                    model.head.weight.add_(step)
+                assert ckpt.save(step)
+                ckpt.wait_until_finished()
+                uploaded[step] = gcs.uploaded_bytes - before
+    assert [*uploaded] == [*range(1, 10)]
+    assert min(uploaded[1], uploaded[3]) > 2 * trained
+    assert max(uploaded[5], uploaded[7], uploaded[9]) < 1.05 * trained
+    for step in (3, 5, 7):
+        bucket.remove(epath.Path(bucket_run) / str(step))
+    for arrays in by_orbax(epath.Path(bucket_run), 9):
+        assert {name: arrays[name].tobytes() for name in values(model)} == values(model)
 
 
 @pytest.mark.long
