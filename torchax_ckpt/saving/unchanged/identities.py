@@ -187,16 +187,18 @@ class Identities:
         """
         if still is self._without_proof:
             return Kept()
-        leaves = {n: a for n, a in zip(names, arrays, strict=True) if n in still}
+        leaves = dict(zip(names, arrays, strict=True))
         found: dict[str, Identity] = {}
         if newest is not None and newest == self._newest:
             for database in self._equal:
                 if all(identity.is_of(leaves) for identity in database.values()):
                     found |= database
-        known = {leaf: r for i in found.values() for leaf, r in i.references.items()}
-        same = {leaf: leaves[leaf] for leaf in known}
-        others = {leaf: array for leaf, array in leaves.items() if leaf not in known}
-        references = known | self.proven(others)
+        references: dict[str, weakref.ref[jax.Array]] = {}
+        for identity in found.values():
+            references.update(identity.references)
+        same = dict(zip(references, map(leaves.__getitem__, references), strict=True))
+        others = (still - references.keys()) & leaves.keys()
+        references |= self.proven({leaf: leaves[leaf] for leaf in others})
         if not references:
             self._without_proof = still
         return Kept(found, same, references)
