@@ -55,12 +55,12 @@ class CheckpointOptions:
       reuse: whether a save takes over what did not change since an earlier step, instead of writing
         it again. The files of the new step are then hard links to files of the earlier step, or in
         a bucket copies that the storage service makes; every step stays complete, also when other
-        steps are deleted. The newest step shares no files with the step before it, except in a
-        local tier that keeps one step. Works for device arrays and for host leaves of 16 KiB or
-        more, in each tier by itself. Whether an array changed is decided by 128-bit digests of its
-        bytes, on all processes together. "one-copy" lets all steps share the same files: a run then
-        writes the unchanged arrays once instead of twice and, on a file system, stores them once,
-        but damage to one file can affect every step.
+        steps are deleted. The newest step shares no files with the step that is kept before it,
+        except in a local tier that keeps one step. Works for device arrays and for host leaves
+        of 16 KiB or more, in each tier by itself. Whether an array changed is decided by 128-bit
+        digests of its bytes, on all processes together. "one-copy" lets all steps share the same
+        files: a run then writes the unchanged arrays once instead of twice and, on a file system,
+        stores them once, but damage to one file can affect every step.
       read_only: whether the checkpointer only reads. A bucket then need not grant write permission,
         and ``save`` and ``delete`` refuse.
       max_host_bytes: upper bound, in bytes per process, on array data in transit at one time: from

@@ -14,7 +14,8 @@ each process has a state of its own, of 2 MiB that do not change; "lost": the st
 step two before it loses a file that process 1 wrote; "same": the leaves that do not change are the
 same objects in all steps (in a run that goes on, those that ``load`` returned), and identity proves
 their values, as on TPUs; "other": the process that
-gets another object for one of them before the given steps.
+gets another object for one of them before the given steps; "differs": the process that before the
+given step changes its shards of one of them, so that the array is another object there alone.
 """
 
 from __future__ import annotations
@@ -158,6 +159,15 @@ def with_same(found: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     return {**found, "layers": layers}
 
 
+def changed_here(array: jax.Array) -> jax.Array:
+    """The array with other values in the shards of this process."""
+    shards = [
+        jax.device_put(np.asarray(shard.data) + 1, shard.device)
+        for shard in array.addressable_shards
+    ]
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
+
+
 def fetched() -> dict[str, int]:
     """Counts the arrays that this process fetches from its devices, but small ones."""
     counts = {"arrays": 0}
@@ -240,6 +250,8 @@ def main() -> None:
         other, *steps = settings.get("other", [None])
         if other == INDEX and step in steps:
             same["base"]["rows"] = state(mesh, 0)["base"]["rows"]
+        if settings.get("differs") == [INDEX, step]:
+            same["base"]["sharded"] = changed_here(same["base"]["sharded"])
         fetches["arrays"] = 0
         is_odd = settings.get("odd") == [INDEX, step]
         links.link_folder = failed if is_odd else links.link_folder

@@ -303,6 +303,37 @@ def test_reuse_goes_with_other_options(settings: dict[str, Any], directory: Path
     assert_resumes(directory, 5, state)
 
 
+def test_the_newest_verified_step_shares_nothing_with_the_newest_one(directory: Path) -> None:
+    """It is kept beside the one that the policy keeps."""
+    state = still_state(x=0)
+    latest = {"preservation_policy": policies.LatestN(1)}
+    save_all(directory, 6 * [state], **latest)
+    with TorchaxCheckpointer(directory, options=REUSE, **latest) as ckpt:
+        assert ckpt.verify() == 6
+        for step in range(7, 11):
+            ckpt.save(step, state=state, force=True)
+            ckpt.wait_until_finished()
+            assert ckpt.all_steps() == [6, step]
+            assert not files(directory, step) & files(directory, 6)
+    assert_holds(directory, 10, state)
+
+
+def test_a_step_kept_long_ago_shares_nothing_with_the_newest_one(directory: Path) -> None:
+    """It is not among those that a run reads when it starts."""
+    state = still_state(x=0)
+    rules = [policies.LatestN(1), policies.CustomSteps([5])]
+    for first in (1, 2):
+        run = directory / str(first)
+        save_all(run, (10 - first) * [state], start=first, **ALL)
+        keep = policies.AnyPreservationPolicy(rules)
+        with TorchaxCheckpointer(run, options=REUSE, preservation_policy=keep) as ckpt:
+            for step in (10, 11):
+                ckpt.save(step, state=state, force=True)
+                ckpt.wait_until_finished()
+                assert ckpt.all_steps() == [5, step]
+                assert not files(run, step) & files(run, 5)
+
+
 @pytest.mark.parametrize(
     "rules",
     [

@@ -8,12 +8,13 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from reuse_on_processes import mesh_of, state, with_host
+from reuse_on_processes import mesh_of, state, values, with_host
 from support import PROGRAMS
 from support.compare import entries
 from support.damage import flip_bit
-from support.linked import assert_holds, data_file, databases, files
+from support.linked import assert_holds, by_orbax, data_file, databases, files
 from support.processes import Running, run_processes
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
@@ -111,6 +112,21 @@ def test_two_processes_look_at_no_array_that_is_the_same_object(mode: str, direc
     for step in (7, 8, 10, 11, 12, 13, 14, 15):
         assert not files(directory, step) & files(directory, step - 1)
         assert_whole(directory, step)
+
+
+@pytest.mark.slow
+def test_no_process_answers_for_the_part_of_another(
+    by_two: tuple[Path, list[list[Any]]], directory: Path
+) -> None:
+    """Blocks of the restored step lie on two processes each, and one of these changes its part."""
+    copied(by_two[0], directory)
+    reports = run(directory, 4, 7, 9, restored=6, same=True, differs=[1, 7])
+    assert all(told[0] == {"is_restored": True} for told in reports)
+    expected = np.asarray(values(0)["base"]["sharded"]).copy()
+    expected[128:256] += 1
+    for step in (7, 8, 9):
+        for arrays in by_orbax(directory, step, on_other_devices=True):
+            assert arrays["state/base/sharded"].tobytes() == expected.tobytes()
 
 
 @pytest.mark.slow

@@ -451,3 +451,14 @@ def test_many_saves_leave_no_host_memory_behind(tmp_path: Path) -> None:
 def test_processes_store_what_each_of_them_has(layout: str, mode: str, tmp_path: Path) -> None:
     told = run_processes(PROGRAMS / "offload_on_processes.py", 2, str(tmp_path), mode, layout)
     assert [report["different"] for (report,) in told] == [[], []]
+
+
+def test_an_array_that_lacks_parts_has_no_values() -> None:
+    part = np.ones((2, 3), np.float32)
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    whole: dict[Any, Any] = {(0, 0): part}
+    assert np.asarray(HostArray((2, 3), part.dtype, sharding, whole)).sum() == 6
+    incomplete: list[dict[Any, Any]] = [{}, {(0, 0): part}]
+    for parts in incomplete:
+        with pytest.raises(ValueError, match=r"an array of shape \(4, 3\) lacks some of its parts"):
+            np.asarray(HostArray((4, 3), part.dtype, sharding, parts))

@@ -45,15 +45,15 @@ class PerHostProcesses(Processes):
 
         So is an error after process 0 has ended the round well: it is raised on this process.
         """
-        outcome, mine = Outcome(), None
+        outcome, failure = Outcome(), None
         with self._processes.round(what, call, is_met=is_met):
             try:
                 yield outcome
             except BaseException as error:
-                mine = error
+                failure = error
                 raise
-        if mine is not None:
-            raise mine
+        if failure is not None:
+            raise failure
 
     def refuse(self, what: str, error: BaseException) -> None:
         """Makes the round ``what`` fail on the other processes; does not wait for them."""

@@ -2,29 +2,47 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.policies.preservation import CheckpointInfo, preserved
-from torchax_ckpt.storage.directory.abandonment import Key
+from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 
+logger = logging.getLogger(__name__)
+
 
 class Preserving:
-    """Knows which steps of a tier the preservation policy keeps; used by process 0 only.
+    """Knows which steps of a tier are kept; used by process 0 only.
+
+    A durable tier keeps its newest verified step besides those that the policy keeps.
 
     Args:
       directory: the directory of the steps.
       policy: the preservation policy.
-      is_per_host: whether each host has a directory of its own.
+      options: only ``read_back`` is used: such a save verifies its step.
+      processes: the processes that save together.
+      is_local: whether the tier is a local one.
     """
 
-    def __init__(self, directory: RunDirectory, policy: Any, *, is_per_host: bool) -> None:
+    def __init__(
+        self,
+        directory: RunDirectory,
+        policy: Any,
+        options: CheckpointOptions,
+        processes: Processes,
+        *,
+        is_local: bool,
+    ) -> None:
         self._directory = directory
         self._policy = policy
-        self._is_per_host = is_per_host
+        self._reads_back = options.read_back
+        self._is_local = is_local
+        self._is_per_host = processes.is_per_host
 
     def kept(self, steps: Sequence[CommittedStep]) -> list[bool]:
         """Returns for each step, oldest first, whether it is kept.
@@ -32,22 +50,23 @@ class Preserving:
         Raises:
           PolicyError: see ``preserved``.
         """
-        return preserved(self._policy, [*map(self._directory.info, steps)], self._damaged(steps))
+        infos = [*map(self._directory.info, steps)]
+        return self._spared(steps, preserved(self._policy, infos, self._damaged(steps)))
 
-    def neighbour(
+    def kept_before(
         self, steps: Sequence[CommittedStep], step: int, metrics: Mapping[str, Any]
-    ) -> Key | None:
+    ) -> CommittedStep | None:
         """Returns the newest of some steps that will be kept once another step is saved.
 
-        If none will be, or the policy raises an error, the result is the newest of the steps, which
-        exists until the other step is durable; None without steps.
+        If none will be, or if that is not known because the policy raises an error, the result is
+        the newest of the steps, which exists until the other step is durable; None without steps.
 
         Args:
           steps: the steps of the run, oldest first.
           step, metrics: of the step to be saved.
         """
         if len(steps) < 2:
-            return steps[-1].key if steps else None
+            return steps[-1] if steps else None
         new = CheckpointInfo(
             step,
             self._directory.path / str(step),
@@ -55,13 +74,23 @@ class Preserving:
             commit_timestamp_nsecs=time.time_ns(),
             metrics=dict(metrics),
         )
-        infos = [*map(self._directory.info, steps), new]
         try:
-            keep = preserved(self._policy, infos, [*self._damaged(steps), False])
-        except Exception:  # the next call of ``kept`` raises it
-            return steps[-1].key
-        left = [committed for committed, kept in zip(steps, keep, strict=False) if kept]
-        return (left or steps)[-1].key
+            infos = [*map(self._directory.info, steps), new]
+            keep = preserved(self._policy, infos, [*self._damaged(steps), False])[:-1]
+            keep = keep if self._reads_back else self._spared(steps, keep)
+        except Exception as error:  # the next call of ``kept`` raises it
+            logger.debug("which steps will be kept is not known: %s", error)
+            return steps[-1]
+        left = [committed for committed, is_kept in zip(steps, keep, strict=True) if is_kept]
+        return (left or steps)[-1]
+
+    def _spared(self, steps: Sequence[CommittedStep], keep: Sequence[bool]) -> list[bool]:
+        """Returns ``keep``, changed so that the newest verified step of a durable tier is kept."""
+        if self._is_local:  # it has no room for another step
+            return [*keep]
+        doomed = [committed for committed, kept in zip(steps, keep, strict=True) if not kept]
+        spared = self._directory.verified.newest_of(doomed, steps)
+        return [kept or step is spared for step, kept in zip(steps, keep, strict=True)]
 
     def _damaged(self, steps: Sequence[CommittedStep]) -> list[bool]:
         # Each host must keep the parts of the same steps, so damage that only one host knows of

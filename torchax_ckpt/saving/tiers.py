@@ -125,7 +125,9 @@ class Tiers:
         history = RunHistory(directory, calls, None if name == "durable" else self.durable.history)
         on_event = self._on_event if name == "durable" else None
         telemetry = Telemetry(directory, on_event, described.described(keep_policy))
-        preserving = Preserving(directory, keep_policy, is_per_host=saves.is_per_host)
+        preserving = Preserving(
+            directory, keep_policy, self._options, saves, is_local=name == "local"
+        )
         reuse = None
         if self._options.reuse:
             is_single = name == "local" and keep_policy.n == 1  # two copies would take more space
@@ -134,22 +136,13 @@ class Tiers:
                 self._options.reuse != "one-copy" and not is_single,
                 self._options.verify != "never",
                 lambda: history.branches.committed,
-                preserving.neighbour,
+                preserving.kept_before,
                 self._on_still,
                 saves,
                 None if name == "durable" else self.durable.reuse,
             )
-        saver = Saver(
-            directory,
-            history,
-            preserving,
-            self._options,
-            telemetry,
-            calls,
-            saves,
-            self._on_donated,
-            reuse,
-        )
+        parts = directory, history, preserving, self._options, telemetry, calls, saves
+        saver = Saver(*parts, self._on_donated, reuse)
         durable = self._tiers[0].directory if self._tiers else directory
         processes = self._connect(f"{name} decisions {durable.path}")
         decisions = Decisions(save_policy, history, saver, processes)

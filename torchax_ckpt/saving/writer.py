@@ -293,7 +293,6 @@ class Writer:
         """Returns the manifest's document, the storage plan, and the arrays this process writes.
 
         The last result is, on process 0, what each process answers to the offers.
-
         """
         plan = Plan({**plan.stacks, **capture.kept.stacks}, plan.empty)
         arrays = {**arrays, **capture.kept.arrays}

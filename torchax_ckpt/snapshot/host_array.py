@@ -49,7 +49,13 @@ class HostArray:
         return self.sharding.is_fully_addressable
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """Returns the whole array; all of its shards must be among the parts."""
+        """Returns the whole array.
+
+        Raises:
+          ValueError: not all of its shards are among the parts.
+        """
+        if sum(part.size for part in self.parts.values()) < self.size:
+            raise ValueError(f"an array of shape {self.shape} lacks some of its parts")
         whole = self.parts.get((0,) * self.ndim)
         if whole is None or whole.shape != self.shape:
             whole = np.empty(self.shape, self.dtype)

@@ -20,6 +20,7 @@ from torchax_ckpt.storage.directory.abandonment import Key
 from torchax_ckpt.storage.directory.committed_step import STATE, CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.writing import databases, retained
+from torchax_ckpt.stored.stored_step import parse_manifest
 
 
 class Continuation:
@@ -76,12 +77,36 @@ class Continuation:
         if committed.key != self._origin or copy is None:
             return
         leaves = {name: reference() for name, reference in compared.references.items()}
-        self._read |= self._identities.proven(leaves)
-        if found := restored.databases(compared.manifest, self._read):
-            with contextlib.suppress(OSError):  # the next save then compares the arrays
-                steps = [s for s in self._directory.steps() if s.step < committed.step]
-                other = restored.other_copy(copy, steps, self._directory.path)
-                self._identities.restored(committed.key, copy, found, other)
+        for name, reference in self._identities.proven(leaves).items():
+            # A state that is only looked at must not take the place of the one that trains.
+            if (known := self._read.get(name)) is None or known() is None:
+                self._read[name] = reference
+        found = [
+            (database, identities)
+            for database in restored.contents(compared.manifest)
+            if len(identities := restored.identities(database, self._read)) == len(database)
+        ]
+        if not found:
+            return
+        with contextlib.suppress(OSError):  # the next save then compares the arrays
+            steps = [s for s in self._directory.steps() if s.step < committed.step]
+            other = restored.other_copy(copy, steps, self._directory.path)
+            equal = [identities for database, identities in found if database in other]
+            self._identities.restored(committed.key, copy, [i for _, i in found], equal)
+
+    def copy_in(self, committed: CommittedStep) -> int | None:
+        """Returns which copy of the unchanged arrays a step of the run has; None if it has none.
+
+        Raises:
+          OSError: storage does not answer.
+        """
+        with contextlib.suppress(KeyError):  # it is older than the steps that were searched
+            return self._copies.copy_in(committed.key)
+        copy = None
+        with contextlib.suppress(CheckpointError):  # no run can be restored from it
+            copy = restored.copy_in(parse_manifest(committed))
+        self._copies.record(committed.key, copy)
+        return copy
 
     def end(self) -> None:
         """Ends it: from here on, the run knows what its own saves have made."""
@@ -106,9 +131,9 @@ class Continuation:
         for name, database in manifest.unchanged.items():
             if not contents.keys() >= set(database.arrays):
                 continue  # damaged
-            held = {stored: contents[stored] for stored in database.arrays}
+            these = {stored: contents[stored] for stored in database.arrays}
             files = presence.files_of(name, database.processes, self._files) if is_verified else ()
-            known = KnownDatabase(key, name, held, is_verified, database.processes, files)
+            known = KnownDatabase(key, name, these, is_verified, database.processes, files)
             self._copies.know(known, database.copy)
             if key is not None:
                 self._copies.record(key, database.copy)

@@ -19,7 +19,7 @@ class Copies:
     """Knows the databases of each copy, and whose turn it is.
 
     Args:
-      alternates: whether steps take the two copies in turn; if not, all steps share one copy.
+      alternates: whether there are two copies; if not, all steps share one.
       steps: returns the steps of the run, oldest first.
 
     Attributes:
@@ -31,16 +31,17 @@ class Copies:
         self._steps = steps
         # For each of the two copies: stored name -> database that holds the array.
         self._copies: tuple[dict[str, KnownDatabase], dict[str, KnownDatabase]] = ({}, {})
-        self._copy_in: dict[Key, int] = {}  # key of a step -> which copy the step has
+        # Key of a step -> which copy the step has; None if it has none.
+        self._copy_in: dict[Key, int | None] = {}
         self.turn = 0
 
-    def take_turn(self, neighbour: Key | None) -> list[KnownDatabase]:
-        """Sets ``turn``; returns the databases of this copy.
+    def take_turn(self, copy: int | None) -> list[KnownDatabase]:
+        """Sets ``turn``; returns the databases of the copy whose turn it is.
 
         Args:
-          neighbour: the step that the next step will follow, and from which it must differ.
+          copy: which copy the step has that is kept before the next one; None if it has none.
         """
-        if neighbour and (copy := self._copy_in.get(neighbour)) is not None:
+        if copy is not None:
             self.turn = 1 - copy if self._alternates else copy
         return self.databases(self.turn)
 
@@ -79,16 +80,23 @@ class Copies:
         for known in stored:
             arrays.update(dict.fromkeys(known.contents, known))
 
-    def record(self, key: Key, copy: int) -> None:
-        """Records which copy a step has."""
+    def record(self, key: Key, copy: int | None) -> None:
+        """Records which copy a step has; None if it has none."""
         self._copy_in[key] = copy
+
+    def copy_in(self, key: Key) -> int | None:
+        """Returns which copy a step has; None if it has none.
+
+        Raises:
+          KeyError: nobody has recorded it.
+        """
+        return self._copy_in[key]
 
     def landed(self, key: Key, stored: Collection[KnownDatabase]) -> None:
         """Records that a new step has databases of the copy whose turn it is, and no others."""
         self._copies[self.turn].clear()
         self.replace(stored)
-        if stored:
-            self.record(key, self.turn)
+        self.record(key, self.turn if stored else None)
         present = {s.key for s in self._steps()} | {key}
         self._copy_in = {key: n for key, n in self._copy_in.items() if key in present}
 

@@ -14,8 +14,8 @@ from torchax_ckpt.stored.stored_step import parse_manifest
 
 logger = logging.getLogger(__name__)
 
-# How many steps a run searches for the other copy when it starts. Two steps that follow each other
-# have different copies, except if a save wrote all arrays again.
+# How many steps a run searches for the other copy when it starts. The newest two steps have
+# different copies, except if a save wrote all arrays again.
 _NUM_SEARCHED = 4
 
 

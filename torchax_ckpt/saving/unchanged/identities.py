@@ -157,12 +157,12 @@ class Identities:
     def __init__(self, alternates: bool, is_alone: bool) -> None:
         self._alternates = alternates
         self._is_alone = is_alone
-        # Still leaves none of which is on a TPU, so that later saves need not ask each of them.
-        self._without_proof: frozenset[str] | None = None
         self.forget()
 
     def forget(self) -> None:
         """Forgets everything: the next save looks at all values."""
+        # Still leaves none of which is on a TPU, so that later saves need not ask each of them.
+        self._without_proof: frozenset[str] | None = None
         self._newest: Key | None = None  # the newest step
         # The databases of the newest step that are equal in both copies.
         self._equal: list[_Identities] = []
@@ -218,7 +218,7 @@ class Identities:
         key: Key,
         copy: int,
         databases: Sequence[_Identities],
-        other: Sequence[_Contents],
+        equal: Sequence[_Identities],
     ) -> None:
         """Learns which objects a restore has made of the unchanged arrays of a step.
 
@@ -226,9 +226,10 @@ class Identities:
           key: the step.
           copy: which copy it has.
           databases: its databases.
-          other: the databases of the other copy.
+          equal: those of them that are equal in the other copy.
         """
-        self._copies[1 - copy] = [*other]
+        self._without_proof = None
+        self._copies[1 - copy] = [_contents_of(database) for database in equal]
         self._settle(key, copy, databases)
 
     def saving(
@@ -273,13 +274,15 @@ class Identities:
             self._settle(key, *self._next)
 
     def _settle(self, key: Key, copy: int, databases: Sequence[_Identities]) -> None:
-        contents: list[_Contents] = [
-            {name: i.values for name, i in database.items()} for database in databases
-        ]
+        contents = [_contents_of(database) for database in databases]
         self._copies[copy] = contents
         other = self._copies[1 - copy if self._alternates else copy]
         self._equal = [d for d, now in zip(databases, contents, strict=True) if now in other]
         self._newest, self._next = key, None
+
+
+def _contents_of(database: _Identities) -> _Contents:
+    return {name: identity.values for name, identity in database.items()}
 
 
 def is_proof(array: jax.Array) -> bool:

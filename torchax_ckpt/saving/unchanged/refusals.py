@@ -18,16 +18,16 @@ class Refusals:
     def __init__(self) -> None:
         self._num_failed = self.num_in_full = 0
 
-    def add(self) -> None:
+    def failed(self) -> None:
         """Records that a save that took databases over has failed."""
         self._num_failed = min(self._num_failed + 1, _MAX_DOUBLINGS)
         self.num_in_full = 2**self._num_failed
 
-    def over(self) -> None:
+    def succeeded(self) -> None:
         """Records that a save that took databases over is durable."""
         self._num_failed = 0
 
-    def begin(self) -> bool:
+    def may_take_over(self) -> bool:
         """Returns whether the save that begins may take databases over."""
         if not self.num_in_full:
             return True

@@ -13,15 +13,17 @@ from collections.abc import Mapping, Sequence
 import jax
 import numpy as np
 from etils import epath
+from jax.sharding import Sharding
 
 from torchax_ckpt.errors import CheckpointError
 from torchax_ckpt.layout.manifest import Manifest
 from torchax_ckpt.saving.unchanged import comparison, earlier_steps, known_databases
 from torchax_ckpt.saving.unchanged.comparison import Taken
-from torchax_ckpt.saving.unchanged.identities import Identity, Values
+from torchax_ckpt.saving.unchanged.identities import Identity
 from torchax_ckpt.saving.unchanged.known_databases import Content
 from torchax_ckpt.snapshot.host_array import HostArray
 from torchax_ckpt.snapshot.sharding import stacked
+from torchax_ckpt.storage.arrays import block_digests
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.writing import retained
 
@@ -33,31 +35,31 @@ def copy_in(manifest: Manifest) -> int | None:
     return next((database.copy for database in manifest.unchanged.values()), None)
 
 
-def databases(manifest: Manifest, references: References) -> list[dict[str, Identity]]:
-    """Returns the databases of a step all of whose leaves were restored from it.
+def contents(manifest: Manifest) -> list[dict[str, Content]]:
+    """Returns the databases of a step: for each one, stored name -> content."""
+    found = dict(known_databases.contents_of(manifest))
+    return [
+        {name: found[name] for name in database.arrays}
+        for database in manifest.unchanged.values()
+        if found.keys() >= {*database.arrays}
+    ]
+
+
+def identities(database: Mapping[str, Content], references: References) -> dict[str, Identity]:
+    """Returns stored name -> identity, for the arrays of a database that were restored as stored.
 
     Args:
-      manifest: the manifest of the step.
+      database: stored name -> content.
       references: name -> reference, for the leaves that were restored and whose identity proves
         their values.
     """
-    contents = dict(known_databases.contents_of(manifest))
-    found = []
-    for database in manifest.unchanged.values():
-        identities = {
-            name: identity
-            for name in database.arrays
-            if name in contents
-            and (identity := _identity(name, contents[name], references)) is not None
-        }
-        if len(identities) == len(database.arrays):
-            found.append(identities)
-    return found
+    found = {name: _identity(name, content, references) for name, content in database.items()}
+    return {name: identity for name, identity in found.items() if identity is not None}
 
 
 def other_copy(
     copy: int, steps: Sequence[CommittedStep], directory: epath.Path
-) -> list[dict[str, Values]]:
+) -> list[dict[str, Content]]:
     """Returns the databases of the newest step that has the other copy of the unchanged arrays.
 
     Args:
@@ -67,24 +69,11 @@ def other_copy(
     """
     for _, manifest in earlier_steps.manifests(steps):
         if copy_in(manifest) == 1 - copy:
-            return _values(manifest)
+            return contents(manifest)
     with contextlib.suppress(OSError, ValueError, RecursionError, CheckpointError):
         if copy_in(manifest := retained.read_manifest(directory)) == 1 - copy:
-            return _values(manifest)
+            return contents(manifest)
     return []
-
-
-def _values(manifest: Manifest) -> list[dict[str, Values]]:
-    contents = dict(known_databases.contents_of(manifest))
-    return [
-        {name: Values(contents[name].members, _taken(contents[name])) for name in database.arrays}
-        for database in manifest.unchanged.values()
-        if contents.keys() >= {*database.arrays}
-    ]
-
-
-def _taken(content: Content) -> Taken:
-    return Taken(tuple(content.digests.block), comparison.encoded(content.digests.long or b""))
 
 
 def _identity(name: str, content: Content, references: References) -> Identity | None:
@@ -108,5 +97,34 @@ def _identity(name: str, content: Content, references: References) -> Identity |
         )
     ):
         return None
+    if (long := _digests_here(content, sharding)) is None:
+        return None
     announced = HostArray(content.shape, np.dtype(first.dtype), sharding, {})
-    return Identity(members, announced, _taken(content))
+    taken = Taken(tuple(content.digests.block), comparison.encoded(long))
+    return Identity(members, announced, taken)
+
+
+def _digests_here(content: Content, sharding: Sharding) -> bytes | None:
+    """Returns the long digests of a stored array, with those of other processes' blocks set to 0.
+
+    A process must not answer for a block that another process has, whose array may be another
+    object by then.
+
+    Returns:
+      The digests; None if a shard of this process has only a part of some block.
+    """
+    shape, block, long = content.shape, content.digests.block, content.digests.long or b""
+    if sharding.is_fully_addressable:
+        return long
+    grid = block_digests.grid_shape(shape, block)
+    is_here = np.zeros(grid, bool)
+    for index in sharding.addressable_devices_indices_map(shape).values():
+        where = []
+        for along, length, size in zip(index or (), block, shape, strict=True):
+            start, stop, _ = along.indices(size)
+            if start % length or (stop % length and stop != size):
+                return None
+            where.append(slice(start // length, -(-stop // length)))
+        is_here[tuple(where)] = True
+    rows = np.frombuffer(long, np.uint8).reshape(*grid, 16)
+    return np.where(is_here[..., None], rows, 0).astype(np.uint8).tobytes()

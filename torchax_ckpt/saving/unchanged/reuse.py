@@ -10,8 +10,8 @@ compares the 128-bit digests of the arrays that it saves with those of the store
 computes these digests itself, from the bytes that it would write; or an earlier save or the restore
 has, for arrays on TPUs that are the same objects as then (``identities.py``, ``restored.py``).
 
-There are two copies of each database (``copies.py``), and a step has another one than the step
-before it. This run takes over only what it wrote, or what it read and compared.
+There are two copies of each database, and a new step has another one than the step that is kept
+before it (``copies.py``). This run takes over only what it wrote, or what it read and compared.
 
 In a run of several processes, process 0 knows the databases and decides. All processes know which
 leaves are still, because all must make the same storage plan. So this changes only when a step is
@@ -66,11 +66,10 @@ class Reuse:
 
     Args:
       directory: the directory of the run.
-      alternates: whether steps take two copies of the unchanged arrays in turn; if not, all steps
-        share one copy.
+      alternates: whether there are two copies of the unchanged arrays; if not, all steps share one.
       searches: whether to take over what earlier programs stored, after reading it.
       steps: returns the steps of the run, oldest first.
-      neighbour: see ``Preserving.neighbour``; called on process 0.
+      kept_before: see ``Preserving.kept_before``; called on process 0.
       on_still: called with the names of the still leaves after a restore and before each save.
       processes: the processes of the run.
       leader: for a local tier, the ``Reuse`` of the durable tier, which says which leaves are
@@ -84,7 +83,9 @@ class Reuse:
         alternates: bool,
         searches: bool,
         steps: Callable[[], Sequence[CommittedStep]],
-        neighbour: Callable[[Sequence[CommittedStep], int, Mapping[str, Any]], Key | None],
+        kept_before: Callable[
+            [Sequence[CommittedStep], int, Mapping[str, Any]], CommittedStep | None
+        ],
         on_still: Callable[[frozenset[str]], None],
         processes: Processes = SINGLE_PROCESS,
         leader: Reuse | None = None,
@@ -92,7 +93,7 @@ class Reuse:
         self._leader = leader
         self._directory = directory
         self._copies = Copies(alternates, steps)
-        self._neighbour = neighbour
+        self._kept_before = kept_before
         self._searches = searches
         self._steps = steps
         self._on_still = on_still
@@ -106,7 +107,9 @@ class Reuse:
         self._compared: frozenset[str] = frozenset()  # the arrays that the newest answer was about
         self._sent: dict[str, Taken] = {}  # and what it said of those that are offered
         self._last: Mapping[str, Content] = {}
-        self._identities = Identities(alternates, processes.count == 1)
+        self._identities = Identities(
+            alternates, processes.count == 1 and not processes.is_per_host
+        )
         self._may_search = searches
         self._takes_over = False
         self._refusals = Refusals()
@@ -173,8 +176,10 @@ class Reuse:
             found = self._continuation.search()
             self._apart = self._apart or found
         self._takes_over, self._offered = False, []
-        stored = self._copies.take_turn(self._neighbour(self._steps(), step, metrics))
-        if not self._refusals.begin():
+        before = self._kept_before(self._steps(), step, metrics)
+        copy = None if before is None else self._continuation.copy_in(before)
+        stored = self._copies.take_turn(copy)
+        if not self._refusals.may_take_over():
             return []
         paths: dict[Key | None, epath.Path] = {s.key: s.path for s in self._steps()}
         paths[None] = retained.path_of(self._directory.path)
@@ -313,7 +318,7 @@ class Reuse:
         self._be_still(self._still if still is None else frozenset(still))
         if self._takes_over:
             self._takes_over = False
-            self._refusals.over()
+            self._refusals.succeeded()
         if written is None:
             return
         known = []
@@ -333,7 +338,7 @@ class Reuse:
         self._copies.forget()
         self._identities.forget()
         if self._takes_over and location.is_bucket(self._directory.path):
-            self._refusals.add()
+            self._refusals.failed()
             said = (self._directory.path, self._refusals.num_in_full)
             logger.warning("%s: the next %d saves write all arrays", *said)
         self._takes_over = False  # the next failure may come before the save knows
