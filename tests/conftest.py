@@ -32,8 +32,11 @@ import hypothesis
 import pytest
 import torch
 import torchax
+from support import compiled
 
 from torchax_ckpt.saving import closing
+
+compiled.share(Path(os.environ["TORCHAX_CKPT_TESTS_COMPILED"], "by-tests"))
 
 hypothesis.settings.register_profile(
     "default",
