@@ -65,6 +65,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group(name))
 
 
+def pytest_collection_finish() -> None:
+    """Puts aside what the imports made, so that no collection of garbage goes through it again."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _torchax_enabled() -> Iterator[None]:
     """Enables torchax once, globally, as a user's program does."""
