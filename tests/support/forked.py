@@ -286,7 +286,7 @@ def _become(
         os.close(output)
     os.chdir(directory)
     os.environ.clear()
-    os.environ.update(added | dict(env))
+    os.environ.update({**added, **env})
     for name, parse in SETTINGS.items():
         if name in env:
             jax.config.update(name.lower(), parse(env[name]))
