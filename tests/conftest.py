@@ -65,8 +65,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group(name))
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Puts aside what the imports made, so that no collection of garbage goes through it again."""
+    if any(item.get_closest_marker("tpu") for item in session.items):
+        compiled.share_nothing()
     gc.collect()
     gc.freeze()
 

@@ -22,6 +22,11 @@ def share(folder: Path) -> None:
     lru_cache.LRUCache.put = _put  # type: ignore[method-assign,assignment]
 
 
+def share_nothing() -> None:
+    """Ends the sharing. What is compiled for devices that are not there cannot be taken again."""
+    jax.config.update("jax_enable_compilation_cache", False)
+
+
 def _put(cache: Any, key: str, value: bytes) -> None:
     """Writes an entry at once, so that no other process reads half of it, as JAX's own may."""
     with tempfile.NamedTemporaryFile(dir=cache.path, delete=False) as file:
