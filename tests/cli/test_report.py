@@ -179,7 +179,7 @@ def test_a_hostile_journal_of_links_is_read_in_time() -> None:
     events += [Event("deleted", count + n, None, {"steps": [n]}) for n in range(count)]
     began = time.thread_time()  # the machine may have other work
     curve = bytes_over_time(runs_of({"a": events}, is_running=False))
-    assert time.thread_time() - began < 10
+    assert time.thread_time() - began < 20
     assert curve[-1][1] == 0
 
 
