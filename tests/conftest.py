@@ -27,6 +27,7 @@ if "TORCHAX_CKPT_TESTS_COMPILED" not in os.environ:
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -128,3 +129,25 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
         torchax.disable_globally()
     while torch._C._len_torch_function_stack() < depth:
         torchax.enable_globally()
+
+
+@pytest.fixture
+def identity_proves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the identity of an array prove its values, as on accelerators."""
+    monkeypatch.setattr("torchax_ckpt.saving.unchanged.identities.is_proof", lambda array: True)
+
+
+@pytest.fixture
+def fetched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes of the arrays that saves fetch from the devices."""
+    shapes: list[tuple[int, ...]] = []
+    from torchax_ckpt.storage.writing import host_batches
+
+    start = host_batches._start
+
+    def counted(array: Any) -> Any:
+        shapes.append(tuple(array.shape))
+        return start(array)
+
+    monkeypatch.setattr(host_batches, "_start", counted)
+    return shapes

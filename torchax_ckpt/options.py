@@ -55,7 +55,7 @@ class CheckpointOptions:
       reuse: whether a save takes over what did not change since an earlier step, instead of writing
         it again. The files of the new step are then hard links to files of the earlier step, or in
         a bucket copies that the storage service makes; every step stays complete, also when other
-        steps are deleted. Two steps that were saved one after the other share no files, except in a
+        steps are deleted. The newest step shares no files with the step before it, except in a
         local tier that keeps one step. Works for device arrays and for host leaves of 16 KiB or
         more, in each tier by itself. Whether an array changed is decided by 128-bit digests of its
         bytes, on all processes together. "one-copy" lets all steps share the same files: a run then

@@ -100,7 +100,9 @@ class RunReaders:
         """Stored names that a save after a start takes over; never what has other bytes."""
         directory = RunDirectory(self._reusing)
         for searches_only in (False, True):
-            reuse = Reuse(directory, True, True, directory.steps, lambda names: None)
+            reuse = Reuse(
+                directory, True, True, directory.steps, lambda *_: None, lambda names: None
+            )
             if not searches_only:
                 reuse.adopt(self._step, is_verified=False)
             elsewhere = {name: array + 1 for name, array in self._arrays.items()}
@@ -114,7 +116,7 @@ class RunReaders:
 
     def _taken_by(self, reuse: Reuse, arrays: Mapping[str, Any]) -> Division:
         """What a save of these arrays takes over."""
-        answer = reuse.answer(reuse.offers(), self._plan, arrays, Kept())
+        answer = reuse.answer(reuse.offers(1, {}), self._plan, arrays, Kept())
         decision = reuse.decide(self._plan, arrays, [answer])
         return divided(decision.to_json(), arrays, epath.Path(self._reusing), SINGLE_PROCESS)
 

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import urllib.parse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,14 @@ from support.buckets import give_up_soon, killed_before_the_commit
 from support.linked import by_orbax
 from support.models import Tuned
 
-from torchax_ckpt import CheckpointOptions, Event, TorchaxCheckpointer, policies, torchax_backend
+from torchax_ckpt import (
+    CheckpointOptions,
+    Event,
+    LocalTier,
+    TorchaxCheckpointer,
+    policies,
+    torchax_backend,
+)
 from torchax_ckpt.errors import SaveError
 from torchax_ckpt.saving.unchanged import presence
 from torchax_ckpt.storage.medium import bucket
@@ -196,6 +204,38 @@ def test_a_run_that_keeps_one_step_copies_from_what_is_kept_aside(
     assert gcs.server.names(f"{bucket_run.removeprefix('gs://bucket/')}/unchanged") == []
 
 
+@pytest.mark.slow
+def test_a_run_that_goes_on_from_a_local_step_uploads_what_changed_only(
+    gcs: gcs_proxy.FaultProxy, bucket_run: str, tmp_path: Path
+) -> None:
+    """From its first save to the bucket on."""
+    trained = sum(p.nbytes for p in Tuned(1024).head.parameters())
+    uploaded: dict[int, int] = {}
+    for last in (6, 9):
+        model = Tuned(1024).to("jax")
+        local = LocalTier(
+            tmp_path / "ramdisk", save_decision_policy=policies.FixedIntervalPolicy(1)
+        )
+        odd = policies.SpecificStepsPolicy((1, 3, 5, 7, 9))
+        with TorchaxCheckpointer(
+            bucket_run, save_decision_policy=odd, local=local, options=REUSE, **ALL
+        ) as ckpt:
+            for step in range(ckpt.attach(model) + 1, last + 1):
+                before = gcs.uploaded_bytes
+                with torch.no_grad():
+                    model.head.weight.add_(step)
+                assert ckpt.save(step)
+                ckpt.wait_until_finished()
+                uploaded[step] = gcs.uploaded_bytes - before
+    assert [*uploaded] == [*range(1, 10)]
+    assert min(uploaded[1], uploaded[3]) > 2 * trained
+    assert max(uploaded[5], uploaded[7], uploaded[9]) < 1.05 * trained
+    for step in (3, 5, 7):
+        bucket.remove(epath.Path(bucket_run) / str(step))
+    for arrays in by_orbax(epath.Path(bucket_run), 9):
+        assert {name: arrays[name].tobytes() for name in values(model)} == values(model)
+
+
 @pytest.mark.long
 @pytest.mark.slow
 def test_what_was_deleted_under_the_hands_is_written_in_full(
@@ -217,11 +257,18 @@ def test_what_was_deleted_under_the_hands_is_written_in_full(
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
 @pytest.mark.parametrize(
-    ("octets", "said"), [(None, "is gone"), (b"0", "has 1 bytes in place of ")]
+    ("change", "said"),
+    [
+        (None, "is gone"),
+        (lambda content: b"0", "has 1 bytes in place of "),
+        (lambda content: content[:-1] + bytes([content[-1] ^ 1]), "has CRC32C "),
+    ],
+    ids=["lost", "resized", "flipped"],
 )
-def test_a_lost_or_resized_object_is_noticed_by_the_save_that_would_copy_it(
-    octets: bytes | None,
+def test_a_lost_or_changed_object_is_noticed_by_the_save_that_would_copy_it(
+    change: Callable[[bytes], bytes] | None,
     said: str,
     gcs: gcs_proxy.FaultProxy,
     bucket_run: str,
@@ -234,10 +281,11 @@ def test_a_lost_or_resized_object_is_noticed_by_the_save_that_would_copy_it(
         ckpt.attach(model)
         train(ckpt, model, 1, 2)
         (lost,) = (name for name in stored(gcs, bucket_run, 1) if "/d/" in name)
+        filesystem = fsspec.filesystem("gcs", finalize_on_close=True)
+        content = filesystem.cat_file(f"bucket/{lost}")
         storage.delete_file("bucket", lost)
-        if octets is not None:
-            filesystem = fsspec.filesystem("gcs", finalize_on_close=True)
-            filesystem.pipe_file(f"bucket/{lost}", octets)
+        if change is not None:
+            filesystem.pipe_file(f"bucket/{lost}", change(content))
         before = gcs.uploaded_bytes
         with caplog.at_level(logging.WARNING, "torchax_ckpt"):
             train(ckpt, model, 3)

@@ -31,6 +31,7 @@ from torchax_ckpt.layout.manifest import Digests
 from torchax_ckpt.processes import coordination
 from torchax_ckpt.processes.coordination import SINGLE_PROCESS, Processes
 from torchax_ckpt.processes.liveness import Liveness
+from torchax_ckpt.processes.per_host import PerHostProcesses
 from torchax_ckpt.restoring.load import load_state
 from torchax_ckpt.state import per_process_state
 from torchax_ckpt.state.component import Captured, Form
@@ -50,6 +51,25 @@ def test_process_0_gathers_and_shares() -> None:
     first, *others = Group()(act)
     assert first == ([b"from 0", b"from 1", b"from 2"], b"of 0", {"index": 0})
     assert others == [([], b"of 0", {"index": 0})] * 2
+
+
+def test_the_error_of_one_host_is_not_lost_where_process_0_has_ended_the_round() -> None:
+    """Each host writes a directory of its own, so it has no value but its own."""
+    is_over = threading.Event()
+
+    def act(member: Processes) -> Any:
+        with PerHostProcesses(member).round("saving", is_met=False) as outcome:
+            if member.index == 1:
+                is_over.wait(60)
+                raise OSError("no space")
+            outcome.value = member.index
+        if member.is_first:
+            is_over.set()
+        return outcome.value
+
+    first, failed, last = Group()(act)
+    assert (first, last) == (0, 2)
+    assert isinstance(failed, OSError)
 
 
 @pytest.mark.parametrize("is_met", [True, False])

@@ -12,7 +12,8 @@ whether a layer of the base changes in each step; "host": whether the state also
 host, of which one, "changing", has other values from the step "changed" on; "stateful": whether
 each process has a state of its own, of 2 MiB that do not change; "lost": the step before which the
 step two before it loses a file that process 1 wrote; "same": the leaves that do not change are the
-same objects in all steps, and identity proves their values, as on TPUs; "other": the process that
+same objects in all steps (in a run that goes on, those that ``load`` returned), and identity proves
+their values, as on TPUs; "other": the process that
 gets another object for one of them before the given steps.
 """
 
@@ -227,7 +228,9 @@ def main() -> None:
             current,
         )
         ckpt.restore(restored, strict=False)  # the rest of the state is loaded
-        report(is_restored=is_same(ckpt.load(restored, abstract), current))
+        loaded = ckpt.load(restored, abstract)
+        report(is_restored=is_same(loaded, current))
+        same = same and loaded
     for step in range(first, last + 1):
         before, began = counts["messages"], time.time() - 0.02  # the clock of files is coarse
         if step == last and settings.get("kill") == INDEX:

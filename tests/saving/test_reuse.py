@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import errno
-import gc
 import json
 import logging
 import os
 import shutil
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -19,50 +17,35 @@ import pytest
 import torch
 from etils import epath
 from hypothesis import strategies as st
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from orbax import checkpoint as v0
 from orbax.checkpoint import v1 as ocp
 from support.compare import assert_trees_identical, entries, training_state
 from support.damage import edit_json, flip_bit
 from support.linked import assert_holds, by_orbax, data_file, databases, files
-from support.models import Tuned
 from support.own_orbax import abstract
-from support.training import P, fsdp_mesh, fsdp_rule, place
+from support.still import (
+    ALL,
+    REUSE,
+    ROWS,
+    assert_resumes,
+    committed,
+    run,
+    save_all,
+    still_state,
+    train,
+    tuned,
+)
+from support.training import P, fsdp_mesh, fsdp_rule
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
-from torchax_ckpt.errors import CorruptCheckpointError, SaveError, UnsupportedLeafError
+from torchax_ckpt.errors import CorruptCheckpointError, SaveError
 from torchax_ckpt.layout.digests import Digests
-from torchax_ckpt.saving.unchanged import identities
 from torchax_ckpt.saving.unchanged.known_databases import Content, KnownDatabase
 from torchax_ckpt.saving.unchanged.reuse import Reuse
-from torchax_ckpt.snapshot import snapshotter
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import links
-from torchax_ckpt.storage.writing import host_batches
-
-REUSE = CheckpointOptions(reuse=True)
-ROWS = 1 << 15  # a leaf of 1 MiB
-
-
-def committed(values: np.ndarray) -> jax.Array:
-    return jax.device_put(values.astype(np.float32), jax.devices()[0])
-
-
-def still_state(mesh: Mesh | None = None, **changing: float) -> dict[str, Any]:
-    """Two leaves of 1 MiB that do not change, and small ones with the given values."""
-    where = NamedSharding(mesh or fsdp_mesh(), P("fsdp"))
-    base = {
-        name: jax.device_put(np.random.default_rng(seed).random((ROWS, 8), np.float32), where)
-        for seed, name in enumerate(("a", "b"))
-    }
-    return {"base": base, **{n: committed(np.full((4,), value)) for n, value in changing.items()}}
-
-
-def save_all(directory: Path, states: list[Any], start: int = 1, **settings: Any) -> None:
-    with TorchaxCheckpointer(directory, **{"options": REUSE, **settings}) as ckpt:
-        for step, state in enumerate(states, start):
-            ckpt.save(step, state=state, force=True)
 
 
 def test_unchanged_arrays_are_written_twice_and_then_linked_in_turn(directory: Path) -> None:
@@ -144,42 +127,6 @@ def test_any_number_of_kept_steps_is_enough(directory: Path, keep: int) -> None:
     states = [still_state(x=step) for step in range(8)]
     save_all(directory, states, preservation_policy=policies.LatestN(keep))
     assert_holds(directory, 8, states[7])
-
-
-def tuned(mesh: Mesh | None = None) -> Tuned:
-    model = Tuned().to("jax")
-    place(model, fsdp_rule(mesh or fsdp_mesh()))
-    return model
-
-
-def train(ckpt: TorchaxCheckpointer, model: Tuned, steps: range) -> None:
-    """Changes the head and saves, step by step."""
-    for step in steps:
-        with torch.no_grad():
-            model.head.weight.add_(step)
-        ckpt.save(step, force=True)
-
-
-def run(directory: Path, steps: range, mesh: Mesh | None = None, **settings: Any) -> list[Any]:
-    """Resumes a run in a new model as a new program does, and trains; returns the state."""
-    model = tuned(mesh)
-    with TorchaxCheckpointer(directory, **{"options": REUSE, **settings}) as ckpt:
-        start = ckpt.attach(model, shardings=fsdp_rule(mesh or fsdp_mesh()))
-        assert start == steps.start - 1
-        train(ckpt, model, steps)
-        return training_state(model)
-
-
-def assert_resumes(
-    directory: Path, step: int, expected: list[Any], mesh: Mesh | None = None
-) -> None:
-    model = tuned(mesh)
-    with TorchaxCheckpointer(directory, options=CheckpointOptions(read_only=True)) as ckpt:
-        assert ckpt.attach(model, shardings=fsdp_rule(mesh or fsdp_mesh())) == step
-    assert_trees_identical(training_state(model), expected)
-
-
-ALL = {"preservation_policy": policies.PreserveAll()}
 
 
 def test_a_frozen_parameter_is_written_by_the_first_two_saves_only(directory: Path) -> None:
@@ -356,6 +303,39 @@ def test_reuse_goes_with_other_options(settings: dict[str, Any], directory: Path
     assert_resumes(directory, 5, state)
 
 
+@pytest.mark.parametrize(
+    "rules",
+    [
+        (policies.LatestN(1), policies.EveryNSteps(4)),
+        pytest.param((policies.LatestN(1), policies.EveryNSteps(3)), marks=pytest.mark.slow),
+        pytest.param((policies.LatestN(2), policies.EveryNSteps(4)), marks=pytest.mark.slow),
+        pytest.param((policies.LatestN(1), policies.BestN(metric="loss")), marks=pytest.mark.slow),
+    ],
+)
+def test_the_newest_step_shares_nothing_with_the_one_below_whatever_is_kept(
+    rules: tuple[Any, ...], directory: Path
+) -> None:
+    """And after the first saves, no save writes the unchanged arrays again."""
+    state, written = still_state(x=0), set[int]()
+    for first, last in ((1, 10), (11, 15)):
+        settings = {"preservation_policy": policies.AnyPreservationPolicy(rules)}
+        with TorchaxCheckpointer(directory, options=REUSE, **settings) as ckpt:
+            for step in range(first, last):
+                loss = {3: 1.0, 6: 0.5}.get(step, 2.0 + step % 3)
+                ckpt.save(step, state=state, metrics={"loss": loss}, force=True)
+                ckpt.wait_until_finished()
+                used = [files(directory, kept) for kept in ckpt.all_steps()[-2:]]
+                assert len(used) == 1 or not used[0] & used[1], (step, ckpt.all_steps())
+                new = {
+                    path.stat().st_ino
+                    for name in databases(directory, step)
+                    for path in (directory / str(step) / "state" / name).rglob("d/*")
+                }
+                assert step < 5 or step == 10 or new <= written
+                written |= new
+    assert_holds(directory, 14, state)
+
+
 def test_a_copy_that_no_step_has_any_more_is_kept_aside(directory: Path) -> None:
     """If one step is kept, also over a restart; without use, the folder goes."""
     latest = {"preservation_policy": policies.LatestN(1)}
@@ -383,21 +363,25 @@ def test_databases_of_several_steps_are_not_taken_for_each_other(tmp_path: Path)
     """What is kept aside is of one step; the other database goes with its step."""
     steps = [CommittedStep(n, epath.Path(tmp_path / str(n)), n) for n in (1, 2)]
     known: list[KnownDatabase] = []
-    for committed in steps:
-        name = f"w{committed.step}"
+    for earlier in steps:
+        name = f"w{earlier.step}"
         content = Content((name,), (1,), "float32", Digests((1,), bytes(8), bytes(16)))
-        known.append(KnownDatabase(committed.key, "unchanged0", {name: content}, True))
+        known.append(KnownDatabase(earlier.key, "unchanged0", {name: content}, True))
         for folder in ("manifest", "state/ocdbt.process_unchanged0"):
-            (committed.path / folder).mkdir(parents=True)
-            (committed.path / folder / "file").write_text(name)
+            (earlier.path / folder).mkdir(parents=True)
+            (earlier.path / folder / "file").write_text(name)
     directory = RunDirectory(tmp_path)
-    reuse = Reuse(directory, True, True, list, lambda leaves: None)
+    newest = CommittedStep(3, epath.Path(tmp_path / "3"), 3)
+    reuse = Reuse(directory, True, True, lambda: [newest], lambda *_: None, lambda leaves: None)
+    reuse._copies.record(newest.key, 1)
     reuse._copies.replace(known, 0)
     reuse.retain(steps)
     directory.release()
     place = tmp_path / "unchanged" / "state" / "ocdbt.process_unchanged0"
     assert (place / "file").read_text() == "w2"
-    found = {name: stored.step for stored in reuse._copies.take_turn() for name in stored.contents}
+    found = {
+        name: stored.step for stored in reuse._copies.take_turn(None) for name in stored.contents
+    }
     assert found == {"w1": (1, 1), "w2": None}
 
 
@@ -422,121 +406,6 @@ def test_a_damaged_manifest_field_is_refused(directory: Path) -> None:
 
 def _break(manifest: Any) -> None:
     manifest["unchanged"] = {"../x": {"copy": 0, "xxh3_128": {}}}
-
-
-# --- arrays that are the same objects ------------------------------------------------------------
-
-
-@pytest.fixture
-def identity_proves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets the identity of an array prove its values, as on accelerators."""
-    monkeypatch.setattr(identities, "is_proof", lambda array: True)
-
-
-@pytest.fixture
-def fetched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The shapes of the arrays that saves fetch from the devices."""
-    shapes: list[tuple[int, ...]] = []
-    start = host_batches._start
-
-    def counted(array: Any) -> Any:
-        shapes.append(tuple(array.shape))
-        return start(array)
-
-    monkeypatch.setattr(host_batches, "_start", counted)
-    return shapes
-
-
-@pytest.mark.usefixtures("identity_proves")
-@pytest.mark.parametrize(
-    "mode",
-    ["copy", *(pytest.param(m, marks=pytest.mark.slow) for m in ("reference", "offload", "auto"))],
-)
-def test_arrays_that_are_the_same_objects_are_neither_copied_nor_fetched(
-    mode: Any, directory: Path, fetched: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    state = still_state(x=0)
-    options = CheckpointOptions(reuse=True, snapshot=mode)
-    with TorchaxCheckpointer(directory, options=options, **ALL) as ckpt:
-        for step in range(1, 9):
-            state = {**state, "x": committed(np.full((4,), step))}
-            if step == 7:
-                fetched.clear()
-                monkeypatch.setattr(snapshotter, "execute", only_small(snapshotter.execute))
-            ckpt.save(step, state=state, force=True)
-            ckpt.wait_until_finished()
-    assert (ROWS, 8) not in fetched
-    assert fetched.count((4,)) == 2
-    assert files(directory, 8) & files(directory, 6)
-    assert not files(directory, 8) & files(directory, 7)
-    assert_holds(directory, 8, state)
-
-
-def only_small(execute: Any) -> Any:
-    def checked(plan: Any, leaves: Any, **settings: Any) -> Any:
-        assert all(leaf.size < ROWS for leaf in leaves.values())
-        return execute(plan, leaves, **settings)
-
-    return checked
-
-
-@pytest.mark.usefixtures("identity_proves")
-def test_an_equal_array_that_is_another_object_is_compared(
-    directory: Path, fetched: list[tuple[int, ...]]
-) -> None:
-    state = still_state(x=0)
-    with TorchaxCheckpointer(directory, options=REUSE, **ALL) as ckpt:
-        for step in range(1, 8):
-            ckpt.save(step, state=state, force=True)
-            ckpt.wait_until_finished()
-            if step == 6:
-                fetched.clear()
-                state["base"]["a"] = state["base"]["a"] + 0
-    assert fetched.count((ROWS, 8)) == 2  # both arrays of the database; compared, not written
-    assert files(directory, 7) & files(directory, 5)
-    assert_holds(directory, 7, state)
-
-
-@pytest.mark.usefixtures("identity_proves")
-def test_a_step_that_is_deleted_before_the_save_costs_no_save(directory: Path) -> None:
-    state = still_state(x=0)
-    with TorchaxCheckpointer(directory, options=REUSE, **ALL) as ckpt:
-        for step in range(1, 7):
-            ckpt.save(step, state=state, force=True)
-        ckpt.wait_until_finished()
-        ckpt.delete(5)
-        shutil.rmtree(directory / "4")
-        ckpt.save(7, state=state, force=True)
-        ckpt.save(8, state=state, force=True)
-        ckpt.wait_until_finished()
-    assert_holds(directory, 7, state)
-    assert_holds(directory, 8, state)
-
-
-@pytest.mark.usefixtures("identity_proves")
-def test_no_buffer_is_kept_alive_between_saves(directory: Path) -> None:
-    state = still_state(x=0)
-    with TorchaxCheckpointer(directory, options=REUSE) as ckpt:
-        for step in range(1, 7):
-            ckpt.save(step, state=state, force=True)
-            ckpt.wait_until_finished()
-        known = weakref.ref(state["base"]["a"])
-        del state
-        gc.collect()
-        assert known() is None
-
-
-@pytest.mark.usefixtures("identity_proves")
-def test_a_donated_array_is_not_taken_over(directory: Path) -> None:
-    state = still_state(x=0)
-    with TorchaxCheckpointer(directory, options=REUSE) as ckpt:
-        for step in range(1, 7):
-            ckpt.save(step, state=state, force=True)
-            ckpt.wait_until_finished()
-        state["base"]["a"].delete()
-        with pytest.raises(UnsupportedLeafError, match="state/base/a: its buffer was donated"):
-            ckpt.save(7, state=state, force=True)
-        assert ckpt.latest_step() == 6
 
 
 # --- against an oracle ---------------------------------------------------------------------------
@@ -652,45 +521,6 @@ def test_any_sequence_of_changes_saves_and_restarts_stores_what_was_saved(
 def test_other_values_of_the_option_are_refused() -> None:
     with pytest.raises(ValueError, match="reuse: expected True, False or 'one-copy', found 'two'"):
         CheckpointOptions(reuse="two")  # type: ignore[arg-type]
-
-
-def zeros(*shape: int, dtype: str = "float32") -> jax.Array:
-    return jax.device_put(np.zeros(shape, dtype), jax.devices()[0])
-
-
-@pytest.mark.usefixtures("identity_proves")
-def test_a_stack_is_taken_over_only_if_it_has_the_same_leaves(directory: Path) -> None:
-    """Equal values in leaves of other names have equal digests."""
-    layers = {str(i): zeros(1 << 18) + (i == 0) for i in range(3)}
-    with TorchaxCheckpointer(directory, options=REUSE, **ALL) as ckpt:
-        for step in range(1, 14):
-            if step < 5:
-                layers["3"] = zeros(1 << 18) + step
-            elif step == 5:
-                layers["3"] = zeros(1 << 18)
-            elif step == 6:
-                layers["0"] = zeros(1 << 18)
-            elif step > 6:
-                layers["0"] = zeros(1 << 18) + step
-            ckpt.save(step, state={"h": dict(layers)}, force=True)
-            ckpt.wait_until_finished()
-    assert_holds(directory, 13, {"h": layers})
-    assert_holds(directory, 12, {"h": layers | {"0": zeros(1 << 18) + 12}})
-
-
-@pytest.mark.usefixtures("identity_proves")
-@pytest.mark.parametrize(("shape", "dtype"), [((1024, 512), "int32"), ((512, 1024), "float32")])
-def test_an_array_of_another_form_and_equal_bytes_is_written(
-    shape: tuple[int, ...], dtype: str, directory: Path
-) -> None:
-    state = {"w": zeros(1024, 512)}
-    with TorchaxCheckpointer(directory, options=REUSE, **ALL) as ckpt:
-        for step in range(1, 12):
-            state = {"w": zeros(*shape, dtype=dtype)} if step == 7 else state
-            ckpt.save(step, state=state, force=True)
-            ckpt.wait_until_finished()
-    for step in (7, 8, 9, 10, 11):
-        assert_holds(directory, step, state)
 
 
 def test_steps_are_deleted_if_nothing_can_be_kept_aside(

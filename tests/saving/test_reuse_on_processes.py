@@ -92,7 +92,8 @@ def test_two_processes_write_what_changed_only(by_two: tuple[Path, list[list[Any
 def test_two_processes_look_at_no_array_that_is_the_same_object(mode: str, directory: Path) -> None:
     """At steps 9 and 11, one array is another object with the same values, on process 1 alone.
 
-    Before step 11, the database is lost that the save would take over.
+    Before step 11, the database is lost that the save would take over. From step 13 on, the objects
+    are those that ``load`` made.
     """
     reports = run(directory, 2, 1, 12, same=True, mode=mode, other=[1, 9, 11], lost=11)
     new = new_bytes(reports[0])
@@ -103,9 +104,39 @@ def test_two_processes_look_at_no_array_that_is_the_same_object(mode: str, direc
     assert [counts[step] for counts in fetched for step in (5, 6, 7, 8, 10)] == 10 * [0]
     assert [counts[9] for counts in fetched] == [0, 5]  # all arrays of the database
     assert [counts[11] for counts in fetched] == [5, 5]  # written again, by process 0 as kept
+    reports = run(directory, 2, 13, 15, same=True, mode=mode, restored=12)
+    assert [r["fetched"] for told in reports for r in told if "step" in r] == 6 * [0]
+    assert all(0 < size < SMALL for size in new_bytes(reports[0]).values())
     shutil.rmtree(directory / "6")
-    for step in (7, 8, 10, 11, 12):
+    for step in (7, 8, 10, 11, 12, 13, 14, 15):
         assert not files(directory, step) & files(directory, step - 1)
+        assert_whole(directory, step)
+
+
+@pytest.mark.slow
+def test_no_tier_of_two_processes_looks_at_arrays_that_are_the_same_objects(
+    directory: Path, tmp_path: Path
+) -> None:
+    """After a restart from local steps, the arrays are compared with each copy once."""
+    settings = {"ramdisks": str(tmp_path / "ramdisks"), "same": True}
+    first = run(directory, 2, 1, 8, **settings)
+    second = run(directory, 2, 9, 13, restored=8, **settings)
+    fetched = [
+        {r["step"]: r["fetched"] for r in (*before, *after) if "step" in r}
+        for before, after in zip(first, second, strict=True)
+    ]
+    for counts in fetched:
+        assert [counts[step] for step in (5, 6, 7, 8, 11, 12, 13)] == 7 * [0], fetched
+        assert all(counts[step] == 10 for step in (1, 2, 3, 4)), fetched
+    for index in range(2):
+        place = tmp_path / "ramdisks" / str(index)
+        for step in (7, 8, 10, 11, 12, 13):
+            assert files(place, step) & files(place, step - 2)
+            assert not files(place, step) & files(place, step - 1)
+    reports = run(directory, 2, 14, 14, restored=13, **settings)
+    assert all(told[0] == {"is_restored": True} for told in reports)
+    shutil.rmtree(tmp_path / "ramdisks")
+    for step in (8, 12, 13):
         assert_whole(directory, step)
 
 

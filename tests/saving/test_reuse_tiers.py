@@ -84,6 +84,34 @@ def test_steps_link_within_their_tier_also_after_a_restart(directory: Path, ramd
     assert_resumes(directory, 7, state)
 
 
+@pytest.mark.usefixtures("identity_proves")
+def test_neither_tier_looks_at_arrays_that_are_the_same_objects(
+    directory: Path, ramdisk: Path, fetched: list[tuple[int, ...]]
+) -> None:
+    model = Tuned().to("jax")
+    shape = tuple(model.base.weight.shape)
+    local = LocalTier(ramdisk, save_decision_policy=policies.FixedIntervalPolicy(1), keep=2)
+    durable = policies.SpecificStepsPolicy(tuple(range(1, 100, 2)))
+    with TorchaxCheckpointer(
+        directory, save_decision_policy=durable, local=local, options=REUSE
+    ) as ckpt:
+        ckpt.attach(model)
+        for step in range(1, 19):
+            with torch.no_grad():
+                model.head.weight.add_(step)
+                if step == 9:
+                    model.base.weight.mul_(2)
+            fetched.clear()
+            assert ckpt.save(step)
+            ckpt.wait_until_finished()
+            if 5 <= step < 9 or step > 16:
+                assert shape not in fetched, step
+            assert step != 9 or shape in fetched
+        state = training_state(model)
+    assert_resumes(ramdisk, 18, state)
+    assert_resumes(directory, 19, run(directory, ramdisk, 19))
+
+
 def test_a_local_tier_of_one_step_has_one_copy(directory: Path, ramdisk: Path) -> None:
     """Two copies would take more space than steps that share nothing."""
     run(directory, ramdisk, 1, keep=1)
@@ -99,14 +127,14 @@ def test_what_was_read_on_other_hosts_is_not_taken_for_compared(tmp_path: Path) 
         RunDirectory(tmp_path),
         PerHostProcesses(Processes("", 0, None, index=0, count=2)),
     )
-    durable = Reuse(directory, True, True, list, lambda leaves: None)
-    local = Reuse(directory, True, True, list, lambda leaves: None, hosts, durable)
+    durable = Reuse(directory, True, True, list, lambda *_: None, lambda leaves: None)
+    local = Reuse(directory, True, True, list, lambda *_: None, lambda leaves: None, hosts, durable)
     local.adopt(CommittedStep(1, epath.Path(tmp_path / "lacking"), 1), is_verified=True)
-    assert local._verified is None
+    assert local._continuation._verified is None
     alone = PerHostProcesses(Processes("", 0, None, index=0, count=1))
-    local = Reuse(directory, True, True, list, lambda leaves: None, alone, durable)
+    local = Reuse(directory, True, True, list, lambda *_: None, lambda leaves: None, alone, durable)
     local.adopt(CommittedStep(1, epath.Path(tmp_path / "1"), 1), is_verified=True)
-    assert local._verified == (1, 1)
+    assert local._continuation._verified == (1, 1)
 
 
 def manifest_of(directory: Path, step: int) -> Path:
@@ -117,7 +145,7 @@ def learned(directory: Path, ramdisks: list[Path], searches: bool = True) -> lis
     """What processes with these local tiers know to be still once local step 4 is restored."""
 
     def act(member: Processes) -> tuple[bool, frozenset[str]]:
-        arguments = True, searches, list, lambda leaves: None
+        arguments = True, searches, list, lambda *_: None, lambda leaves: None
         durable = Reuse(RunDirectory(directory), *arguments, member)
         place, hosts = ramdisks[member.index], PerHostProcesses(member)
         local = Reuse(RunDirectory(place), *arguments, hosts, leader=durable)

@@ -9,8 +9,8 @@ In a run of several processes, each process writes its parts of the arrays to a 
 The folders of all these processes together are the database. A later step takes all of them.
 
 Two copies of the unchanged arrays exist, numbered 0 and 1. They were written separately and share
-no files. Steps use them in turn, so two steps that follow each other share no files, and damage to
-one file never affects both.
+no files. A new step has another copy than the newest step that is kept beside it, so damage to one
+file never affects both.
 
 An array counts as unchanged if the 128-bit digests of all its blocks are equal to those of the
 stored array. Two different blocks with equal digests by chance are as good as impossible: among

@@ -41,9 +41,19 @@ class PerHostProcesses(Processes):
     def round(
         self, what: str, call: Call | None = None, *, is_met: bool = True
     ) -> Iterator[Outcome]:
-        """Runs a round of all processes; the value of its outcome is of this process alone."""
+        """Runs a round of all processes; the value of its outcome is of this process alone.
+
+        So is an error after process 0 has ended the round well: it is raised on this process.
+        """
+        outcome, mine = Outcome(), None
         with self._processes.round(what, call, is_met=is_met):
-            yield Outcome()
+            try:
+                yield outcome
+            except BaseException as error:
+                mine = error
+                raise
+        if mine is not None:
+            raise mine
 
     def refuse(self, what: str, error: BaseException) -> None:
         """Makes the round ``what`` fail on the other processes; does not wait for them."""

@@ -82,6 +82,7 @@ class HostSteps:
         verified: Verified,
     ) -> None:
         self.committed = committed
+        self.compared: step_reader.Compared | None = None  # no host has compared the whole step
         self._verified, self._axis = verified, replica_axis
         self._options = dataclasses.replace(options, single_replica_restore=False)
         self._processes = processes

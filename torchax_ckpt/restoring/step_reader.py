@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+import jax
 import numpy as np
 
 from torchax_ckpt.errors import CheckpointError
@@ -52,11 +55,32 @@ def require_made(committed: CommittedStep, manifest: Manifest) -> None:
         node_checks.check_document(manifest.document)
 
 
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """The leaves that were read from a step and compared with its digests.
+
+    Attributes:
+      manifest: the manifest of the step.
+      references: name -> reference, for the leaves that became JAX arrays.
+    """
+
+    manifest: Manifest
+    references: dict[str, weakref.ref[jax.Array]] = dataclasses.field(default_factory=dict)
+
+
 class Source(Protocol):
-    """The interface of a step from which leaves are read: ``StoredLeaves`` or ``HostSteps``."""
+    """The interface of a step from which leaves are read: ``StoredLeaves`` or ``HostSteps``.
+
+    Attributes:
+      committed: the step.
+      document: component -> node.
+      compared: the leaves that ``read`` has compared with the digests of the whole step, if other
+        steps may share its arrays; else None.
+    """
 
     committed: CommittedStep
     document: Mapping[str, Node]
+    compared: Compared | None
 
     def require_plausible(self, reads: Mapping[str, Read]) -> None:
         """Checks the stored arrays against the manifest. Callers call this before ``read``."""
@@ -102,6 +126,9 @@ class StoredLeaves:
             require_whole(committed, self._manifest)
         self._options = options
         self.document = self._manifest.document
+        self.compared: Compared | None = None
+        if self._manifest.unchanged and options.verify != "never":
+            self.compared = Compared(self._manifest)
 
     def require_plausible(self, reads: Mapping[str, Read]) -> None:
         """See the module's function ``require_plausible``."""
@@ -109,7 +136,11 @@ class StoredLeaves:
 
     def read(self, reads: Mapping[str, Read]) -> dict[str, Any]:
         """See ``read_leaves``."""
-        return read_leaves(self.committed, self._manifest, reads, self._options, self._agree)
+        found = read_leaves(self.committed, self._manifest, reads, self._options, self._agree)
+        if self.compared is not None:
+            arrays = {n: array for n, array in found.items() if isinstance(array, jax.Array)}
+            self.compared.references.update({n: weakref.ref(a) for n, a in arrays.items()})
+        return found
 
     def is_whole(self, reads: Mapping[str, Read], num_processes: int) -> bool:
         """See the module's function ``is_whole``; reads the assets, which no restore uses."""

@@ -14,6 +14,7 @@ from torchax_ckpt.options import CheckpointOptions, TierName
 from torchax_ckpt.restoring.fallback import newest_readable, reading
 from torchax_ckpt.restoring.load import load_state
 from torchax_ckpt.restoring.restore import RestoreReport, restore_attached
+from torchax_ckpt.restoring.step_reader import Source
 from torchax_ckpt.restoring.verify import verify_step
 from torchax_ckpt.runtime.step_number import as_step
 from torchax_ckpt.saving.tiers import Tiers
@@ -114,14 +115,23 @@ class ReadCalls:
         logger.info("restored step %s from the %s tier, %s", report.step, tier.name, where)
         values = {"secs": secs, "is_verified": report.is_verified, "tier": tier.name}
         self._tiers.durable.telemetry.emit("restored", report.step, **values)
-        tier.restored(committed, is_verified=report.is_verified)
+        tier.restored(committed, source.compared, is_verified=report.is_verified)
         return dataclasses.replace(report, tier=tier.name)
 
     def _load(self, committed: CommittedStep, abstract_state: Any) -> Any:
         tier = self._tiers.holding(committed)
+        sources: list[Source] = []
+
+        def opened(committed: CommittedStep) -> Source:
+            sources.append(self._tiers.opened(committed))
+            return sources[-1]
+
         with reading(committed, tier.directory, tier.processes):
-            opened, processes = self._tiers.opened, self._tiers.processes
-            return load_state(committed, opened, abstract_state, self._options, processes)
+            processes = self._tiers.processes
+            state = load_state(committed, opened, abstract_state, self._options, processes)
+        for source in sources:
+            tier.loaded(committed, source.compared)
+        return state
 
 
 def _listed(patterns: str | Iterable[str] | None) -> str | Iterable[str] | None:

@@ -6,6 +6,7 @@ import dataclasses
 
 from torchax_ckpt.options import TierName
 from torchax_ckpt.processes.coordination import Processes
+from torchax_ckpt.restoring.step_reader import Compared
 from torchax_ckpt.saving.decisions import Decisions
 from torchax_ckpt.saving.saver import Saver
 from torchax_ckpt.saving.unchanged.reuse import Reuse
@@ -39,14 +40,23 @@ class RunTier:
     processes: Processes
     reuse: Reuse | None
 
-    def restored(self, committed: CommittedStep, *, is_verified: bool) -> None:
+    def restored(
+        self, committed: CommittedStep, compared: Compared | None, *, is_verified: bool
+    ) -> None:
         """Records that this run restored a step of this tier.
 
         Args:
           committed: the step.
+          compared: the leaves that the restore has compared; see ``Source``.
           is_verified: whether the restore compared every stored byte of the step with its digest.
         """
         if is_verified:
             self.directory.verified.note(committed, is_sound=True)
         if self.reuse is not None:
             self.reuse.adopt(committed, is_verified=is_verified)
+        self.loaded(committed, compared)
+
+    def loaded(self, committed: CommittedStep, compared: Compared | None) -> None:
+        """Records that this run read a step of this tier; ``compared`` as for ``restored``."""
+        if self.reuse is not None and compared is not None:
+            self.reuse.read(committed, compared)

@@ -21,7 +21,7 @@ from torchax_ckpt.saving.capture import Capture
 from torchax_ckpt.saving.loop import Loop
 from torchax_ckpt.saving.run_tier import RunTier
 from torchax_ckpt.saving.tiers import Tiers
-from torchax_ckpt.saving.unchanged.identities import Kept
+from torchax_ckpt.saving.unchanged.identities import Kept, together
 from torchax_ckpt.snapshot.snapshotter import Snapshotter
 from torchax_ckpt.state import per_process_state
 from torchax_ckpt.state.training_state import TrainingState
@@ -147,7 +147,7 @@ class SaveCalls:
             parts = attached or self._unattached
             if self._durable.reuse is not None and any(tier is self._durable for tier in due):
                 self._durable.reuse.plan_save(parts.frozen)
-            capture = self._capture(step, parts, state, fetch_metrics, began)
+            captures = self._captures(step, due, parts, state, fetch_metrics, began)
         except BaseException as error:
             if not self._is_alone:
                 self._loop.position = step  # the processes that begin the save do the same
@@ -156,8 +156,8 @@ class SaveCalls:
                 _abstain(step, [*due, *again], error)
             raise
         self._loop.position = step  # set first, because the rest may raise or be interrupted
-        self._begin(capture, due)
-        return self._finish(capture) if is_preempted else True
+        self._begin(captures, due)
+        return self._finish(captures[0]) if is_preempted else True
 
     def _raise_failures(self, step: int, due: Sequence[RunTier]) -> None:
         """Raises the oldest unraised failure of a save: on all processes at the same step."""
@@ -187,15 +187,19 @@ class SaveCalls:
             if not tier.history.has(step) and tier.decisions.should_save(step)
         ]
 
-    def _capture(
+    def _captures(
         self,
         step: int,
+        due: Sequence[RunTier],
         attached: TrainingState,
         state: Any,
         fetch_metrics: Callable[[], Any],
         began: float,
-    ) -> Capture:
-        """Captures the current value of each leaf, and a description of each component."""
+    ) -> list[Capture]:
+        """Captures the current value of each leaf, and a description of each component.
+
+        The captures of the tiers differ in what each tier takes over from its own earlier steps.
+        """
         captured = attached.capture(state)
         names = [name for part in captured.values() for name in part.form.names]
         arrays = [array for part in captured.values() for array in part.arrays]
@@ -203,28 +207,28 @@ class SaveCalls:
         if not self._is_alone:
             names, arrays, per_process = per_process_state.split(captured)
         document = {name: part.form.node for name, part in captured.items()}
-        kept = Kept()
-        if self._durable.reuse is not None and self._tiers.local is None:
-            kept = self._durable.reuse.kept(names, arrays)
-        others = kept.others(names, arrays)
-        snapshot = self.snapshotter.take(*others, kept.stacks)
+        reuses = [tier.reuse for tier in due]
+        kept = together([reuse.kept(names, arrays) if reuse else Kept() for reuse in reuses])
+        others = kept[0].others(names, arrays)  # in all tiers the same
+        snapshot = self.snapshotter.take(*others, frozenset().union(*(k.stacks for k in kept)))
         form = captured["model"].form if "model" in captured else None
         assets = self.model_files.encoded(form)
-        return Capture(step, snapshot, document, per_process, fetch_metrics, began, kept, assets)
+        shared = step, snapshot, document, per_process, fetch_metrics, began
+        return [Capture(*shared, kept=here, assets=assets) for here in kept]
 
-    def _begin(self, capture: Capture, tiers: Sequence[RunTier]) -> None:
+    def _begin(self, captures: Sequence[Capture], tiers: Sequence[RunTier]) -> None:
         """Starts one save of a captured state to each given tier; the saves run in parallel."""
-        for number, tier in enumerate(tiers, 1):
+        for number, (tier, capture) in enumerate(zip(tiers, captures, strict=True)):
+            if number:  # only the first tier reports a problem with the metrics
+                fetch_metrics = functools.partial(_without_problem, capture.fetch_metrics)
+                capture = dataclasses.replace(capture, fetch_metrics=fetch_metrics)
             tier.decisions.begun()
             try:
                 tier.saver.begin(capture)
             except BaseException as error:
                 if not self._is_alone:
-                    _abstain(capture.step, tiers[number:], error)
+                    _abstain(capture.step, tiers[number + 1 :], error)
                 raise
-            # Only the first tier reports a problem with the metrics.
-            fetch_metrics = functools.partial(_without_problem, capture.fetch_metrics)
-            capture = dataclasses.replace(capture, fetch_metrics=fetch_metrics)
 
     def _finish(self, capture: Capture) -> bool:
         """Waits for the durable tier's save, and repeats it once if it failed.

@@ -27,14 +27,14 @@ from torchax_ckpt.errors import (
     SaveError,
 )
 from torchax_ckpt.options import CheckpointOptions
-from torchax_ckpt.policies.preservation import preserved
 from torchax_ckpt.processes.call_log import Call, Kind
 from torchax_ckpt.processes.coordination import Processes
-from torchax_ckpt.runtime import progress
+from torchax_ckpt.runtime import overdue, progress
 from torchax_ckpt.runtime.failure_log import FailureLog
 from torchax_ckpt.runtime.save_in_flight import SaveCost, SaveInFlight
-from torchax_ckpt.saving import closing, overdue
+from torchax_ckpt.saving import closing
 from torchax_ckpt.saving.capture import Capture
+from torchax_ckpt.saving.preserving import Preserving
 from torchax_ckpt.saving.unchanged.reuse import Reuse
 from torchax_ckpt.saving.writer import Writer
 from torchax_ckpt.storage.directory import committed_step
@@ -53,7 +53,7 @@ class Saver:
     Args:
       directory: the directory to write steps to.
       history: the steps of this run; each save adds one.
-      preservation_policy: which steps are kept.
+      preserving: knows which steps are kept.
       options: how steps are written.
       telemetry: records events.
       calls, saves: the processes of the run; ``calls`` for messages between training threads,
@@ -70,7 +70,7 @@ class Saver:
         self,
         directory: RunDirectory,
         history: RunHistory,
-        preservation_policy: Any,
+        preserving: Preserving,
         options: CheckpointOptions,
         telemetry: Telemetry,
         calls: Processes,
@@ -81,7 +81,7 @@ class Saver:
         self.path = directory.path
         self._directory = directory
         self._history = history
-        self._preservation_policy = preservation_policy
+        self._preserving = preserving
         self._options = options
         self._telemetry = telemetry
         self._calls, self._saves = calls, saves
@@ -333,14 +333,8 @@ class Saver:
             if durable.is_incoming:
                 history.settle(self._directory.settle(durable))
             steps = history.branches.committed
-            infos = [self._directory.info(s) for s in steps]
-            # Each host must keep the parts of the same steps, so damage that only one host knows
-            # of does not count.
-            is_per_host = self._saves.is_per_host
-            verified = self._directory.verified
-            damaged = [not is_per_host and verified.is_damaged(s) for s in steps]
-            keep = preserved(self._preservation_policy, infos, damaged)
-            verified.mark(steps)
+            keep = self._preserving.kept(steps)
+            self._directory.verified.mark(steps)
             self._writer.retain([s for s, kept in zip(steps, keep, strict=True) if not kept])
             gone = self._directory.prune(keep, steps)
             self._telemetry.steps_gone("deleted", gone)

@@ -24,6 +24,7 @@ from torchax_ckpt.restoring.local_tier import HostSteps
 from torchax_ckpt.restoring.step_reader import Source, StoredLeaves
 from torchax_ckpt.saving.closing import Closing, take_over
 from torchax_ckpt.saving.decisions import Decisions
+from torchax_ckpt.saving.preserving import Preserving
 from torchax_ckpt.saving.run_tier import RunTier
 from torchax_ckpt.saving.saver import Saver
 from torchax_ckpt.saving.unchanged.reuse import Reuse
@@ -124,6 +125,7 @@ class Tiers:
         history = RunHistory(directory, calls, None if name == "durable" else self.durable.history)
         on_event = self._on_event if name == "durable" else None
         telemetry = Telemetry(directory, on_event, described.described(keep_policy))
+        preserving = Preserving(directory, keep_policy, is_per_host=saves.is_per_host)
         reuse = None
         if self._options.reuse:
             is_single = name == "local" and keep_policy.n == 1  # two copies would take more space
@@ -132,6 +134,7 @@ class Tiers:
                 self._options.reuse != "one-copy" and not is_single,
                 self._options.verify != "never",
                 lambda: history.branches.committed,
+                preserving.neighbour,
                 self._on_still,
                 saves,
                 None if name == "durable" else self.durable.reuse,
@@ -139,7 +142,7 @@ class Tiers:
         saver = Saver(
             directory,
             history,
-            keep_policy,
+            preserving,
             self._options,
             telemetry,
             calls,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -30,7 +31,7 @@ from torchax_ckpt.saving.capture import Capture
 from torchax_ckpt.saving.unchanged.comparison import Offer
 from torchax_ckpt.saving.unchanged.division import Division, Written, divided
 from torchax_ckpt.saving.unchanged.reuse import Reuse
-from torchax_ckpt.snapshot.host_array import to_host_part
+from torchax_ckpt.snapshot.host_array import HostArray, to_host_part
 from torchax_ckpt.snapshot.planner import beside
 from torchax_ckpt.snapshot.snapshotter import Stored
 from torchax_ckpt.state.per_process_state import joined, on_host
@@ -41,7 +42,7 @@ from torchax_ckpt.storage.directory.abandonment import SUMMARY_FIELD
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.run_history import RunHistory
-from torchax_ckpt.storage.writing import retained, write_step
+from torchax_ckpt.storage.writing import host_batches, retained, write_step
 from torchax_ckpt.stored.stored_step import StoredStep
 
 
@@ -117,9 +118,15 @@ class Writer:
         if problem is not None:
             self._failures.report(problem, "ranking")
         progress.enter("stacking the arrays")
-        prepared, plan, arrays, states = self._begin(capture, progress, recover)
+        prepare = functools.partial(self._prepare, capture, metrics, recover)
+        prepared, plan, arrays, states = self._begin(capture, progress, prepare)
         name, existing, seal, offers = prepared
         self._history.refresh(committed_step.named(existing, directory.path))
+        announced: dict[str, HostArray] = {}
+        if reuse and capture.kept.references:
+            on_devices = {n: a for n, a in arrays.items() if not isinstance(a, np.ndarray)}
+            announced = {n: host_batches.to_announce(a) for n, a in on_devices.items()}
+            announced |= capture.kept.arrays
         document, plan, stored, answers = self._stored(
             capture, plan, arrays, states, offers, progress
         )
@@ -134,7 +141,7 @@ class Writer:
             decided = processes.first(decide)
             division = divided(decided, stored, directory.path, processes)
             gone = capture.kept.arrays.keys() - division.linked
-            stored = {**stored, **capture.kept.stored(gone)}
+            stored = {**stored, **self._here(capture.kept.stored(gone))}
         digests: Mapping[str, Digests] = {}
 
         def on_host(number: int, count: int, nbytes: int) -> None:
@@ -149,7 +156,7 @@ class Writer:
             arrays = {n: array for n, array in stored.items() if n not in division.linked}
             digests = {**block_digests.gathered(taken, arrays, processes), **digests_of_linked}
             if reuse and capture.kept.references:
-                reuse.digested(division, plan, stored, taken, capture.kept)
+                reuse.digested(division, plan, announced, taken, capture.kept)
             progress.enter("writing and committing")
             if not processes.is_first:
                 return {}
@@ -228,7 +235,7 @@ class Writer:
             self._may_have_retained = False
 
     def _prepare(
-        self, capture: Capture, recover: Callable[[], None]
+        self, capture: Capture, metrics: Mapping[str, Any], recover: Callable[[], None]
     ) -> tuple[str, list[Any], str | None, list[Any]]:
         """Cleans up the directory; returns the new step's folder name, and the run's steps as JSON.
 
@@ -239,15 +246,16 @@ class Writer:
         recover()
         known = committed_step.described(self._history.branches.in_place)
         seal = capture.assets.seal if capture.assets else None
-        offers = [dataclasses.astuple(o) for o in self._reuse.offers()] if self._reuse else []
+        offered = self._reuse.offers(capture.step, metrics) if self._reuse else []
+        offers = [dataclasses.astuple(offer) for offer in offered]
         return self._directory.path_for(capture.step).name, known, seal, offers
 
     def _begin(
-        self, capture: Capture, progress: Progress, recover: Callable[[], None]
+        self, capture: Capture, progress: Progress, prepare: Callable[[], Any]
     ) -> tuple[Any, Plan, Mapping[str, Stored], list[bytes]]:
         """Stacks the arrays, and exchanges what the processes must know before they write.
 
-        Returns what ``_prepare`` returned on process 0, the storage plan, the arrays, and on
+        Returns what ``prepare`` returned on process 0, the storage plan, the arrays, and on
         process 0 the per-process states of all processes.
         """
         processes = self._processes
@@ -264,7 +272,7 @@ class Writer:
             sent = processes.gather(bytes([flag]) + state)
             progress.enter("cleaning up the directory")
             flag, prepared = processes.first(
-                lambda: (any(message[0] for message in sent), self._prepare(capture, recover))
+                lambda: (any(message[0] for message in sent), prepare())
             )
             states = [message[1:] for message in sent]
             progress.enter("stacking the arrays")
@@ -286,11 +294,6 @@ class Writer:
 
         The last result is, on process 0, what each process answers to the offers.
 
-        In a run of several processes, Orbax does not accept an array all of whose devices belong to
-        one process. Process 0 therefore copies each such array that it has to the host, and writes
-        the copy; other processes do not write such arrays. An array on devices of several processes
-        is written by these processes together. But if each host writes a directory of its own, each
-        process writes an array that consists of its own shards only.
         """
         plan = Plan({**plan.stacks, **capture.kept.stacks}, plan.empty)
         arrays = {**arrays, **capture.kept.arrays}
@@ -307,12 +310,7 @@ class Writer:
         document = capture.document
         if is_per_host:
             document = host_shards.described(document, plan, arrays)
-        stored: dict[str, Stored] = {}
-        for name, array in arrays.items():
-            if not isinstance(array, np.ndarray) and not array.is_fully_addressable:
-                stored[name] = to_host_part(array) if is_per_host else array
-            elif self._processes.is_first:
-                stored[name] = np.asarray(array)
+        stored = self._here(arrays)
         answer = self._answer(capture, offers, plan, stored, progress)
         answers = self._processes.gather(answer) if self._reuse else []
         if self._hosts is not None:
@@ -325,6 +323,25 @@ class Writer:
             nodes, leaves = joined(states)
         plan, more = beside(plan, leaves, self._options.layout)
         return {**document, **nodes}, plan, {**stored, **more}, answers
+
+    def _here(self, arrays: Mapping[str, Stored]) -> dict[str, Stored]:
+        """Returns the arrays that this process writes, given those over the devices of all.
+
+        In a run of several processes, Orbax does not accept an array all of whose devices belong to
+        one process. Process 0 therefore copies each such array that it has to the host, and writes
+        the copy; other processes do not write such arrays. An array on devices of several processes
+        is written by these processes together. But if each host writes a directory of its own, each
+        process writes an array that consists of its own shards only.
+        """
+        if self._processes.count == 1 and self._hosts is None:
+            return dict(arrays)
+        stored: dict[str, Stored] = {}
+        for name, array in arrays.items():
+            if not isinstance(array, np.ndarray) and not array.is_fully_addressable:
+                stored[name] = array if self._hosts is None else to_host_part(array)
+            elif self._processes.is_first:
+                stored[name] = np.asarray(array)
+        return stored
 
     def _answer(
         self,

@@ -64,6 +64,8 @@ class HostArray:
 def to_host_part(array: jax.Array | HostArray) -> jax.Array | HostArray:
     """Returns the part of an array that this host holds, as an array that shares the buffers.
 
+    The part of a ``HostArray`` without parts has no parts either.
+
     To form the whole array again, each host calls ``sharding.shards_as`` with its part, and with
     the sharding and shape of the whole array.
     """
@@ -72,7 +74,8 @@ def to_host_part(array: jax.Array | HostArray) -> jax.Array | HostArray:
         return shards_as(array, part.sharding, part.shape)
     whole = array.sharding.addressable_devices_indices_map(array.shape)
     within = part.sharding.addressable_devices_indices_map(part.shape)
-    parts = {start_of(within[d]): array.parts[start_of(index)] for d, index in whole.items()}
+    starts = {start_of(within[d]): start_of(index) for d, index in whole.items()}
+    parts = {to: array.parts[start] for to, start in starts.items() if start in array.parts}
     return HostArray(part.shape, array.dtype, part.sharding, parts)
 
 

@@ -1,6 +1,8 @@
 """The two copies of a run's unchanged arrays: which databases hold them, and which step has which.
 
-Steps take the copies in turn, so two steps that follow each other share no files.
+Two steps that follow each other have different copies, so they share no files. What counts is which
+steps follow each other once the preservation policy has deleted others: with ``LatestN(1)`` and
+``EveryNSteps(100)``, step 399 follows step 300 from then on.
 """
 
 from __future__ import annotations
@@ -32,11 +34,26 @@ class Copies:
         self._copy_in: dict[Key, int] = {}  # key of a step -> which copy the step has
         self.turn = 0
 
-    def take_turn(self) -> list[KnownDatabase]:
-        """Sets ``turn``, given the copy that the newest step has; returns the copy's databases."""
-        if (steps := self._steps()) and (copy := self._copy_in.get(steps[-1].key)) is not None:
+    def take_turn(self, neighbour: Key | None) -> list[KnownDatabase]:
+        """Sets ``turn``; returns the databases of this copy.
+
+        Args:
+          neighbour: the step that the next step will follow, and from which it must differ.
+        """
+        if neighbour and (copy := self._copy_in.get(neighbour)) is not None:
             self.turn = 1 - copy if self._alternates else copy
-        return known_databases.distinct(self._copies[self.turn].values())
+        return self.databases(self.turn)
+
+    def databases(self, copy: int) -> list[KnownDatabase]:
+        """Returns the databases of a copy."""
+        return known_databases.distinct(self._copies[copy].values())
+
+    @property
+    def spare(self) -> int | None:
+        """The copy that the newest step of the run does not have; None if there is no other one."""
+        steps = self._steps()
+        copy = self._copy_in.get(steps[-1].key) if steps and self._alternates else None
+        return None if copy is None else 1 - copy
 
     @property
     def is_in_steps(self) -> bool:

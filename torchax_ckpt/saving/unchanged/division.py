@@ -21,6 +21,7 @@ from torchax_ckpt.storage.arrays.chunking import AnyArray
 from torchax_ckpt.storage.arrays.placed_array import Place
 from torchax_ckpt.storage.directory.committed_step import STATE
 from torchax_ckpt.storage.writing import databases
+from torchax_ckpt.storage.writing.databases import File
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +92,7 @@ class Written:
 
     databases: Mapping[str, Database]
     contents: Mapping[str, Content]
-    files: Mapping[str, Sequence[Mapping[str, int]]]
+    files: Mapping[str, Sequence[Mapping[str, File]]]
     still: Sequence[str] | None
     copied_bytes: int
 

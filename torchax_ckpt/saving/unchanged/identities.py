@@ -2,10 +2,12 @@
 
 The buffer of a JAX array on a TPU never changes, so an array that is the same object as at an
 earlier save has the same values. Its values are then neither copied nor fetched; the save uses the
-digests that an earlier save has taken of them. On the CPU and on GPUs an array may share memory
-with an array of another library, so there the identity of the array proves nothing.
+digests that an earlier save has taken of them, or those with which a restore has compared them. On
+the CPU and on GPUs an array may share memory with an array of another library, so there the
+identity of the array proves nothing.
 
-An array is looked at again if another array of its database is another object.
+An array is looked at again if another array of its database is another object, or if the two copies
+of the database differ.
 
 In a run of several processes, each process knows the identities of its own objects, and the digests
 of the blocks that it has. If only some processes find the arrays of a database to be the same
@@ -18,8 +20,8 @@ import dataclasses
 import functools
 import operator
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Sharding
@@ -32,7 +34,13 @@ from torchax_ckpt.snapshot.host_array import HostArray
 from torchax_ckpt.snapshot.snapshotter import require_alive
 from torchax_ckpt.snapshot.stacking import Array, execute
 from torchax_ckpt.storage.directory.abandonment import Key
-from torchax_ckpt.storage.writing import host_batches
+
+
+class Values(NamedTuple):
+    """What a stored array holds: its leaves, in order, and the digests of its values."""
+
+    members: tuple[str, ...]
+    taken: Taken
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,17 +49,18 @@ class Identity:
 
     Attributes:
       references: the names of the leaves, in order -> references to them.
-      announced: the shape, dtype and sharding of the stored array.
-      taken: the digests of its values.
+      announced: the shape, dtype and sharding of the array, over the devices of all processes.
+      taken: the digests of its values, as this tier stores them.
     """
 
     references: Mapping[str, weakref.ref[jax.Array]]
     announced: HostArray
     taken: Taken
 
-    def has_content_of(self, other: Identity) -> bool:
-        """Returns whether the values, and the names of the leaves, are those of another array."""
-        return self.taken == other.taken and [*self.references] == [*other.references]
+    @property
+    def values(self) -> Values:
+        """What the array holds."""
+        return Values((*self.references,), self.taken)
 
     def is_of(self, leaves: Mapping[str, Array]) -> bool:
         """Returns whether the leaves are still the same objects."""
@@ -61,8 +70,10 @@ class Identity:
         )
 
 
-_Identities = dict[str, Identity]
-"""Stored name -> identity."""
+_Identities = Mapping[str, Identity]
+"""Stored name -> identity, for the arrays of a database."""
+_Contents = Mapping[str, Values]
+"""Stored name -> values, for the arrays of a database."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +108,12 @@ class Kept:
         """Stored name -> the digests of the array's values."""
         return {name: identity.taken for name, identity in self.identities.items()}
 
+    def among(self, leaves: Collection[str]) -> Kept:
+        """Returns what is kept if no other leaves than the given ones may be."""
+        found = {n: i for n, i in self.identities.items() if i.references.keys() <= {*leaves}}
+        names = {leaf for identity in found.values() for leaf in identity.references}
+        return Kept(found, {n: a for n, a in self.leaves.items() if n in names}, self.references)
+
     def require_alive(self) -> None:
         """Raises DonatedBufferError if a leaf was donated or deleted."""
         require_alive(self.leaves.items())
@@ -119,8 +136,17 @@ class Kept:
         return execute(Plan(stacks, frozenset()), leaves, copy=False)
 
 
+def together(found: Sequence[Kept]) -> list[Kept]:
+    """Returns what saves of one state to several tiers keep: in each tier the same leaves."""
+    result = [*found]
+    while len({frozenset(kept.leaves) for kept in result}) > 1:
+        common = frozenset.intersection(*(frozenset(kept.leaves) for kept in result))
+        result = [kept.among(common) for kept in result]
+    return result
+
+
 class Identities:
-    """Knows which arrays of the next save are the same objects as at earlier saves.
+    """Knows which arrays of the next save are the same objects as at earlier saves, or as restored.
 
     Args:
       alternates: whether steps have two copies of the unchanged arrays in turn.
@@ -138,10 +164,10 @@ class Identities:
     def forget(self) -> None:
         """Forgets everything: the next save looks at all values."""
         self._newest: Key | None = None  # the newest step
-        self._copy = 0  # which copy it has
-        self._identities: _Identities = {}  # of the arrays in its databases
+        # The databases of the newest step that are equal in both copies.
+        self._equal: list[_Identities] = []
         # The databases of each copy, as the newest step that has the copy stored them.
-        self._databases: list[list[_Identities]] = [[], []]
+        self._copies: list[list[_Contents]] = [[], []]
         # The copy and the databases of a save that is not durable yet.
         self._next: tuple[int, list[_Identities]] | None = None
 
@@ -161,30 +187,55 @@ class Identities:
         """
         if still is self._without_proof:
             return Kept()
-        leaves = {n: a for n, a in zip(names, arrays, strict=True) if n in still}
+        leaves = dict(zip(names, arrays, strict=True))
         found: dict[str, Identity] = {}
         if newest is not None and newest == self._newest:
-            copy = 1 - self._copy if self._alternates else self._copy
-            for database in self._databases[copy]:
-                these = {n: i for n in database if (i := self._identities.get(n)) is not None}
-                if these.keys() == database.keys() and all(
-                    identity.has_content_of(database[name]) and identity.is_of(leaves)
-                    for name, identity in these.items()
-                ):
-                    found |= these
-        known = {leaf: r for i in found.values() for leaf, r in i.references.items()}
-        same = {leaf: leaves[leaf] for leaf in known}
-        others = {leaf: array for leaf, array in leaves.items() if leaf not in known}
-        references = known | self._references(others)
+            for database in self._equal:
+                if all(identity.is_of(leaves) for identity in database.values()):
+                    found |= database
+        references: dict[str, weakref.ref[jax.Array]] = {}
+        for identity in found.values():
+            references.update(identity.references)
+        same = dict(zip(references, map(leaves.__getitem__, references), strict=True))
+        others = (still - references.keys()) & leaves.keys()
+        references |= self.proven({leaf: leaves[leaf] for leaf in others})
         if not references:
             self._without_proof = still
         return Kept(found, same, references)
+
+    def proven(self, leaves: Mapping[str, Any]) -> dict[str, weakref.ref[jax.Array]]:
+        """Returns references to those of the leaves whose identity proves their values."""
+        return {
+            name: weakref.ref(array)
+            for name, array in leaves.items()
+            if isinstance(array, jax.Array)
+            and is_proof(array)
+            and (self._is_alone or not array.is_fully_addressable)
+        }
+
+    def restored(
+        self,
+        key: Key,
+        copy: int,
+        databases: Sequence[_Identities],
+        other: Sequence[_Contents],
+    ) -> None:
+        """Learns which objects a restore has made of the unchanged arrays of a step.
+
+        Args:
+          key: the step.
+          copy: which copy it has.
+          databases: its databases.
+          other: the databases of the other copy.
+        """
+        self._copies[1 - copy] = [*other]
+        self._settle(key, copy, databases)
 
     def saving(
         self,
         databases: Mapping[str, Database],
         plan: Plan,
-        arrays: Mapping[str, Any],
+        arrays: Mapping[str, HostArray],
         taken: Mapping[str, Taken],
         references: Mapping[str, weakref.ref[jax.Array]],
     ) -> None:
@@ -193,7 +244,7 @@ class Identities:
         Args:
           databases: name -> database of unchanged arrays.
           plan: the storage plan.
-          arrays: stored name -> array.
+          arrays: stored name -> array, over the devices of all processes; values do not count.
           taken: stored name -> digests of the array's values.
           references: as in ``Kept``.
         """
@@ -203,13 +254,11 @@ class Identities:
             copy = database.copy
             members = {name: known_databases.members_of(plan, name) for name in database.arrays}
             leaves = {leaf for group in members.values() for leaf in group}
-            if members.keys() <= taken.keys() and leaves <= references.keys():
+            if members.keys() <= taken.keys() & arrays.keys() and leaves <= references.keys():
                 found.append(
                     {
                         name: Identity(
-                            {leaf: references[leaf] for leaf in group},
-                            host_batches.to_announce(arrays[name]),
-                            taken[name],
+                            {leaf: references[leaf] for leaf in group}, arrays[name], taken[name]
                         )
                         for name, group in members.items()
                     }
@@ -220,20 +269,17 @@ class Identities:
         """Records that the step of the save is durable on all processes."""
         if self._next is None:
             self.forget()
-            return
-        self._copy, databases = self._next
-        self._databases[self._copy] = databases
-        self._identities = {n: i for database in databases for n, i in database.items()}
-        self._newest, self._next = key, None
+        else:
+            self._settle(key, *self._next)
 
-    def _references(self, leaves: Mapping[str, Array]) -> dict[str, weakref.ref[jax.Array]]:
-        return {
-            name: weakref.ref(array)
-            for name, array in leaves.items()
-            if isinstance(array, jax.Array)
-            and is_proof(array)
-            and (self._is_alone or not array.is_fully_addressable)
-        }
+    def _settle(self, key: Key, copy: int, databases: Sequence[_Identities]) -> None:
+        contents: list[_Contents] = [
+            {name: i.values for name, i in database.items()} for database in databases
+        ]
+        self._copies[copy] = contents
+        other = self._copies[1 - copy if self._alternates else copy]
+        self._equal = [d for d, now in zip(databases, contents, strict=True) if now in other]
+        self._newest, self._next = key, None
 
 
 def is_proof(array: jax.Array) -> bool:

@@ -14,6 +14,7 @@ from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.storage.arrays import block_digests, chunking
 from torchax_ckpt.storage.arrays.chunking import AnyArray
 from torchax_ckpt.storage.directory.abandonment import Key
+from torchax_ckpt.storage.writing.databases import File
 
 # Smaller arrays share a database, because each database takes some milliseconds. If one array of a
 # database changes, all of its arrays are written again. On several processes, this is the most that
@@ -48,7 +49,7 @@ class KnownDatabase:
       contents: stored name -> content, for the arrays in the database.
       is_verified: whether this run wrote the database, or read and compared it.
       processes: as in ``Database``.
-      files: the files of each folder of the database: name below the folder -> bytes, as they were
+      files: the files of each folder of the database: name below the folder -> file, as they were
         when this run had written, taken over or read the database; empty if it has done none.
     """
 
@@ -57,12 +58,12 @@ class KnownDatabase:
     contents: Mapping[str, Content]
     is_verified: bool
     processes: tuple[int, ...] | None = None
-    files: Sequence[Mapping[str, int]] = ()
+    files: Sequence[Mapping[str, File]] = ()
 
     @property
     def num_bytes(self) -> int:
         """The bytes of all files."""
-        return sum(sum(files.values()) for files in self.files)
+        return sum(file.size for files in self.files for file in files.values())
 
 
 def contents_of(manifest: Manifest) -> Iterator[tuple[str, Content]]:

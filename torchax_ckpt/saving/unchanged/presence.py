@@ -18,11 +18,12 @@ from torchax_ckpt.layout.unchanged import Database
 from torchax_ckpt.saving.unchanged.known_databases import KnownDatabase
 from torchax_ckpt.storage.directory.committed_step import STATE
 from torchax_ckpt.storage.writing import databases
+from torchax_ckpt.storage.writing.databases import File
 
 logger = logging.getLogger(__name__)
 
-Files = Sequence[Mapping[str, int]]
-"""The files of each folder of a database: name below the folder -> bytes."""
+Files = Sequence[Mapping[str, File]]
+"""The files of each folder of a database: name below the folder -> file."""
 
 
 def whole(
@@ -30,7 +31,7 @@ def whole(
 ) -> list[tuple[KnownDatabase, epath.Path]]:
     """Returns the databases that have all their files; if these were not known, they are now.
 
-    Logs once if some have lost files, or have files of other sizes.
+    Logs once if some have lost files, or have files of other sizes or, in a bucket, other content.
 
     Args:
       stored: each database, and the path of its step.
@@ -64,7 +65,8 @@ def files_in(
       taken: the databases of earlier steps that the step takes over, with their files.
 
     Raises:
-      SaveError: the step lacks files of such a database, or has files of other sizes.
+      SaveError: the step lacks files of such a database, or has files of other sizes or, in a
+        bucket, other content.
       OSError: storage does not answer.
     """
     if not stored:
@@ -86,7 +88,7 @@ def files_in(
 
 
 def files_of(
-    name: str, processes: Sequence[int] | None, present: Mapping[str, Mapping[str, int]]
+    name: str, processes: Sequence[int] | None, present: Mapping[str, Mapping[str, File]]
 ) -> Files:
     """Returns the files of a database, given those of all databases of its step.
 
@@ -112,8 +114,10 @@ def _differing(known: Files, here: Files) -> Iterator[tuple[int, str, str]]:
         if not files:
             yield number, "", "is gone"
             continue
-        for file, size in known[number].items() if known else ():
+        for file, before in known[number].items() if known else ():
             if (found := files.get(file)) is None:
                 yield number, file, "is gone"
-            elif found != size:
-                yield number, file, f"has {found} bytes in place of {size}"
+            elif found.size != before.size:
+                yield number, file, f"has {found.size} bytes in place of {before.size}"
+            elif found != before:
+                yield number, file, f"has CRC32C {found.crc32c} in place of {before.crc32c}"

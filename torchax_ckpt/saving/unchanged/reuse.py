@@ -7,11 +7,11 @@ a database over from an earlier step instead of writing it.
 
 That a leaf is still decides only where it is stored. Before a save takes a database over, it
 compares the 128-bit digests of the arrays that it saves with those of the stored arrays. The save
-computes these digests itself, from the bytes that it would write; or an earlier save has, for
-arrays on TPUs that are the same objects as before (``identities.py``).
+computes these digests itself, from the bytes that it would write; or an earlier save or the restore
+has, for arrays on TPUs that are the same objects as then (``identities.py``, ``restored.py``).
 
-There are two copies of each database, which steps take in turn (``copies.py``). This run takes over
-only what it wrote, or what it read and compared.
+There are two copies of each database (``copies.py``), and a step has another one than the step
+before it. This run takes over only what it wrote, or what it read and compared.
 
 In a run of several processes, process 0 knows the databases and decides. All processes know which
 leaves are still, because all must make the same storage plan. So this changes only when a step is
@@ -20,7 +20,6 @@ restored or a save has ended on all processes. The planner is told at a restore 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,12 +27,11 @@ from typing import Any
 
 from etils import epath
 
-from torchax_ckpt.errors import CheckpointError
 from torchax_ckpt.layout import unchanged
 from torchax_ckpt.layout.digests import Digests
-from torchax_ckpt.layout.manifest import Manifest
 from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.processes.coordination import SINGLE_PROCESS, Processes
+from torchax_ckpt.restoring.step_reader import Compared
 from torchax_ckpt.saving.unchanged import (
     comparison,
     earlier_steps,
@@ -42,17 +40,20 @@ from torchax_ckpt.saving.unchanged import (
     still_leaves,
 )
 from torchax_ckpt.saving.unchanged.comparison import Answer, Offer, Taken
+from torchax_ckpt.saving.unchanged.continuation import Continuation
 from torchax_ckpt.saving.unchanged.copies import Copies
 from torchax_ckpt.saving.unchanged.division import Decision, Division, Written
 from torchax_ckpt.saving.unchanged.identities import Identities, Kept
 from torchax_ckpt.saving.unchanged.known_databases import Content, KnownDatabase
+from torchax_ckpt.saving.unchanged.refusals import Refusals
+from torchax_ckpt.snapshot.host_array import HostArray
 from torchax_ckpt.snapshot.stacking import Array
 from torchax_ckpt.storage.arrays.chunking import AnyArray
 from torchax_ckpt.storage.directory.abandonment import Key
-from torchax_ckpt.storage.directory.committed_step import STATE, CommittedStep
+from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import location
-from torchax_ckpt.storage.writing import databases, retained
+from torchax_ckpt.storage.writing import retained
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +61,8 @@ logger = logging.getLogger(__name__)
 class Reuse:
     """Knows the databases of unchanged arrays of a run, and divides the arrays of each save.
 
-    The thread of a save calls all methods but ``plan_save``, ``adopt`` and ``kept``, which
-    the training thread calls while no save is in flight.
+    The thread of a save calls all methods but ``plan_save``, ``adopt``, ``read`` and ``kept``,
+    which the training thread calls: all but ``read`` while no save is in flight.
 
     Args:
       directory: the directory of the run.
@@ -69,11 +70,12 @@ class Reuse:
         share one copy.
       searches: whether to take over what earlier programs stored, after reading it.
       steps: returns the steps of the run, oldest first.
+      neighbour: see ``Preserving.neighbour``; called on process 0.
       on_still: called with the names of the still leaves after a restore and before each save.
       processes: the processes of the run.
       leader: for a local tier, the ``Reuse`` of the durable tier, which says which leaves are
-        still, because a snapshot for both tiers has one storage plan. ``plan_save`` and ``kept``
-        are not called for a local tier.
+        still, because a snapshot for both tiers has one storage plan. ``plan_save`` is not called
+        for a local tier.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Reuse:
         alternates: bool,
         searches: bool,
         steps: Callable[[], Sequence[CommittedStep]],
+        neighbour: Callable[[Sequence[CommittedStep], int, Mapping[str, Any]], Key | None],
         on_still: Callable[[frozenset[str]], None],
         processes: Processes = SINGLE_PROCESS,
         leader: Reuse | None = None,
@@ -89,6 +92,7 @@ class Reuse:
         self._leader = leader
         self._directory = directory
         self._copies = Copies(alternates, steps)
+        self._neighbour = neighbour
         self._searches = searches
         self._steps = steps
         self._on_still = on_still
@@ -104,12 +108,11 @@ class Reuse:
         self._last: Mapping[str, Content] = {}
         self._identities = Identities(alternates, processes.count == 1)
         self._may_search = searches
-        # In a bucket: failed saves in a row that took databases over; next ones that take none.
         self._takes_over = False
-        self._num_failed = self._num_in_full = 0
-        # The step that was restored and compared, and the files of its databases.
-        self._verified: Key | None = None
-        self._files: Mapping[str, Mapping[str, int]] = {}
+        self._refusals = Refusals()
+        self._continuation = Continuation(
+            directory, steps, processes, self._copies, self._identities
+        )
 
     def plan_save(self, expected: Callable[[], frozenset[str]]) -> None:
         """Tells the planner which leaves are still; called before each save to this tier.
@@ -132,17 +135,21 @@ class Reuse:
         """
         if not self._searches:
             return
-        self._copies.forget_all()
-        self._identities.forget()
         self._may_search = True
+        self._continuation.begin(committed, is_verified=is_verified)
         (self._leader or self)._learn(committed)
-        self._verified = None
-        # Parts of a local step may have been read from other hosts, in place of damaged ones here.
-        if is_verified and not self._processes.is_per_host:
-            with contextlib.suppress(OSError):  # the next save then reads the databases
-                if self._processes.is_first:
-                    self._files = databases.present(committed.path / STATE)
-                self._verified = committed.key
+
+    def read(self, committed: CommittedStep, compared: Compared) -> None:
+        """Learns which objects a restore or a load has made of a step's unchanged arrays.
+
+        Does nothing unless the run continues from the step and has not saved yet. Reads only the
+        manifests of earlier steps, and only if some identity proves anything.
+
+        Args:
+          committed: the step.
+          compared: what was read of it, and compared with its digests.
+        """
+        self._continuation.read(committed, compared)
 
     def kept(self, names: Sequence[str], arrays: Sequence[Array]) -> Kept:
         """Returns the arrays that the next save need not look at, to take them over.
@@ -150,19 +157,24 @@ class Reuse:
         Args:
           names, arrays: the leaves of the state.
         """
+        self._continuation.end()
         steps = self._steps()
         newest = steps[-1].key if steps else None
-        return self._identities.kept(newest, names, arrays, self._still)
+        return self._identities.kept(newest, names, arrays, (self._leader or self)._still)
 
-    def offers(self) -> list[Offer]:
-        """Returns the databases that the next save could take over; called on process 0 only."""
+    def offers(self, step: int, metrics: Mapping[str, Any]) -> list[Offer]:
+        """Returns the databases that the next save could take over; called on process 0 only.
+
+        Args:
+          step, metrics: of the next save.
+        """
         if self._may_search:
             self._may_search = False
-            self._search()
+            found = self._continuation.search()
+            self._apart = self._apart or found
         self._takes_over, self._offered = False, []
-        stored = self._copies.take_turn()
-        if self._num_in_full:
-            self._num_in_full -= 1
+        stored = self._copies.take_turn(self._neighbour(self._steps(), step, metrics))
+        if not self._refusals.begin():
             return []
         paths: dict[Key | None, epath.Path] = {s.key: s.path for s in self._steps()}
         paths[None] = retained.path_of(self._directory.path)
@@ -238,14 +250,15 @@ class Reuse:
         self,
         division: Division,
         plan: Plan,
-        arrays: Mapping[str, Any],
+        arrays: Mapping[str, HostArray],
         digests: Mapping[str, Digests],
         kept: Kept,
     ) -> None:
         """Learns which objects the unchanged arrays are; called on each process.
 
         Args:
-          division, plan, arrays: as for ``written``.
+          division, plan: as for ``written``.
+          arrays: stored name -> array over the devices of all processes; values do not count.
           digests: stored name -> digests of the blocks that this process has written.
           kept: what the method ``kept`` returned for the save.
         """
@@ -299,7 +312,8 @@ class Reuse:
         self._identities.landed(committed.key)
         self._be_still(self._still if still is None else frozenset(still))
         if self._takes_over:
-            self._takes_over, self._num_failed = False, 0
+            self._takes_over = False
+            self._refusals.over()
         if written is None:
             return
         known = []
@@ -318,11 +332,9 @@ class Reuse:
         """
         self._copies.forget()
         self._identities.forget()
-        # A service that refuses every copy must not fail every other save.
         if self._takes_over and location.is_bucket(self._directory.path):
-            self._num_failed = min(self._num_failed + 1, 6)  # at most 64 saves
-            self._num_in_full = 2**self._num_failed
-            said = (self._directory.path, self._num_in_full)
+            self._refusals.add()
+            said = (self._directory.path, self._refusals.num_in_full)
             logger.warning("%s: the next %d saves write all arrays", *said)
         self._takes_over = False  # the next failure may come before the save knows
         if self._processes.count > 1:
@@ -330,10 +342,11 @@ class Reuse:
             self._be_still(frozenset())
 
     def retain(self, doomed: Iterable[CommittedStep]) -> None:
-        """Keeps the databases that the next save takes over, if they are in steps to be deleted."""
+        """Keeps the copy that the newest step lacks, if it is in steps to be deleted."""
         steps = {committed.key: committed for committed in doomed}
         directory = self._directory
-        stored = self._copies.take_turn()  # of the next save
+        spare = self._copies.spare
+        stored = [] if spare is None else self._copies.databases(spare)
         if needed := {s.step for s in stored if s.step is not None and s.step in steps}:
             newest = max(needed)  # the folder takes databases of one step only
             held = [s for s in stored if s.step == newest]
@@ -343,7 +356,7 @@ class Reuse:
             except OSError as error:  # the next save writes these arrays
                 logger.info("%s: no unchanged arrays are kept aside: %s", newest, error)
                 return
-            self._copies.replace(dataclasses.replace(s, step=None) for s in held)
+            self._copies.replace([dataclasses.replace(s, step=None) for s in held], spare)
         elif self._copies.is_in_steps:
             retained.remove(directory.path, directory.fence)
 
@@ -374,26 +387,3 @@ class Reuse:
         if leaves != self._still:
             logger.info("%d leaves do not change and are stored apart from the others", len(leaves))
             self._still = leaves
-
-    def _search(self) -> None:
-        """Looks for databases in the newest steps of the run, and in the folder beside them."""
-        found: frozenset[str] = frozenset()
-        for committed, manifest in earlier_steps.manifests(self._steps()):
-            self._know(committed.key, manifest)
-            found = found or known_databases.leaves_in(manifest)
-        with contextlib.suppress(OSError, ValueError, RecursionError, CheckpointError):
-            self._know(None, retained.read_manifest(self._directory.path))
-        self._apart = self._apart or found
-
-    def _know(self, key: Key | None, manifest: Manifest) -> None:
-        is_verified = key is not None and key == self._verified
-        contents = dict(known_databases.contents_of(manifest))
-        for name, database in manifest.unchanged.items():
-            if not contents.keys() >= set(database.arrays):
-                continue  # damaged
-            held = {stored: contents[stored] for stored in database.arrays}
-            files = presence.files_of(name, database.processes, self._files) if is_verified else ()
-            known = KnownDatabase(key, name, held, is_verified, database.processes, files)
-            self._copies.know(known, database.copy)
-            if key is not None:
-                self._copies.record(key, database.copy)

@@ -155,8 +155,8 @@ async def _remove_empty_folders(filesystem: Any, folders: Iterable[str]) -> None
             )
 
 
-def sizes(path: epath.Path, prefix: str) -> dict[str, int]:
-    """Returns the bytes of each object under a path, by its name below the path.
+def contents(path: epath.Path, prefix: str) -> dict[str, tuple[int, str]]:
+    """Returns the bytes and the CRC32C of each object under a path, by its name below the path.
 
     Args:
       path: ``gs://bucket/prefix``.
@@ -166,7 +166,8 @@ def sizes(path: epath.Path, prefix: str) -> dict[str, int]:
       OSError: the bucket does not answer.
     """
     with _as_os_error(path):
-        return {name: int(info["size"]) for name, info in _listed(path, prefix).items()}
+        found = _listed(path, prefix).items()
+    return {name: (int(info["size"]), str(info["crc32c"])) for name, info in found}
 
 
 def copy(source: epath.Path, target: epath.Path) -> None:

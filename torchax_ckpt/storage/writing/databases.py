@@ -17,7 +17,7 @@ import logging
 import math
 import os
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorstore as ts
@@ -32,6 +32,15 @@ logger = logging.getLogger(__name__)
 
 # The name of an OCDBT database's index.
 _INDEX = "manifest.ocdbt"
+
+
+class File(NamedTuple):
+    """A file of a database: its bytes, and in a bucket what the service says of their content."""
+
+    size: int
+    crc32c: str = ""
+
+
 _Write = Callable[[dict[str, Any], Any], Awaitable[None]]
 
 
@@ -91,35 +100,35 @@ class Linked(Place):
             raise RuntimeError(f"{self.folders}: was not taken over")
 
 
-def present(state: epath.Path) -> dict[str, dict[str, int]]:
+def present(state: epath.Path) -> dict[str, dict[str, File]]:
     """Returns the files of the databases of unchanged arrays in a step.
 
     Args:
       state: the step's item of arrays.
 
     Returns:
-      Name of the folder -> name of the file below the folder -> bytes; without the folders that
+      Name of the folder -> name of the file below the folder -> file; without the folders that
       lack the index of their database.
 
     Raises:
       OSError: storage does not answer.
     """
-    sizes = bucket.sizes if location.is_bucket(state) else _sizes
-    found: collections.defaultdict[str, dict[str, int]] = collections.defaultdict(dict)
-    for name, size in sizes(state, unchanged.FOLDER_PREFIX).items():
+    contents = bucket.contents if location.is_bucket(state) else _sizes
+    found: collections.defaultdict[str, dict[str, File]] = collections.defaultdict(dict)
+    for name, content in contents(state, unchanged.FOLDER_PREFIX).items():
         folder, _, file = name.partition("/")
-        found[folder][file] = size
+        found[folder][file] = File(*content)
     return {folder: files for folder, files in found.items() if _INDEX in files}
 
 
-def _sizes(state: epath.Path, prefix: str) -> dict[str, int]:
-    """Returns what ``bucket.sizes`` returns, on a file system; {} if there is no such path."""
+def _sizes(state: epath.Path, prefix: str) -> dict[str, tuple[int]]:
+    """Returns the bytes of each file, like ``bucket.contents``; {} if there is no such path."""
     found = {}
     with contextlib.suppress(FileNotFoundError):
         for folder in os.listdir(state):
             if folder.startswith(prefix):
                 for path, status in containment.walk(state / folder):
-                    found[os.path.relpath(path, state)] = status.st_size
+                    found[os.path.relpath(path, state)] = (status.st_size,)
     return found
 
 

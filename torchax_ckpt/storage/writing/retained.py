@@ -3,10 +3,10 @@
     DIRECTORY/unchanged/state/ocdbt.process_unchanged0/   a database of unchanged arrays
     DIRECTORY/unchanged/manifest/                         the manifest of the step that had it
 
-Two steps that follow each other use different copies (``layout/unchanged.py``). If only one step is
-kept, the copy that the next step needs would vanish with the last step that has it. The folder is
-not a step: its name is not a number, and it has no commit mark. Whoever starts a run reads all of
-its arrays before a save takes them over.
+Two steps that are kept one after the other use different copies (``layout/unchanged.py``). If only
+one step is kept, the copy that the next step needs would vanish with the last step that has it. The
+folder is not a step: its name is not a number, and it has no commit mark. Whoever starts a run
+reads all of its arrays before a save takes them over.
 
 A bucket has no renames. There the manifest is copied last and removed first, so that a folder with
 a manifest has all databases.

@@ -1,0 +1,263 @@
+"""Arrays that are the same objects as at an earlier save, or as restored, are not looked at."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import weakref
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+from support.compare import training_state
+from support.damage import flip_bit
+from support.linked import assert_holds, data_file, files
+from support.own_orbax import abstract
+from support.still import (
+    ALL,
+    REUSE,
+    ROWS,
+    assert_resumes,
+    committed,
+    run,
+    save_all,
+    still_state,
+    train,
+    tuned,
+)
+from support.training import fsdp_mesh, fsdp_rule
+
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
+from torchax_ckpt.errors import UnsupportedLeafError
+from torchax_ckpt.snapshot import snapshotter
+
+
+@pytest.mark.usefixtures("identity_proves")
+@pytest.mark.parametrize(
+    "mode",
+    ["copy", *(pytest.param(m, marks=pytest.mark.slow) for m in ("reference", "offload", "auto"))],
+)
+def test_arrays_that_are_the_same_objects_are_neither_copied_nor_fetched(
+    mode: Any, directory: Path, fetched: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = still_state(x=0)
+    options = CheckpointOptions(reuse=True, snapshot=mode)
+    with TorchaxCheckpointer(directory, options=options, **ALL) as ckpt:
+        for step in range(1, 9):
+            state = {**state, "x": committed(np.full((4,), step))}
+            if step == 7:
+                fetched.clear()
+                monkeypatch.setattr(snapshotter, "execute", only_small(snapshotter.execute))
+            ckpt.save(step, state=state, force=True)
+            ckpt.wait_until_finished()
+    assert (ROWS, 8) not in fetched
+    assert fetched.count((4,)) == 2
+    assert files(directory, 8) & files(directory, 6)
+    assert not files(directory, 8) & files(directory, 7)
+    assert_holds(directory, 8, state)
+
+
+def only_small(execute: Any) -> Any:
+    def checked(plan: Any, leaves: Any, **settings: Any) -> Any:
+        assert all(leaf.size < ROWS for leaf in leaves.values())
+        return execute(plan, leaves, **settings)
+
+    return checked
+
+
+@pytest.mark.usefixtures("identity_proves")
+def test_an_equal_array_that_is_another_object_is_compared(
+    directory: Path, fetched: list[tuple[int, ...]]
+) -> None:
+    state = still_state(x=0)
+    with TorchaxCheckpointer(directory, options=REUSE, **ALL) as ckpt:
+        for step in range(1, 8):
+            ckpt.save(step, state=state, force=True)
+            ckpt.wait_until_finished()
+            if step == 6:
+                fetched.clear()
+                state["base"]["a"] = state["base"]["a"] + 0
+    assert fetched.count((ROWS, 8)) == 2  # both arrays of the database; compared, not written
+    assert files(directory, 7) & files(directory, 5)
+    assert_holds(directory, 7, state)
+
+
+@pytest.mark.usefixtures("identity_proves")
+def test_a_step_that_is_deleted_before_the_save_costs_no_save(directory: Path) -> None:
+    state = still_state(x=0)
+    with TorchaxCheckpointer(directory, options=REUSE, **ALL) as ckpt:
+        for step in range(1, 7):
+            ckpt.save(step, state=state, force=True)
+        ckpt.wait_until_finished()
+        ckpt.delete(5)
+        shutil.rmtree(directory / "4")
+        ckpt.save(7, state=state, force=True)
+        ckpt.save(8, state=state, force=True)
+        ckpt.wait_until_finished()
+    assert_holds(directory, 7, state)
+    assert_holds(directory, 8, state)
+
+
+@pytest.mark.usefixtures("identity_proves")
+def test_no_buffer_is_kept_alive_between_saves(directory: Path) -> None:
+    state = still_state(x=0)
+    with TorchaxCheckpointer(directory, options=REUSE) as ckpt:
+        for step in range(1, 7):
+            ckpt.save(step, state=state, force=True)
+            ckpt.wait_until_finished()
+        known = weakref.ref(state["base"]["a"])
+        del state
+        gc.collect()
+        assert known() is None
+
+
+@pytest.mark.usefixtures("identity_proves")
+def test_a_donated_array_is_not_taken_over(directory: Path) -> None:
+    state = still_state(x=0)
+    with TorchaxCheckpointer(directory, options=REUSE) as ckpt:
+        for step in range(1, 7):
+            ckpt.save(step, state=state, force=True)
+            ckpt.wait_until_finished()
+        state["base"]["a"].delete()
+        with pytest.raises(UnsupportedLeafError, match="state/base/a: its buffer was donated"):
+            ckpt.save(7, state=state, force=True)
+        assert ckpt.latest_step() == 6
+
+
+def zeros(*shape: int, dtype: str = "float32") -> jax.Array:
+    return jax.device_put(np.zeros(shape, dtype), jax.devices()[0])
+
+
+@pytest.mark.usefixtures("identity_proves")
+def test_a_stack_is_taken_over_only_if_it_has_the_same_leaves(directory: Path) -> None:
+    """Equal values in leaves of other names have equal digests."""
+    layers = {str(i): zeros(1 << 18) + (i == 0) for i in range(3)}
+    with TorchaxCheckpointer(directory, options=REUSE, **ALL) as ckpt:
+        for step in range(1, 14):
+            if step < 5:
+                layers["3"] = zeros(1 << 18) + step
+            elif step == 5:
+                layers["3"] = zeros(1 << 18)
+            elif step == 6:
+                layers["0"] = zeros(1 << 18)
+            elif step > 6:
+                layers["0"] = zeros(1 << 18) + step
+            ckpt.save(step, state={"h": dict(layers)}, force=True)
+            ckpt.wait_until_finished()
+    assert_holds(directory, 13, {"h": layers})
+    assert_holds(directory, 12, {"h": layers | {"0": zeros(1 << 18) + 12}})
+
+
+@pytest.mark.usefixtures("identity_proves")
+@pytest.mark.parametrize(("shape", "dtype"), [((1024, 512), "int32"), ((512, 1024), "float32")])
+def test_an_array_of_another_form_and_equal_bytes_is_written(
+    shape: tuple[int, ...], dtype: str, directory: Path
+) -> None:
+    state = {"w": zeros(1024, 512)}
+    with TorchaxCheckpointer(directory, options=REUSE, **ALL) as ckpt:
+        for step in range(1, 12):
+            state = {"w": zeros(*shape, dtype=dtype)} if step == 7 else state
+            ckpt.save(step, state=state, force=True)
+            ckpt.wait_until_finished()
+    for step in (7, 8, 9, 10, 11):
+        assert_holds(directory, step, state)
+
+
+# --- as restored ---------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("identity_proves")
+@pytest.mark.parametrize(
+    "num_devices", [8, pytest.param(2, marks=pytest.mark.slow)], ids=["same", "other-mesh"]
+)
+def test_restored_parameters_are_neither_fetched_nor_written(
+    num_devices: int, directory: Path, fetched: list[tuple[int, ...]]
+) -> None:
+    run(directory, range(1, 7), **ALL)
+    fetched.clear()
+    mesh = fsdp_mesh(num_devices)
+    state = run(directory, range(7, 10), mesh, **ALL)
+    shape = tuned().base.weight.shape
+    assert tuple(shape) not in fetched
+    for step in (7, 8, 9):
+        assert files(directory, step) & files(directory, step - 2)
+        assert not files(directory, step) & files(directory, step - 1)
+    assert_resumes(directory, 9, state, mesh)
+
+
+@pytest.mark.usefixtures("identity_proves")
+@pytest.mark.parametrize("how", ["replaced", "restored-again", "unverified", "other-copy-gone"])
+def test_restored_parameters_that_may_differ_are_fetched(
+    how: str, directory: Path, fetched: list[tuple[int, ...]]
+) -> None:
+    run(directory, range(1, 7), **ALL)
+    fetched.clear()
+    model = tuned()
+    options = CheckpointOptions(reuse=True, verify="never" if how == "unverified" else "restore")
+    if how == "other-copy-gone":
+        for step in (1, 3, 5):
+            shutil.rmtree(directory / str(step))
+    with TorchaxCheckpointer(directory, options=options, **ALL) as ckpt:
+        assert ckpt.attach(model, shardings=fsdp_rule(fsdp_mesh())) == 6
+        if how == "replaced":
+            with torch.no_grad():
+                model.base.weight.mul_(2)
+        elif how == "restored-again":
+            ckpt.restore(6)
+            ckpt.restore(4)
+        train(ckpt, model, range(7, 8))
+        ckpt.wait_until_finished()
+    is_fetched = tuple(model.base.weight.shape) in fetched
+    assert is_fetched == (how != "restored-again")
+    assert_resumes(directory, 7, training_state(model))
+
+
+@pytest.mark.usefixtures("identity_proves")
+def test_restored_parameters_are_fetched_if_the_other_copy_has_other_values(
+    directory: Path, fetched: list[tuple[int, ...]]
+) -> None:
+    run(directory, range(1, 6), **ALL)
+    model = tuned()
+    with TorchaxCheckpointer(directory, options=REUSE, **ALL) as ckpt:
+        ckpt.attach(model, shardings=fsdp_rule(fsdp_mesh()))
+        with torch.no_grad():
+            model.base.weight.mul_(2)
+        train(ckpt, model, range(6, 7))
+    fetched.clear()
+    state = run(directory, range(7, 9), **ALL)
+    assert fetched.count(tuple(model.base.weight.shape)) == 2  # compared, and written
+    assert files(directory, 8) & files(directory, 6)
+    assert_resumes(directory, 8, state)
+
+
+@pytest.mark.usefixtures("identity_proves")
+def test_a_loaded_state_is_not_fetched_either(
+    directory: Path, fetched: list[tuple[int, ...]]
+) -> None:
+    states = [still_state(x=step) for step in range(8)]
+    save_all(directory, states[:6], **ALL)
+    fetched.clear()
+    with TorchaxCheckpointer(directory, options=REUSE, **ALL) as ckpt:
+        assert ckpt.attach() == 6
+        state = ckpt.load(6, abstract(states[5]))
+        ckpt.load(4)  # what a run looks at beside its state changes nothing
+        for step in (7, 8):
+            ckpt.save(step, state={**state, "x": states[step - 1]["x"]}, force=True)
+            ckpt.load(step - 1)
+    assert (ROWS, 8) not in fetched
+    for step in (7, 8):
+        assert files(directory, step) & files(directory, step - 2)
+    assert_holds(directory, 8, {**state, "x": states[7]["x"]})
+
+
+@pytest.mark.usefixtures("identity_proves")
+def test_a_damaged_copy_is_written_again_from_restored_parameters(directory: Path) -> None:
+    """The copy is in a step that the new run has not read."""
+    run(directory, range(1, 7), **ALL)
+    flip_bit(path := data_file(directory, 5), path.stat().st_size // 2)
+    state = run(directory, range(7, 9), **ALL)
+    assert not files(directory, 7) & files(directory, 5)
+    assert_resumes(directory, 8, state)
