@@ -33,8 +33,11 @@ import hypothesis
 import pytest
 import torch
 import torchax
+from support import compiled
 
 from torchax_ckpt.saving import closing
+
+compiled.share(Path(os.environ["TORCHAX_CKPT_TESTS_COMPILED"], "by-tests"))
 
 hypothesis.settings.register_profile(
     "default",
@@ -61,6 +64,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if shared:
             name = f"{item.path.name}:{','.join(sorted(shared))}"
             item.add_marker(pytest.mark.xdist_group(name))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Puts aside what the imports made, so that no collection of garbage goes through it again."""
+    if any(item.get_closest_marker("tpu") for item in session.items):
+        compiled.share_nothing()
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -516,7 +516,7 @@ def test_a_bucket_that_cannot_be_used_is_refused_at_construction(
     began = time.monotonic()
     with pytest.raises(DirectoryError, match=message):
         TorchaxCheckpointer(run)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
     if missing == "writing":
         reader = TorchaxCheckpointer(run, options=CheckpointOptions(read_only=True))
         assert_trees_identical(reader.load(), state(1))

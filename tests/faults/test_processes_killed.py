@@ -16,7 +16,7 @@ from support import PROGRAMS
 from support.processes import Running
 
 HOST = socket.gethostname()
-KNOWN_SECS = 15
+KNOWN_SECS = 60
 
 
 @pytest.mark.slow
@@ -54,7 +54,7 @@ def test_a_killed_process_fails_the_save_by_name_and_a_clean_start_goes_on(direc
         running.processes[0].wait(100)
         died = time.monotonic()
         codes = running.wait()
-        assert time.monotonic() - died < 30
+        assert time.monotonic() - died < 90, "JAX's heartbeat timeout is 100 s"
         assert codes[0] == -signal.SIGKILL
         assert codes[1] not in (0, None)
         for index in (0, 1):

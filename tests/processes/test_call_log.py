@@ -113,7 +113,7 @@ def test_one_of_three_that_makes_another_call_costs_all_that_call_only(odd: int)
 
     def act(member: Processes) -> list[str]:
         def calling(text: str) -> Any:
-            all_are_told.wait(20)
+            all_are_told.wait(60)
             with member.log.calling(text, Kind.CALL), member.round("beginning"):
                 return member.share(b"done")
 
@@ -123,7 +123,7 @@ def test_one_of_three_that_makes_another_call_costs_all_that_call_only(odd: int)
 
     began = time.monotonic()
     told = with_logs(Group())(act)
-    assert time.monotonic() - began < 5, "the timeout is 30 s"
+    assert time.monotonic() - began < 25, "the timeout is 30 s"
     for index, (differing, *after) in enumerate(told):
         assert "the processes do not make the same calls" in differing
         assert f"process {odd} called delete(3)" in differing, index
@@ -171,7 +171,7 @@ def test_who_asks_for_another_step_than_process_0_is_told_and_catches_up() -> No
         answers = []
         for step in steps:
             if step == 13:
-                at_step_5.wait(20)
+                at_step_5.wait(60)
             answers.append(outcome(lambda step=step: windows.ask(step)))
         windows.close()
         return answers
@@ -208,4 +208,4 @@ def test_who_waits_for_a_decision_learns_what_process_0_called_instead() -> None
     for answers in with_logs(Group())(act):
         named = [a for a in answers if "process 0 called restore(1), but process" in a]
         assert named, answers[-1]
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 25, "the timeout is 30 s"

@@ -218,8 +218,8 @@ def test_who_does_not_come_is_named(missing: int) -> None:
                 member.meet()
 
     began = time.monotonic()
-    told = Group(timeout_secs=0.3)(act)
-    assert time.monotonic() - began < 10
+    told = Group(timeout_secs=1)(act)
+    assert time.monotonic() - began < 60
     assert told[missing] is None
     for error in told[:missing] + told[missing + 1 :]:
         assert isinstance(error, ProcessTimeoutError)
@@ -228,7 +228,7 @@ def test_who_does_not_come_is_named(missing: int) -> None:
 
 def test_at_a_timeout_one_process_alone_looks_who_is_missing() -> None:
     """Listings by all processes would grow with the square of their number."""
-    group = Group(timeout_secs=0.3)
+    group = Group(timeout_secs=1)
     listed: list[str] = []
     listing = group.service.key_value_dir_get_bytes
 
@@ -253,7 +253,7 @@ def test_if_the_one_that_looks_who_is_missing_dies_the_others_do_not_wait_for_lo
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(coordination, "_LOOKING_SECS", 0.3)
-    group = Group(timeout_secs=0.3)
+    group = Group(timeout_secs=1)
     tried: list[str] = []
     send = group.service.key_value_set_bytes
 
@@ -272,7 +272,7 @@ def test_if_the_one_that_looks_who_is_missing_dies_the_others_do_not_wait_for_lo
 
     began = time.monotonic()
     told = group(act)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
     assert len(tried) == 1
     said = [str(error) for error in told[1:] if isinstance(error, ProcessTimeoutError)]
     assert ["saving step 7: process 0 of 3 did not arrive" in text for text in said] == [True]
@@ -283,10 +283,10 @@ def test_if_process_0_hangs_the_process_that_it_would_wait_for_is_named() -> Non
         if member.index != 2:
             with member.round("saving step 7"):
                 if member.index == 0:
-                    time.sleep(3)
+                    time.sleep(4)
                 member.meet()
 
-    told = Group(timeout_secs=0.3)(act)
+    told = Group(timeout_secs=1)(act)
     for error in told[:2]:
         assert isinstance(error, ProcessTimeoutError)
         assert "saving step 7: process 2 of 3 did not arrive" in str(error)
@@ -323,19 +323,19 @@ def test_a_process_that_has_ended_is_named_unless_it_has_sent_its_message() -> N
 
     began = time.monotonic()
     told = group(run)
-    assert time.monotonic() - began < 5, "the timeout is 30 s"
+    assert time.monotonic() - began < 25, "the timeout is 30 s"
     for error in (told[0], told[2]):
         assert type(error) is ProcessError
         assert "reading: process 1 of 3, on host h1, died. It can take" in str(error)
 
 
 def test_who_comes_too_late_hears_how_it_ended_and_the_next_round_is_whole() -> None:
-    group = Group(timeout_secs=0.3)
+    group = Group(timeout_secs=1)
 
     def act(member: Processes) -> list[Any]:
         seen: list[Any] = []
         if member.index == 1:
-            time.sleep(1.5)
+            time.sleep(3)
         try:
             with member.round("first"):
                 member.meet()
@@ -392,7 +392,7 @@ def test_threads_that_meet_at_once_delete_an_earlier_round_once() -> None:
 
 def test_those_who_do_different_things_never_meet_and_the_next_round_is_whole() -> None:
     """One process has a save less than the others, as its call of save raised."""
-    group = Group(timeout_secs=0.3)
+    group = Group(timeout_secs=1)
     saved: list[int] = []
 
     def act(member: Processes) -> list[Any]:
@@ -426,7 +426,7 @@ def test_two_saves_are_never_joined_into_one() -> None:
         with member.round(f"saving step {10 + 2 * (member.index == 1)}"):
             member.first(lambda: None)
 
-    told = Group(timeout_secs=0.3)(act)
+    told = Group(timeout_secs=1)(act)
     assert {type(error) for error in told} == {ProcessTimeoutError}
     assert "saving step 10: process 1 of 3 did not arrive" in str(told[0])
     assert "saving step 12: process 0 of 3 did not arrive" in str(told[1])
@@ -507,7 +507,7 @@ def test_a_round_that_has_ended_well_has_done_so_on_all(error: BaseException, is
     began = time.monotonic()
     expected = "interrupted" if isinstance(error, Interrupted) else "saved"
     assert group(act) == ["saved", expected, "saved"]
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 25
 
 
 def test_two_threads_of_a_process_may_speak_in_one_round() -> None:
@@ -621,9 +621,7 @@ def test_what_each_process_has_for_itself_goes_into_one_document(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert per_process_state.document_of(document, place_of_two, "step 1") == expected
-    assert [re.search(left_out, record.getMessage()) is None for record in caplog.records] == [
-        False
-    ]
+    assert sum(re.search(left_out, text) is not None for text in caplog.messages) == 1
 
 
 @pytest.mark.slow
@@ -647,7 +645,7 @@ def test_a_step_of_bare_orbax_is_loaded_while_a_save_begins(
     load = ocp.load
 
     def load_together(*args: Any) -> Any:
-        together["loading"].wait(5)
+        together["loading"].wait(60)
         return load(*args)
 
     monkeypatch.setattr(orbax_context, "one_at_a_time", OfThisProcess())
@@ -663,7 +661,7 @@ def test_a_step_of_bare_orbax_is_loaded_while_a_save_begins(
                 options = CheckpointOptions()
                 return load_state(committed, step_files.read_manifest, None, options, processes)
             with orbax_context.one_order(processes):
-                together["saving"].wait(5)
+                together["saving"].wait(60)
             return None
 
     tasks = [(0, "saving", 0), (1, "loading", 0), (1, "saving", 0.3), (0, "loading", 0.3)]

@@ -37,7 +37,7 @@ def opened(name: str, policy: Any = None) -> TorchaxCheckpointer:
         f"{sys.argv[4]}/{name}",
         save_decision_policy=policy,
         preservation_policy=policies.PreserveAll(),
-        options=CheckpointOptions(process_timeout_secs=20),
+        options=CheckpointOptions(process_timeout_secs=60),
     )
 
 

@@ -31,7 +31,7 @@ ckpt = TorchaxCheckpointer(
     local=LocalTier(places[INDEX], save_decision_policy=policies.FixedIntervalPolicy(1))
     if tier == "local"
     else None,
-    options=CheckpointOptions(process_timeout_secs=10, read_back=tier == "durable"),
+    options=CheckpointOptions(process_timeout_secs=60, read_back=tier == "durable"),
 )
 start = training.attach(ckpt)
 report(start=start, whole=training.whole(), own=training.own())

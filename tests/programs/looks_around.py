@@ -20,7 +20,7 @@ import jax
 from jax._src import xla_bridge
 from support import forked
 
-for module in forked.MODULES:
+for module in (*forked.MODULES, "torch._dynamo"):
     importlib.import_module(module)
 status = Path("/proc/self/status").read_text()
 streams = [cast(Any, stream) for stream in (sys.stdout, sys.stderr)]

@@ -17,6 +17,7 @@ import ipaddress
 import json
 import os
 import random
+import select
 import signal
 import sys
 import time
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax._src import distributed
 
 # A test may import this for its functions.
 is_started = len(sys.argv) > 3 and sys.argv[1].isdigit()
@@ -53,9 +55,15 @@ MESH = Mesh(np.array(jax.devices()), ("fsdp",))
 
 
 def die() -> None:
-    """Ends this process as SIGKILL does: process 0 last, since JAX aborts the others without it."""
-    if INDEX == 0 and COUNT > 1:
-        time.sleep(1)
+    """Ends each process as SIGKILL does: process 0 last, since JAX aborts the others without it."""
+    if COUNT > 1:
+        client: Any = distributed.global_state.client
+        if INDEX > 0:
+            client.key_value_set(f"dies/{INDEX}", str(os.getpid()))
+        for index in range(1, COUNT if INDEX == 0 else 1):
+            pid = int(client.blocking_key_value_get(f"dies/{index}", 100_000))
+            with contextlib.suppress(ProcessLookupError):  # has ended, and was waited for
+                select.select([os.pidfd_open(pid)], [], [], 100)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -1,6 +1,6 @@
 """Programs forked from a server process that has already imported their libraries.
 
-Hundreds of tests start a program, and importing torch, JAX and Orbax takes 2.4 s of CPU, most of a
+Hundreds of tests start a program, and importing torch, JAX and Orbax takes 3.5 s of CPU, most of a
 program's cost. A server imports them once and forks for each program. Before a fork it starts no
 JAX backend and no thread, so that each program still has its own devices, environment, working
 directory, signals and exit code.
@@ -16,8 +16,8 @@ in different orders.
 
 test_forked.py tests that a program cannot detect the fork, with these exceptions: modules that it
 never imported are loaded, in the order of :data:`MODULES` (Lightning's logging depends on loaded
-modules), and its memory includes theirs. Tests of imports, of memory and of the interpreter's end
-start a new interpreter.
+modules), ``torch._dynamo`` logs nothing at the end, and its memory includes theirs. Tests of
+imports, of memory and of the interpreter's end start a new interpreter.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import CodeType
 from typing import IO, Any, Protocol
+from unittest import mock
 
 MODULES = ("jax", "numpy", "orbax.checkpoint", "torch", "torchax", "torchax_ckpt.checkpointer")
 
@@ -222,8 +223,14 @@ def serve(requests_fd: int, modules: Sequence[str]) -> CodeType:
 
     When the test process has closed its end, kills the programs that still run and exits.
     """
+    before = set(os.environ)
     for module in modules:
         importlib.import_module(module)
+    # Every optimizer of torch imports this, which takes a second of CPU. It changes how the
+    # interpreter ends: functions that it registers make Ctrl-C end the program with exit code 1.
+    with mock.patch.object(atexit, "register"):
+        importlib.import_module("torch._dynamo")
+    added = {name: value for name, value in os.environ.items() if name not in before}
     gc.freeze()  # Garbage collection in a fork would copy the memory that it shares.
     requests = socket.socket(fileno=requests_fd)
     children: list[_Child] = []
@@ -251,7 +258,7 @@ def serve(requests_fd: int, modules: Sequence[str]) -> CodeType:
                 child.forget()
             requests.close()
             reports.close()
-            return _become(fds[1:], **json.loads(message))
+            return _become(fds[1:], added, **json.loads(message))
         for fd in fds[1:]:
             os.close(fd)
         children.append(_Child(pid, reports))
@@ -260,9 +267,16 @@ def serve(requests_fd: int, modules: Sequence[str]) -> CodeType:
 
 
 def _become(
-    outputs: Sequence[int], arguments: Sequence[str], env: Mapping[str, str], directory: str
+    outputs: Sequence[int],
+    added: Mapping[str, str],
+    arguments: Sequence[str],
+    env: Mapping[str, str],
+    directory: str,
 ) -> CodeType:
-    """Makes this process like a new interpreter at the start of its program; returns the code."""
+    """Makes this process like a new interpreter at the start of its program; returns the code.
+
+    The environment also has the variables that the imported modules have ``added``.
+    """
     import jax
     import numpy as np
     import torch
@@ -272,7 +286,7 @@ def _become(
         os.close(output)
     os.chdir(directory)
     os.environ.clear()
-    os.environ.update(env)
+    os.environ.update({**added, **env})
     for name, parse in SETTINGS.items():
         if name in env:
             jax.config.update(name.lower(), parse(env[name]))

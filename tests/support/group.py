@@ -44,7 +44,7 @@ class Service:
 
 
 class Group:
-    """Three processes, each simulated by a thread."""
+    """Three processes, each simulated by a thread. They make their first calls together."""
 
     def __init__(self, timeout_secs: float = 30) -> None:
         self.service = Service()
@@ -58,7 +58,11 @@ class Group:
     def __call__(self, act: Callable[[Processes], Any]) -> list[Any]:
         """Calls ``act`` in each process; returns each result or exception."""
 
+        # A thread that begins late would look like a process that does not come.
+        together = threading.Barrier(len(self.members))
+
         def run(member: Processes) -> Any:
+            together.wait(60)
             try:
                 return act(member)
             except Exception as error:

@@ -60,14 +60,14 @@ def test_orbax_is_patched_until_the_last_of_several_operations_ends() -> None:
     def operate() -> None:
         with orbax_context.operation():
             is_begun.set()
-            may_end.wait(10)
+            may_end.wait(60)
 
     with ThreadPoolExecutor(1) as pool:
         with orbax_context.operation():
             during = replaced()
             assert not any(a is b for a, b in zip(before, during, strict=True))
             other = pool.submit(operate)
-            is_begun.wait(10)
+            is_begun.wait(60)
         assert replaced() == during
         may_end.set()
         other.result()
@@ -128,10 +128,10 @@ def test_operations_have_names_of_their_own_and_leave_orbaxs_counter_alone() -> 
 
     def look() -> None:
         with orbax_context.operation():
-            barrier.wait(10)
+            barrier.wait(60)
             generator.next_operation_id()
             ours = generator.get_current_operation_id()
-            barrier.wait(10)
+            barrier.wait(60)
             found.append(generator.get_current_operation_id())
             assert found[-1] == ours
 
