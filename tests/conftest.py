@@ -10,7 +10,11 @@ import signal
 import tempfile
 
 # Set before anything imports JAX. One process simulates a host with eight chips.
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+# On a busy machine, the threads of the devices may meet late.
+os.environ["XLA_FLAGS"] = (
+    "--xla_force_host_platform_device_count=8 "
+    "--xla_cpu_collective_call_terminate_timeout_seconds=600"
+)
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 

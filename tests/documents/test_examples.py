@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from support import PROGRAMS, ROOT
-from support.processes import COMPILED_ONCE, Talking, environment
+from support.processes import COMPILED_ONCE, Talking, environment, xla_flags
 
 from torchax_ckpt import TorchaxCheckpointer
 
@@ -62,8 +62,12 @@ class Outcome:
 
 
 def start(*command: object, fresh: bool = False) -> Talking:
-    # With no devices given, as a user starts it: the example sees to them.
-    env = environment(None, {**COMPILED_ONCE, "PYTHONUNBUFFERED": "1"})
+    # With no devices given, as a user starts it: the example sees to them. But the collectives of
+    # some need more patience on a busy machine.
+    variables = {**COMPILED_ONCE, "PYTHONUNBUFFERED": "1"}
+    if {LORA, LLAMA, GPT} & {*command}:
+        variables["XLA_FLAGS"] = xla_flags(8)
+    env = environment(None, variables)
     # Lightning writes its lines as they are only if it is imported before Orbax's logging.
     return Talking(*map(str, command), env=env, fresh=fresh or LIGHTNING in command)
 

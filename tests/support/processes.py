@@ -228,20 +228,26 @@ def run_processes(program: str | Path, count: int, *args: str, **kwargs: Any) ->
         return [running.reports(index) for index in range(count)]
 
 
+def xla_flags(devices: int | None) -> str:
+    """Returns the flags for that many devices; on a busy machine, their threads may meet late."""
+    patience = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
+    return f"--xla_force_host_platform_device_count={devices} {patience}"
+
+
 def environment(devices: int | None, env: Mapping[str, str]) -> dict[str, str]:
     """Returns this process's environment, changed for a program with that many devices.
 
-    If ``devices`` is None, the program sets their number itself.
+    If ``devices`` is None, the program sets their number itself, unless ``env`` does.
     """
     path = [*map(str, (TESTS, PROGRAMS, ROOT)), os.environ.get("PYTHONPATH")]
     variables = {
         **os.environ,
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "XLA_FLAGS": xla_flags(devices),
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
         **env,
     }
-    if devices is None:
+    if devices is None and "XLA_FLAGS" not in env:
         del variables["XLA_FLAGS"]
     return variables
 
