@@ -157,12 +157,12 @@ class Identities:
     def __init__(self, alternates: bool, is_alone: bool) -> None:
         self._alternates = alternates
         self._is_alone = is_alone
+        # Still leaves none of which is on a TPU, so that later saves need not ask each of them.
+        self._without_proof: frozenset[str] | None = None
         self.forget()
 
     def forget(self) -> None:
         """Forgets everything: the next save looks at all values."""
-        # Still leaves none of which is on a TPU, so that later saves need not ask each of them.
-        self._without_proof: frozenset[str] | None = None
         self._newest: Key | None = None  # the newest step
         # The databases of the newest step that are equal in both copies.
         self._equal: list[_Identities] = []
