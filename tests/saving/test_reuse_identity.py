@@ -32,6 +32,7 @@ from support.training import fsdp_mesh, fsdp_rule
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
 from torchax_ckpt.errors import UnsupportedLeafError
+from torchax_ckpt.saving.unchanged import identities
 from torchax_ckpt.snapshot import snapshotter
 
 
@@ -164,6 +165,22 @@ def test_an_array_of_another_form_and_equal_bytes_is_written(
             ckpt.wait_until_finished()
     for step in (7, 8, 9, 10, 11):
         assert_holds(directory, step, state)
+
+
+def test_where_no_identity_proves_anything_no_leaf_is_asked_again(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(identities, "is_proof", lambda array: asked.append(array))
+    state = still_state(x=0)
+    with TorchaxCheckpointer(directory, options=REUSE) as ckpt:
+        for step in range(1, 9):
+            ckpt.save(step, state=state, force=True)
+            ckpt.wait_until_finished()
+            if step == 5:
+                assert asked
+                asked.clear()
+    assert not asked
 
 
 # --- as restored ---------------------------------------------------------------------------------
