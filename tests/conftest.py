@@ -71,11 +71,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Puts aside what the imports made, so that no collection of garbage goes through it again."""
+    """Lets tests that compile for TPUs share no compiled programs."""
     if any(item.get_closest_marker("tpu") for item in session.items):
         compiled.share_nothing()
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

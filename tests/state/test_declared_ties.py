@@ -209,15 +209,13 @@ def frozen_objects(model: Any) -> Any:
     return model
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def _unfrozen() -> Iterator[None]:
-    """Tied weights are looked for among the objects that the garbage collector knows."""
-    gc.unfreeze()
     yield
     gc.unfreeze()
-    gc.freeze()
 
 
+@pytest.mark.usefixtures("_unfrozen")
 @pytest.mark.parametrize(
     "prepare",
     [torch.optim.AdamW, jittable, jittable_beside, in_a_dict, frozen_head, frozen_objects],
