@@ -40,8 +40,13 @@ report(start=start, whole=training.whole(), own=training.own())
 take = block_digests.take
 
 
-def drop_packets(connection: socket.socket) -> None:
-    """Makes this host ignore what arrives at a connection, also the kernel's own probes."""
+def fall_silent(connection: socket.socket) -> None:
+    """Makes this host ignore what arrives at a connection, and send nothing more.
+
+    Without the first, its kernel would answer probes. Without the second, its kernel would send
+    probes too, and, because it drops their answers, end the connection with a message of its own.
+    """
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 0)
     drop = ctypes.create_string_buffer(b"\x06" + bytes(7))  # one instruction: return 0
     program = (ctypes.c_size_t * 2)(1, ctypes.addressof(drop))
     so_attach_filter = 26
@@ -51,7 +56,7 @@ def drop_packets(connection: socket.socket) -> None:
 def killed(*args: Any, **kwargs: Any) -> None:
     if "VANISH" in os.environ:
         for each in connections._open:
-            drop_packets(each)
+            fall_silent(each)
         report(vanished=INDEX)
         os.kill(os.getpid(), signal.SIGSTOP)
     if os.fork() == 0:  # as a worker of a DataLoader that outlives the process
