@@ -28,7 +28,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_program import Run, outcome, train
 from support import PROGRAMS, ROOT, forked
 from support.compare import assert_trees_identical, training_state
-from support.processes import COMPILED_ONCE, Started, run_python
+from support.processes import Started, run_python
 from support.training import adamw, fsdp_mesh, fsdp_rule, mlp, train_step
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -72,7 +72,7 @@ def spawn(run: Run, directory: Path, seed: int, *blow: Any) -> subprocess.Comple
     """The training in a process of its own."""
     options = json.dumps(dataclasses.asdict(run))
     arguments = (str(PROGRAM), str(directory), str(seed), options, json.dumps(blow))
-    return Started(*arguments, env=COMPILED_ONCE, modules=MODULES).result(200)
+    return Started(*arguments, modules=MODULES).result(200)
 
 
 def steps_of(directory: Path) -> list[int]:

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import pytest
 from support import PROGRAMS
-from support.processes import COMPILED_ONCE, Started
+from support.processes import Started
 
 from torchax_ckpt.options import Layout, SnapshotMode
 
@@ -21,7 +21,7 @@ def start(
     style: str, directory: Path | str, first: int, last: int, seed: int, *ways: str
 ) -> Started:
     arguments = (str(PROGRAM), style, str(directory), str(first), str(last), str(seed), *ways)
-    return Started(*arguments, env=COMPILED_ONCE)
+    return Started(*arguments)
 
 
 def result(started: Started) -> Any:

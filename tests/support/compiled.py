@@ -1,6 +1,7 @@
-"""Shares compiled programs between tests, and between the processes that run tests.
+"""Shares compiled programs between tests, and between all processes that run tests or programs.
 
-A test makes functions of its own, so that JAX compiles equal programs once for each test.
+A test makes functions of its own, so that JAX compiles equal programs once for each test. A program
+that tests start several times would compile everything each time.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax._src import lru_cache
+from jax._src import compilation_cache, compiler, lru_cache
 
 
 def share(folder: Path) -> None:
@@ -20,6 +21,7 @@ def share(folder: Path) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     lru_cache.LRUCache.put = _put  # type: ignore[method-assign,assignment]
+    compiler._cache_write = _cache_write
 
 
 def share_nothing() -> None:
@@ -32,3 +34,14 @@ def _put(cache: Any, key: str, value: bytes) -> None:
     with tempfile.NamedTemporaryFile(dir=cache.path, delete=False) as file:
         file.write(value)
     os.replace(file.name, cache.path / f"{key}{lru_cache._CACHE_SUFFIX}")
+
+
+def _cache_write(
+    key: str, secs: float, name: str, backend: Any, executable: Any, callbacks: Any
+) -> None:
+    """Keeps what any process of a distributed program compiles; JAX's own keeps process 0's.
+
+    The keys of processes differ.
+    """
+    if not callbacks:
+        compilation_cache.put_executable_and_time(key, name, executable, backend, int(secs))

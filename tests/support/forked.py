@@ -35,7 +35,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import CodeType
 from typing import IO, Any, Protocol
@@ -48,6 +48,10 @@ READ_LATER = {
     "DIES_AFTER_SECS",  # of killed_once_all_have_step.py
     "HEARTBEAT_SECS",  # of processes_program.py
     "JAX_COORDINATOR_BIND_ADDRESS",
+    # Of JAX. A fork shares what it compiles as compiled.py says.
+    "JAX_COMPILATION_CACHE_DIR",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES",
     "PYTEST_CURRENT_TEST",
     "XLA_FLAGS",
     # Of gcsfs and TensorStore. The server does not import gcsfs.
@@ -56,12 +60,6 @@ READ_LATER = {
     "NO_GCE_CHECK",
     "STORAGE_EMULATOR_HOST",
     "TENSORSTORE_GCS_HTTP_URL",
-}
-# JAX's variables that can be set after the import, with their parsers.
-SETTINGS: dict[str, Callable[[str], Any]] = {
-    "JAX_COMPILATION_CACHE_DIR": str,
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": float,
-    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": int,
 }
 MAX_REQUEST_BYTES = 1 << 20
 
@@ -95,7 +93,7 @@ def start(
       stdout, stderr: files of this process that the program writes to.
       modules: the modules that the server imports.
     """
-    at_import = {k: v for k, v in env.items() if k not in READ_LATER and k not in SETTINGS}
+    at_import = {k: v for k, v in env.items() if k not in READ_LATER}
     server = next(_servers(frozenset(at_import.items()), tuple(modules)))
     return server.start(arguments, env, stdout, stderr)
 
@@ -277,9 +275,10 @@ def _become(
 
     The environment also has the variables that the imported modules have ``added``.
     """
-    import jax
     import numpy as np
     import torch
+
+    from support import compiled
 
     for fd, output in enumerate(outputs, start=1):
         os.dup2(output, fd)
@@ -287,9 +286,8 @@ def _become(
     os.chdir(directory)
     os.environ.clear()
     os.environ.update({**added, **env})
-    for name, parse in SETTINGS.items():
-        if name in env:
-            jax.config.update(name.lower(), parse(env[name]))
+    if folder := env.get("JAX_COMPILATION_CACHE_DIR"):
+        compiled.share(Path(folder))
     torch.default_generator.seed()
     np.random.seed()  # The random module reseeds itself after a fork.
     if arguments[0] == "-c":

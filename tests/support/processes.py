@@ -16,7 +16,7 @@ from typing import Any
 
 from support import PROGRAMS, ROOT, TESTS, forked
 
-# Environment of programs that tests start several times, so that they share compiled code.
+# Environment of programs that share compiled code: see compiled.py.
 COMPILED_ONCE = {
     "JAX_COMPILATION_CACHE_DIR": os.environ.get("TORCHAX_CKPT_TESTS_COMPILED", ""),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -48,7 +48,8 @@ class Started:
       arguments: of ``python``: ``-c`` and the source, or a program's path; then the program's own.
       devices: the number of JAX's devices; if None, the program sets it.
       env: additional environment variables.
-      fresh: starts a new interpreter instead of forking one, see ``forked.py``.
+      fresh: starts a new interpreter instead of forking one, see ``forked.py``. It shares compiled
+        code only if ``env`` says so, since a new interpreter may measure what compiling costs.
       modules: the modules that a forked interpreter has already imported.
     """
 
@@ -63,7 +64,7 @@ class Started:
         self._arguments = tuple(map(str, arguments))
         self._outputs = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115
         out, err = self._outputs
-        variables = environment(devices, env)
+        variables = environment(devices, env if fresh else {**COMPILED_ONCE, **env})
         self.process: forked.Process
         if fresh:
             command = [sys.executable, *self._arguments]

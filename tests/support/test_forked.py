@@ -26,14 +26,15 @@ def report(program: str | Path, *args: str, **kwargs: Any) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("devices", "env"), [(8, {}), (2, COMPILED_ONCE), (None, {"PYTHONUNBUFFERED": "1"})]
+    ("devices", "env"), [(8, {}), (2, {"TESTED": "1"}), (None, {"PYTHONUNBUFFERED": "1"})]
 )
 def test_it_finds_what_a_fresh_one_finds(
     devices: int | None, env: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    variables = {**COMPILED_ONCE, **env}
     found, expected = (
-        report(PROGRAMS / "looks_around.py", "one", "", devices=devices, env=env, fresh=fresh)
+        report(PROGRAMS / "looks_around.py", "one", "", devices=devices, env=variables, fresh=fresh)
         for fresh in (False, True)
     )
     assert expected["devices"] == (devices or 1)
