@@ -280,6 +280,12 @@ def test_the_installed_orbax_passes_the_check_once() -> None:
 
 
 @pytest.mark.usefixtures("_check_again")
+def test_the_check_passes_while_another_thread_saves() -> None:
+    with orbax_internals._patches:  # is the same for all threads
+        orbax_internals.check_internals()
+
+
+@pytest.mark.usefixtures("_check_again")
 def test_the_check_leaves_the_event_loop_of_the_program() -> None:
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)

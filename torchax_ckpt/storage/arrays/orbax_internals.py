@@ -19,6 +19,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib.metadata
+import inspect
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from types import CodeType
 from typing import Any
@@ -218,6 +219,7 @@ def _placed(original: Any) -> Any:
 # The same for host arrays. Orbax's method takes no transaction.
 @_replaces(type_handlers, "NumpyHandler._open_and_write")
 def _placed_on_host(original: Any) -> Any:
+    @functools.wraps(original)  # for the self-test
     async def write(self: Any, value: np.ndarray, spec: dict[str, Any], context: Any) -> None:
         async def write_to(spec: dict[str, Any], transaction: Any) -> None:
             settings = {"context": context, "transaction": transaction}
@@ -391,7 +393,8 @@ def _check_users() -> None:
         (jax_array_handlers._serialize_arrays_batches_without_dispatcher, "replica_slices"),
         (jax_array_handlers._async_serialize_replica_slices, "async_serialize_from_host"),
     ):
-        code: CodeType = function.__code__
+        # Unwrapped, because another thread may be within an operation, which replaces some of them.
+        code: CodeType = inspect.unwrap(function).__code__
         missing = [name for name in names if name not in code.co_names]
         assert not missing, f"{code.co_qualname} does not use {', '.join(missing)}"
     assert jax_array_handlers.ts_utils is tensorstore_utils, "metrics come from another module"
