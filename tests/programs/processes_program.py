@@ -104,6 +104,27 @@ class Loader:
         return np.random.default_rng(seed).standard_normal((16 // COUNT, 8)).astype(np.float32)
 
 
+LEARNING_RATE = 1e-2
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@jax.jit
+def adamw(
+    arrays: dict[str, tuple[jax.Array, ...]], gradients: dict[str, jax.Array], count: float
+) -> dict[str, tuple[jax.Array, ...]]:
+    """Returns the parameters and moments after step ``count``, with AdamW's default settings."""
+
+    def after(name: str) -> tuple[jax.Array, ...]:
+        (parameter, mean, square), gradient = arrays[name], gradients[name]
+        mean = 0.9 * mean + 0.1 * gradient
+        square = 0.999 * square + 0.001 * gradient**2
+        size = jax.numpy.sqrt(square / (1 - 0.999**count)) + 1e-8
+        parameter = (1 - LEARNING_RATE * 0.01) * parameter
+        return parameter - LEARNING_RATE * mean / (1 - 0.9**count) / size, mean, square
+
+    return {name: after(name) for name in arrays}
+
+
 class Training:
     """A model of two layers with AdamW, its loader, and random state seeded by process."""
 
@@ -119,7 +140,7 @@ class Training:
         torchax.enable_globally()
         torch.manual_seed(seed + INDEX), np.random.seed(seed + INDEX), random.seed(seed + INDEX)
         torchax.default_env().manual_seed(seed)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
         self.loader = Loader()
         self.seen: list[float] = []
         self._gradients = interop.jax_jit(interop.jax_value_and_grad(self._loss))
@@ -158,10 +179,34 @@ class Training:
         loss, grads = self._gradients(
             dict(self.model.named_parameters()), interop.torch_view(batch)
         )
-        for name, parameter in self.model.named_parameters():
-            parameter.grad = grads[name]
-        self.optimizer.step()
+        self._update({name: torchax_backend.buffer(grad) for name, grad in grads.items()})
         return loss
+
+    def _update(self, gradients: dict[str, jax.Array]) -> None:
+        """What ``self.optimizer.step()`` does, as one compiled function.
+
+        Otherwise each process would compile a hundred operations, most for one shape only.
+        """
+        parameters = dict(self.model.named_parameters())
+        state = self.optimizer.state
+        for parameter in parameters.values():
+            if not state[parameter]:
+                array = torchax_backend.buffer(parameter)
+                with torchax_backend.native_torch():
+                    zero = torch.tensor(0.0)
+                zeros = jax.device_put(np.zeros(array.shape, array.dtype), array.sharding)
+                state[parameter].update(
+                    step=zero,
+                    exp_avg=torchax_backend.wrap(zeros),
+                    exp_avg_sq=torchax_backend.wrap(zeros),
+                )
+            with torchax_backend.native_torch():
+                state[parameter]["step"] += 1
+                count = float(state[parameter]["step"])
+        tensors = {n: (p, *map(state[p].get, MOMENTS)) for n, p in parameters.items()}
+        arrays = jax.tree.map(torchax_backend.buffer, tensors)
+        found = adamw(arrays, gradients, count)
+        jax.tree.map(torchax_backend.set_buffer, tensors, found)
 
     def arrays(self) -> dict[str, Any]:
         """Every device array of model and optimizer."""

@@ -21,7 +21,7 @@ def share(folder: Path) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     lru_cache.LRUCache.put = _put  # type: ignore[method-assign,assignment]
-    compiler._cache_write = _cache_write
+    compiler._cache_write = _cache_write  # type: ignore[assignment]
 
 
 def share_nothing() -> None:
