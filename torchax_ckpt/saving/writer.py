@@ -122,11 +122,6 @@ class Writer:
         prepared, plan, arrays, states = self._begin(capture, progress, prepare)
         name, existing, seal, offers = prepared
         self._history.refresh(committed_step.named(existing, directory.path))
-        announced: dict[str, HostArray] = {}
-        if reuse and capture.kept.references:
-            on_devices = {n: a for n, a in arrays.items() if not isinstance(a, np.ndarray)}
-            announced = {n: host_batches.to_announce(a) for n, a in on_devices.items()}
-            announced |= capture.kept.arrays
         document, plan, stored, answers = self._stored(
             capture, plan, arrays, states, offers, progress
         )
@@ -142,6 +137,11 @@ class Writer:
             division = divided(decided, stored, directory.path, processes)
             gone = capture.kept.arrays.keys() - division.linked
             stored = {**stored, **self._here(capture.kept.stored(gone))}
+        announced: dict[str, HostArray] = {
+            n: host_batches.to_announce(array)
+            for n in division.linked | division.places.keys()
+            if not isinstance(array := arrays.get(n), np.ndarray | None)
+        } | capture.kept.arrays
         digests: Mapping[str, Digests] = {}
 
         def on_host(number: int, count: int, nbytes: int) -> None:

@@ -83,7 +83,7 @@ class Continuation:
                 self._read[name] = reference
         found = [
             (database, identities)
-            for database in restored.contents(compared.manifest)
+            for _, database in known_databases.databases_of(compared.manifest)
             if len(identities := restored.identities(database, self._read)) == len(database)
         ]
         if not found:
@@ -127,13 +127,10 @@ class Continuation:
 
     def _know(self, key: Key | None, manifest: Manifest) -> None:
         is_verified = key is not None and key == self._verified
-        contents = dict(known_databases.contents_of(manifest))
-        for name, database in manifest.unchanged.items():
-            if not contents.keys() >= set(database.arrays):
-                continue  # damaged
-            these = {stored: contents[stored] for stored in database.arrays}
+        for name, contents in known_databases.databases_of(manifest):
+            database = manifest.unchanged[name]
             files = presence.files_of(name, database.processes, self._files) if is_verified else ()
-            known = KnownDatabase(key, name, these, is_verified, database.processes, files)
+            known = KnownDatabase(key, name, contents, is_verified, database.processes, files)
             self._copies.know(known, database.copy)
             if key is not None:
                 self._copies.record(key, database.copy)

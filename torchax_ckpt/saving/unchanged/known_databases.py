@@ -74,6 +74,17 @@ def contents_of(manifest: Manifest) -> Iterator[tuple[str, Content]]:
             yield name, Content(members_of(manifest.plan, name), shape, dtype, digests)
 
 
+def databases_of(manifest: Manifest) -> Iterator[tuple[str, dict[str, Content]]]:
+    """Yields each database of a step: its name, and stored name -> content.
+
+    Leaves out the databases that have an array without digests that fit.
+    """
+    contents = dict(contents_of(manifest))
+    for name, database in manifest.unchanged.items():
+        if contents.keys() >= set(database.arrays):
+            yield name, {stored: contents[stored] for stored in database.arrays}
+
+
 def leaves_in(manifest: Manifest) -> frozenset[str]:
     """Returns the leaves in the databases of unchanged arrays of a step."""
     stored = (name for database in manifest.unchanged.values() for name in database.arrays)

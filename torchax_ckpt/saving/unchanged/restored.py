@@ -35,16 +35,6 @@ def copy_in(manifest: Manifest) -> int | None:
     return next((database.copy for database in manifest.unchanged.values()), None)
 
 
-def contents(manifest: Manifest) -> list[dict[str, Content]]:
-    """Returns the databases of a step: for each one, stored name -> content."""
-    found = dict(known_databases.contents_of(manifest))
-    return [
-        {name: found[name] for name in database.arrays}
-        for database in manifest.unchanged.values()
-        if found.keys() >= {*database.arrays}
-    ]
-
-
 def identities(database: Mapping[str, Content], references: References) -> dict[str, Identity]:
     """Returns stored name -> identity, for the arrays of a database that were restored as stored.
 
@@ -69,10 +59,10 @@ def other_copy(
     """
     for _, manifest in earlier_steps.manifests(steps):
         if copy_in(manifest) == 1 - copy:
-            return contents(manifest)
+            return [database for _, database in known_databases.databases_of(manifest)]
     with contextlib.suppress(OSError, ValueError, RecursionError, CheckpointError):
         if copy_in(manifest := retained.read_manifest(directory)) == 1 - copy:
-            return contents(manifest)
+            return [database for _, database in known_databases.databases_of(manifest)]
     return []
 
 
