@@ -22,8 +22,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# JAX's compilation cache, shared by the programs that tests start many times: see
-# support/processes.py. The first process creates the folder for the processes that it starts.
+# The compilation cache that tests and the programs they start share: see support/compiled.py.
+# The first process creates the folder for the processes that it starts.
 if "TORCHAX_CKPT_TESTS_COMPILED" not in os.environ:
     COMPILED = tempfile.mkdtemp(prefix="compiled-")
     atexit.register(shutil.rmtree, COMPILED, ignore_errors=True)
