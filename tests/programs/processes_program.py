@@ -183,7 +183,7 @@ class Training:
         return loss
 
     def _update(self, gradients: dict[str, jax.Array]) -> None:
-        """What ``self.optimizer.step()`` does, as one compiled function.
+        """A step of AdamW with the state of ``self.optimizer``, as one compiled function.
 
         Otherwise each process would compile a hundred operations, most for one shape only.
         """

@@ -16,8 +16,9 @@ in different orders.
 
 test_forked.py tests that a program cannot detect the fork, with these exceptions: modules that it
 never imported are loaded, in the order of :data:`MODULES` (Lightning's logging depends on loaded
-modules), ``torch._dynamo`` logs nothing at the end, and its memory includes theirs. Tests of
-imports, of memory and of the interpreter's end start a new interpreter.
+modules), ``torch._dynamo`` logs nothing at the end, JAX keeps compiled code as compiled.py says,
+and its memory includes theirs. Tests of imports, of memory and of the interpreter's end start a new
+interpreter.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ class Writer:
             stored = {**stored, **self._here(capture.kept.stored(gone))}
         announced: dict[str, HostArray] = {
             n: host_batches.to_announce(array)
-            for n in division.linked | division.places.keys()
+            for n in (division.linked | division.places.keys() if capture.kept.references else ())
             if not isinstance(array := arrays.get(n), np.ndarray | None)
         } | capture.kept.arrays
         digests: Mapping[str, Digests] = {}
