@@ -114,8 +114,8 @@ def _forgotten_checkpointers_end() -> Iterator[None]:
     if any(each._savers and not each._has_ended for each in closing._unfinished):
         gc.collect()
     for each in list(closing._dropped):
-        if each._thread is not None:
-            each._thread.join(timeout=60)
+        if each._task is not None:
+            each._task.ended.wait(60)
 
 
 @pytest.fixture

@@ -201,6 +201,26 @@ def test_ctrl_c_while_a_command_starts_is_as_quiet() -> None:
     assert (result.returncode, result.stdout, result.stderr) == (exit_codes.INTERRUPTED, "", "")
 
 
+def test_ctrl_c_in_a_callback_of_the_collector_is_not_lost() -> None:
+    program = """
+        import gc, os, signal, sys
+        from torchax_ckpt.cli.main import main
+        def callback(phase, info):
+            gc.callbacks.remove(callback)
+            os.kill(os.getpid(), signal.SIGINT)
+            [None for _ in range(1000)]
+        class Collecting:
+            def find_spec(self, name, path, target=None):
+                if name == "torchax_ckpt.cli.app":
+                    gc.callbacks.append(callback)
+                    gc.collect()
+        sys.meta_path.insert(0, Collecting())
+        main()
+    """
+    result = run_python(program, "--version", check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (exit_codes.INTERRUPTED, "", "")
+
+
 # --- ls ---
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import sys
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +19,8 @@ from processes_program import INDEX, report
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
 from torchax_ckpt.errors import SaveError
+from torchax_ckpt.runtime.background import Task
+from torchax_ckpt.runtime.save_in_flight import SaveInFlight
 
 torchax.enable_globally()
 STATE = {"w": np.arange(3)}
@@ -78,19 +79,20 @@ told("forced, not to be stored", save(4, object(), force=True), ckpt.wait_until_
 none = None if IS_BAD else STATE
 told("nothing to save", save(5, force=True, state=none), ckpt.wait_until_finished)
 
-start = threading.Thread.start
+start = Task.start
 
 
-def refuse(thread: threading.Thread) -> None:
-    if thread.name.startswith("save-"):
+def refuse(task: Task) -> None:
+    if isinstance(task, SaveInFlight):
+        task.cancel()
         raise RuntimeError("can't start new thread")
-    start(thread)
+    start(task)
 
 
 if IS_BAD:
-    threading.Thread.start = refuse  # type: ignore[method-assign,assignment]
+    Task.start = refuse  # type: ignore[method-assign,assignment]
 told("no thread", save(6, force=True), ckpt.wait_until_finished)
-threading.Thread.start = start  # type: ignore[method-assign]
+Task.start = start  # type: ignore[method-assign]
 told("nothing wrong", save(7, 0.5), ckpt.wait_until_finished)
 told("no decision", save(9, 0.5), lambda: ckpt.should_save(9), save(10, 0.5))
 ckpt.close()

@@ -20,9 +20,8 @@ ckpt = TorchaxCheckpointer(sys.argv[1], on_event=lambda event: print(event.name)
 ckpt.save(1, state={"w": np.arange(3)})
 if "drop" in sys.argv:
     ckpt.wait_until_finished()
-    thread = ckpt._telemetry._thread
+    task = ckpt._telemetry._task
     del ckpt
     gc.collect()
-    assert thread is not None
-    thread.join(30)
-    assert not thread.is_alive()
+    assert task is not None
+    assert task.ended.wait(30)

@@ -25,6 +25,7 @@ from torchax_ckpt import TorchaxCheckpointer
 from torchax_ckpt.cli.convert import Exported, export
 from torchax_ckpt.cli.prune import copy
 from torchax_ckpt.runtime import progress
+from torchax_ckpt.runtime.background import Task
 from torchax_ckpt.storage.writing import write_step
 
 
@@ -50,10 +51,10 @@ def test_nobody_watches_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", log)
     with progress.bar("reading", lambda: 1 // 0) as on_bytes:  # nobody asks how much it is
         on_bytes(10)
-    thread = threading.Thread(target=time.sleep, args=(0.01,))
-    thread.start()
-    progress.join(thread, None, lambda: str(1 // 0))
-    assert not thread.is_alive()
+    task = Task("sleeping", lambda: time.sleep(0.01))
+    task.start()
+    progress.wait(task.ended, None, lambda: str(1 // 0))
+    assert task.ended.is_set
     assert log.getvalue() == ""
     monkeypatch.setattr(sys, "stderr", None)  # as in a program without a console
     assert not progress.is_watched()

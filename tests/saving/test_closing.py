@@ -66,7 +66,7 @@ def until(is_so: Callable[[], bool]) -> None:
     """Waits for something that another thread does."""
     deadline = time.monotonic() + 30
     while not is_so():
-        assert time.monotonic() < deadline
+        assert time.monotonic() < deadline, names()
         time.sleep(0.01)
 
 

@@ -34,6 +34,7 @@ from torchax_ckpt.errors import (
     SaveTimeoutError,
     UnsupportedLeafError,
 )
+from torchax_ckpt.runtime.background import Flag
 from torchax_ckpt.storage.writing import write_step
 
 
@@ -290,32 +291,24 @@ def test_saves_do_not_ask_for_metrics_that_tensorstore_never_frees(
 def test_an_interrupt_while_saving_leaves_nothing_hanging(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    interrupted = False
-    wait = threading.Event.wait
+    wait = Flag.wait
 
-    def interrupt(self: threading.Event, timeout: float | None = None) -> bool:
-        nonlocal interrupted
-        if not interrupted and threading.current_thread() is threading.main_thread():
-            interrupted = True
+    def interrupt(self: Flag, timeout: float | None = None) -> bool:
+        save = ckpt._saver._in_flight
+        if save is not None and self is save.transferred:
+            wait_until(lambda: not save._run)  # it has begun
             raise KeyboardInterrupt
         return wait(self, timeout)
 
     ckpt = TorchaxCheckpointer(directory, options=CheckpointOptions(snapshot="transfer"))
     x = jnp.ones(4)
-    ckpt._saver.claim()
-    start = threading.Thread.start
-
-    def started(self: threading.Thread) -> None:
-        start(self)
-        if self.name.startswith("save-"):
-            monkeypatch.setattr(threading.Event, "wait", interrupt)
-
-    monkeypatch.setattr(threading.Thread, "start", started)
+    monkeypatch.setattr(Flag, "wait", interrupt)
     with pytest.raises(KeyboardInterrupt):
         ckpt.save(1, state={"x": x})
     monkeypatch.undo()
     ckpt.wait_until_finished(timeout_secs=60)
     assert ckpt.all_steps() == [1]
+    ckpt.close()
 
 
 def test_a_tracer_left_in_optimizer_state_is_refused_by_name(directory: Path) -> None:

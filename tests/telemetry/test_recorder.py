@@ -265,7 +265,8 @@ def test_a_hook_may_ask_and_close(directory: Path) -> None:
     ckpt = TorchaxCheckpointer(directory, on_event=on_event)
     ckpt.save(1, state=STATE)
     ckpt._saver.wait()
-    ckpt._telemetry._thread.join(30)  # type: ignore[union-attr]
+    assert ckpt._telemetry._task is not None
+    assert ckpt._telemetry._task.ended.wait(30)
     assert asked == [(1, [1])]
 
 

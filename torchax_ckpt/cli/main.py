@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import _thread
 import importlib.util
 import os
 import sys
+from typing import Any
 
 from torchax_ckpt.cli.exit_codes import INTERRUPTED, USAGE
 
@@ -26,9 +28,19 @@ def main() -> None:
     # TPUs they have. It compiles for the topology of the option, whatever stands here.
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    sys.unraisablehook = _interrupt_again
     try:
         from torchax_ckpt.cli.app import app
 
         app(prog_name="torchax-ckpt")
     except KeyboardInterrupt:  # raised during the imports; each command handles later ones itself
         sys.exit(INTERRUPTED)
+
+
+def _interrupt_again(unraisable: Any) -> None:
+    """Repeats a Ctrl-C that Python swallowed, as it does in a callback of the garbage collector."""
+    if issubclass(unraisable.exc_type, KeyboardInterrupt):
+        # On another thread, because the interrupt must arrive after this function has ended.
+        _thread.start_new_thread(_thread.interrupt_main, ())
+    else:
+        sys.__unraisablehook__(unraisable)

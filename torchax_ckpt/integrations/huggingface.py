@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import logging
 import os
-import threading
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
@@ -15,6 +14,7 @@ import jax
 
 from torchax_ckpt.errors import CheckpointError, SaveTimeoutError
 from torchax_ckpt.publishing import Best, Every, FolderForm, Follower
+from torchax_ckpt.runtime.background import Flag, Task, finish_at_exit
 
 if TYPE_CHECKING:
     from torchax_ckpt import TorchaxCheckpointer
@@ -122,12 +122,12 @@ class Publisher:
             on_bytes=self._go_on,
         )
         self._reported = ""
-        self._closing, self._exiting = threading.Event(), threading.Event()
-        self._thread: threading.Thread | None = None
+        self._closing, self._exiting = Flag(), Flag()
+        self._task: Task | None = None
         if jax.process_index() == 0:
-            self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
-            self._thread.start()
+            self._task = Task("publisher", self._run)
             atexit.register(self._exit)
+            self._task.start()
 
     def close(self) -> None:
         """Publishes the newest finished step, and ends the thread. May be called twice.
@@ -138,7 +138,7 @@ class Publisher:
         the host has no time left: the program that resumes the run publishes it. Raises nothing
         because of a failure, which is logged.
         """
-        if self._thread is None:
+        if self._task is None:
             return
         if self._checkpointer is not None:
             if self._checkpointer.reached_preemption():
@@ -149,7 +149,7 @@ class Publisher:
                     # call of the checkpointer is to raise.
                     self._checkpointer._tiers.wait()
         self._closing.set()
-        self._thread.join()
+        self._task.ended.wait()
         atexit.unregister(self._exit)
 
     def __enter__(self) -> Publisher:
@@ -167,8 +167,8 @@ class Publisher:
         """Ends the thread with the program, if nobody called ``close``."""
         self._exiting.set()
         self._closing.set()
-        if self._thread is not None:
-            self._thread.join()
+        if self._task is not None:
+            finish_at_exit(self._task, lambda: f"a folder in {self._follower.out}")
 
     def _run(self) -> None:
         while not self._closing.wait(self._poll_secs):
@@ -177,7 +177,7 @@ class Publisher:
         self._follower.close()
 
     def _publish(self, *, is_at_end: bool) -> None:
-        if self._exiting.is_set():
+        if self._exiting.is_set:
             return
         try:
             new = self._follower.publish_due(is_at_end=is_at_end)
@@ -192,12 +192,12 @@ class Publisher:
 
     def _report(self, error: Exception) -> None:
         text = f"{type(error).__name__}: {error}"
-        if text == self._reported or self._exiting.is_set():
+        if text == self._reported or self._exiting.is_set:
             return  # once, not at every look
         self._reported = text
         is_known = isinstance(error, CheckpointError)
         logger.warning("cannot publish to %s: %s", self._follower.out, text, exc_info=not is_known)
 
     def _go_on(self, num_bytes: int) -> None:
-        if self._exiting.is_set():
+        if self._exiting.is_set:
             raise _Stopped

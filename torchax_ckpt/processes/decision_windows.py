@@ -29,6 +29,7 @@ from torchax_ckpt.processes.call_log import Kind, different
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.processes.error_messages import from_json, to_json
 from torchax_ckpt.processes.messages import POLL_SECS
+from torchax_ckpt.runtime.background import Flag
 
 # The duration of a window: long enough to receive the next window in time, and short compared with
 # a save. The number of steps is limited, in case steps become slower.
@@ -219,19 +220,18 @@ class DecisionWindows:
     def _result(self, window: Future[_Window], step: int) -> _Window:
         secs, log = self._processes.timeout_secs, self._processes.log
         deadline = time.monotonic() + secs
-        while True:
-            left_secs = deadline - time.monotonic()
-            try:
-                return window.result(max(0.0, min(left_secs, POLL_SECS)))
-            except TimeoutError:
-                self._next = window  # comes before every later window
-                if (error := log.difference(log.at(step), [0])) is not None:
-                    raise error from None
-                if left_secs <= POLL_SECS:
-                    raise PolicyError(
-                        f"process 0 has not decided whether to save step {step}, {secs:g} s after "
-                        "this process asked; every process must call save at the same steps"
-                    ) from None
+        is_decided = Flag()
+        window.add_done_callback(lambda _: is_decided.set())
+        while not is_decided.wait(min(deadline - time.monotonic(), POLL_SECS)):
+            self._next = window  # comes before every later window
+            if (error := log.difference(log.at(step), [0])) is not None:
+                raise error
+            if time.monotonic() >= deadline:
+                raise PolicyError(
+                    f"process 0 has not decided whether to save step {step}, {secs:g} s after "
+                    "this process asked; every process must call save at the same steps"
+                )
+        return window.result()
 
     def _differing(self, step: int, first: int) -> ProcessError:
         """Returns the error for a step other than process 0's, and tells process 0 of the step."""

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import hmac
 import json
 import logging
@@ -37,6 +38,7 @@ import jax
 from jax._src import distributed
 
 from torchax_ckpt.processes import connections
+from torchax_ckpt.runtime.background import Task
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +141,7 @@ class Listener(Liveness):
         self._listener = connections.listen(host, count)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        threading.Thread(target=self._run, name="liveness", daemon=True).start()
+        Task("liveness", self._run).start()
         place = {"port": self._listener.getsockname()[1], "secret": secret.hex()}
         _publish(client, place)
 
@@ -275,9 +277,8 @@ class Connection(Liveness):
             if found and not self._has_begun:
                 self._has_begun = True
                 if place := json.loads(found[0][1]):
-                    threading.Thread(
-                        target=self._stay_connected, kwargs=place, name="liveness", daemon=True
-                    ).start()
+                    run = functools.partial(self._stay_connected, **place)
+                    Task("liveness", run).start()
 
     def ask(self) -> None:
         """Makes process 0 publish the step that it is at; see ``CallLog.tell_step``."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import sys
-import threading
 import traceback
 from typing import Any
 
 from torchax_ckpt.errors import SaveTimeoutError
+from torchax_ckpt.runtime.background import Task
 from torchax_ckpt.runtime.save_in_flight import SaveInFlight
 
 logger = logging.getLogger(__name__)
@@ -33,14 +33,11 @@ def watch(save: SaveInFlight, limit_secs: float, path: Any) -> None:
 
     def run() -> None:
         secs = limit_secs
-        while True:
-            save.thread.join(max(0.0, secs - save.age_secs))
-            frame = sys._current_frames().get(save.thread.ident or 0)
-            if not save.thread.is_alive() or frame is None:
-                return
-            if save.age_secs >= secs:
+        while not save.ended.wait(secs - save.age_secs):
+            frame = sys._current_frames().get(save.thread_id)
+            if frame is not None and save.age_secs >= secs:
                 stack = "".join(traceback.format_stack(frame))
                 logger.error("%s Stack of its thread:\n%s", timeout_error(save, path), stack)
                 secs *= 2
 
-    threading.Thread(target=run, name=f"watch-save-{save.step}", daemon=True).start()
+    Task(f"watch-save-{save.step}", run).start()

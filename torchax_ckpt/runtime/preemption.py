@@ -16,6 +16,7 @@ handler in C++, so ``signal.getsignal`` still returns the handler that JAX has r
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import select
@@ -28,6 +29,8 @@ from typing import Any, Literal, NoReturn
 
 import jax
 from jax.experimental import multihost_utils
+
+from torchax_ckpt.runtime.background import Task
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +147,7 @@ class _Watch:
         self._first_noticed: dict[str, float] = {}
         self._said: set[str] = set()
         self._pipe: tuple[int, int] | None = None
-        self._thread: threading.Thread | None = None
+        self._task: Task | None = None
         self._previous: Any = signal.SIG_DFL
         # The wakeup descriptor that was set before ours: its number, and our duplicate of it. The
         # duplicate stays the same file even if the owner closes it and its number is reused.
@@ -190,10 +193,8 @@ class _Watch:
             os.set_blocking(write_end, False)
             self._previous = previous
             self._first_noticed = {}
-            self._thread = threading.Thread(
-                target=self._run, args=(read_end,), name="sigterm", daemon=True
-            )
-            self._thread.start()
+            self._task = Task("sigterm", functools.partial(self._run, read_end))
+            self._task.start()
             self._take_wakeup_fd()
             signal.signal(signal.SIGTERM, self._handle)
         return self._pipe is not None
@@ -215,11 +216,11 @@ class _Watch:
 
     def _uninstall(self) -> None:
         assert self._pipe is not None
-        assert self._thread is not None
+        assert self._task is not None
         write_end = self._pipe[1]
         ours = self._give_back()
         os.write(write_end, _WAKE)
-        self._thread.join()
+        self._task.ended.wait()
         for fd in ours:
             os.close(fd)
 
@@ -304,7 +305,7 @@ class _Watch:
             if self.noticed_at is not None and not is_logged:
                 is_logged = True
                 # On another thread, because the logging lock may be held forever.
-                threading.Thread(target=self._log_notice, daemon=True).start()
+                Task("sigterm-log", self._log_notice).start()
 
     def _log_notice(self) -> None:
         logger.warning(

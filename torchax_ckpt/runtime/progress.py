@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 
 from tqdm import tqdm
+
+from torchax_ckpt.runtime.background import Flag
 
 # Shorter work shows no bar.
 _DELAY_SECS = 0.5
@@ -62,20 +65,20 @@ def bar(label: str, total_bytes: Callable[[], int]) -> Iterator[Callable[[int], 
         yield on_bytes
 
 
-def join(thread: threading.Thread, timeout_secs: float | None, stage: Callable[[], str]) -> None:
-    """Waits for a thread to end; shows the thread's stage if standard error is a terminal.
+def wait(ended: Flag, timeout_secs: float | None, stage: Callable[[], str]) -> None:
+    """Waits for the end of work; shows its stage if standard error is a terminal.
 
     Args:
-      thread: the thread.
+      ended: set at the end.
       timeout_secs: the longest time to wait; None waits without a limit.
-      stage: returns the current stage of the thread.
+      stage: returns the current stage of the work.
     """
     if not is_watched():
-        thread.join(timeout_secs)
+        ended.wait(timeout_secs)
         return
-    deadline = None if timeout_secs is None else time.monotonic() + timeout_secs
-    thread.join(_DELAY_SECS if timeout_secs is None else min(_DELAY_SECS, timeout_secs))
+    deadline = math.inf if timeout_secs is None else time.monotonic() + timeout_secs
+    ended.wait(_DELAY_SECS if timeout_secs is None else min(_DELAY_SECS, timeout_secs))
     with _Bar(bar_format="{desc}", leave=False, dynamic_ncols=True, file=sys.stderr) as shown:
-        while thread.is_alive() and (deadline is None or time.monotonic() < deadline):
+        while not ended.is_set and time.monotonic() < deadline:
             shown.set_description_str(stage())
-            thread.join(_REFRESH_SECS)
+            ended.wait(_REFRESH_SECS)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
+import functools
 import time
 from collections.abc import Callable
+
+from torchax_ckpt.runtime.background import Flag, Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,8 +25,8 @@ class SaveCost:
     durable_secs: float
 
 
-class SaveInFlight:
-    """The state of one save in flight. A separate thread carries out the save.
+class SaveInFlight(Task):
+    """The state of one save in flight. The task's thread carries out the save.
 
     Attributes:
       is_known_overdue: whether a SaveTimeoutError for this save was raised.
@@ -32,7 +34,6 @@ class SaveInFlight:
       blocking_secs: seconds from the start of the save until the training thread continued; valid
         once ``handed_over`` is set.
       transferred: set once all arrays are on the host.
-      thread: the thread that carries out the save.
 
     Args:
       step: the saved step.
@@ -41,14 +42,14 @@ class SaveInFlight:
     """
 
     def __init__(self, step: int, began: float, write: Callable[[SaveInFlight], None]) -> None:
+        super().__init__(f"save-{step}", functools.partial(write, self))
         self.step = step
         self._began = began
         self.enter("starting its thread")
         self.is_known_overdue = False
-        self.handed_over = threading.Event()
+        self.handed_over = Flag()
         self.blocking_secs = 0.0
-        self.transferred = threading.Event()
-        self.thread = threading.Thread(target=write, args=(self,), name=f"save-{step}", daemon=True)
+        self.transferred = Flag()
 
     @property
     def age_secs(self) -> float:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from torchax_ckpt.errors import SaveError, SaveTimeoutError
+from torchax_ckpt.runtime import background
 from torchax_ckpt.telemetry.hook import Hook
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,8 @@ class _Saver(Protocol):
 
     @property
     def has_begun(self) -> bool: ...
+    @property
+    def is_saving(self) -> bool: ...
     @property
     def saving_step(self) -> int | None: ...
     def close(self) -> None: ...
@@ -72,7 +75,7 @@ class Closing:
         self._last = last
         self._pid = os.getpid()
         self._lock = threading.RLock()  # reentrant: the collector may call drop() at any point
-        self._thread: threading.Thread | None = None
+        self._task: background.Task | None = None
         self._is_dropped = self._has_ended = False
         self.is_asked = False
         with _lock:
@@ -87,15 +90,18 @@ class Closing:
         """
         self.is_asked = True
         try:
-            for each in self._decisions:
-                each.close()
-            with contextlib.ExitStack() as closing:  # closes every saver, even if one raises
-                for saver in self._savers:
-                    closing.callback(saver.close)
+            background.run_whole("closing", self._close_parts)
         except BaseException:  # also an interrupt
             self._finish_later()
             raise
         self._end()
+
+    def _close_parts(self) -> None:
+        for each in self._decisions:
+            each.close()
+        with contextlib.ExitStack() as closing:  # closes every saver, even if one raises
+            for saver in self._savers:
+                closing.callback(saver.close)
 
     def drop(self, hook: Hook | None) -> None:
         """Starts a thread that waits for saves in flight and then closes the checkpointer.
@@ -127,6 +133,15 @@ class Closing:
             and any(_is_same(s.path, saver.path) and s.has_begun for s in self._savers)
         )
 
+    @property
+    def has_work(self) -> bool:
+        """Whether this process may have to end saves, or to release leases."""
+        return self._pid == os.getpid() and any(saver.has_begun for saver in self._savers)
+
+    def running_saves(self) -> list[str]:
+        """Returns a text for each save in flight that names its step and directory."""
+        return [f"step {s.saving_step} of {s.path}" for s in self._savers if s.is_saving]
+
     def finish_at_exit(self) -> None:
         """Closes the savers of all tiers; called at program exit.
 
@@ -149,13 +164,10 @@ class Closing:
 
     def _finish_later(self) -> None:
         with self._lock:
-            if self._thread is not None:
-                return
-            self._thread = threading.Thread(target=self._finish, name="closing", daemon=True)
-            try:
-                self._thread.start()
-            except RuntimeError:  # too many threads: take_over() or the exit finishes
-                self._thread = None
+            if self._task is None or self._task.is_cancelled:
+                self._task = background.Task("closing", self._finish)
+                with contextlib.suppress(RuntimeError):  # take_over() or the exit finishes
+                    self._task.start()
 
     def _finish(self) -> None:
         for each in self._decisions:
@@ -223,8 +235,24 @@ def take_over(saver: _Saver) -> None:
 
 
 def _finish_at_exit() -> None:
-    for closing in [*_unfinished, *_dropped]:
-        closing.finish_at_exit()
+    unfinished = [c for c in {*_unfinished, *_dropped} if c.has_work]
+    if not unfinished:
+        return
+
+    def finish() -> None:
+        for closing in unfinished:
+            closing.finish_at_exit()
+
+    def lost() -> str:
+        steps = [step for closing in unfinished for step in closing.running_saves()]
+        return ", ".join(steps) or "nothing: every save has ended"
+
+    task = background.Task("exit", finish)
+    try:
+        task.start()
+    except RuntimeError:  # no thread can be started
+        finish()
+    background.finish_at_exit(task, lost)
 
 
 # A save needs new threads and executor work, which the interpreter refuses once its shutdown has

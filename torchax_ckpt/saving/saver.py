@@ -46,6 +46,9 @@ from torchax_ckpt.telemetry.recorder import Telemetry
 
 logger = logging.getLogger(__name__)
 
+# An interrupt may end ``begin`` before it sets ``handed_over``.
+_HAND_OVER_SECS = 5.0
+
 
 class Saver:
     """Writes captured states one after another, and deletes the steps that no policy preserves.
@@ -101,7 +104,7 @@ class Saver:
     @property
     def is_saving(self) -> bool:
         """Whether a save is in flight."""
-        return self._in_flight is not None and self._in_flight.thread.is_alive()
+        return self._in_flight is not None and not self._in_flight.ended.is_set
 
     @property
     def saving_step(self) -> int | None:
@@ -190,28 +193,32 @@ class Saver:
         self.wait()
         write = functools.partial(self._run, capture, self._call)
         save = SaveInFlight(capture.step, capture.began, write)
-        self._in_flight = save
-        self._history.begin(capture.step)
         try:
-            save.thread.start()
-        except RuntimeError as error:  # too many threads, or the interpreter is shutting down
-            self._saves.refuse(_round_of(capture.step), error)
-            self._writer.failed()
-            self._in_flight = None
-            self._history.end(None)
-            self._telemetry.saving(capture.step, capture.began)
-            self._telemetry.emit("failed", capture.step, error=str(error))
-            raise
-        try:
+            self._in_flight = save
+            self._history.begin(capture.step)
+            save.start()
             if (limit := self._options.save_timeout_secs) is not None:
                 overdue.watch(save, limit, self.path)
             if capture.snapshot.way == "transfer" and not save.transferred.wait(
                 self._remaining_secs(save)
             ):
                 raise overdue.timeout_error(save, self.path)
-        finally:  # also after an interrupt, because the save's thread waits for this event
+        except BaseException as error:  # also an interrupt, or no thread can be started
+            if save.cancel():
+                self._not_begun(save, error)
+            raise
+        finally:
             save.blocking_secs = time.perf_counter() - capture.began
             save.handed_over.set()
+
+    def _not_begun(self, save: SaveInFlight, error: BaseException) -> None:
+        """Records that a save failed before its thread ran."""
+        self._saves.refuse(_round_of(save.step), error)
+        self._writer.failed()
+        self._in_flight = None
+        self._history.end(None)
+        self._telemetry.saving(save.step, time.perf_counter() - save.age_secs)
+        self._telemetry.emit("failed", save.step, error=str(error) or type(error).__name__)
 
     def abstain(self, step: int, error: BaseException) -> None:
         """Makes the save of a step fail on all processes: this process could not begin the save."""
@@ -231,10 +238,7 @@ class Saver:
         if save is None:
             return
         bounds = [s for s in (timeout_secs, self._remaining_secs(save)) if s is not None]
-        # Joins the thread instead of waiting for an event. If the interpreter shuts down before
-        # the thread has ended, it kills the thread inside C++ code, which aborts the process.
-        save.thread.join(min(bounds, default=None))
-        if save.thread.is_alive():
+        if not save.ended.wait(min(bounds, default=None)):
             raise overdue.timeout_error(save, self.path)
 
     def close(self) -> None:
@@ -253,15 +257,13 @@ class Saver:
     def join(self) -> None:
         """Waits for the save in flight without a time limit."""
         if self._in_flight is not None:
-            self._in_flight.thread.join()
+            self._in_flight.ended.wait()
 
     def _wait_showing_progress(self) -> None:
         """Waits like ``wait``, and shows the stage of the save if standard error is a terminal."""
         if (save := self._in_flight) is not None:
             what = f"finishing the save of step {save.step}"
-            progress.join(
-                save.thread, self._remaining_secs(save), lambda: f"{what}: {save.where()}"
-            )
+            progress.wait(save.ended, self._remaining_secs(save), lambda: f"{what}: {save.where()}")
         self.wait()
 
     def check_for_errors(self, kind: type[CheckpointError] = CheckpointError) -> None:
@@ -272,7 +274,7 @@ class Saver:
         """
         self._failures.raise_oldest(kind)
         save = self._in_flight
-        if save is None or not save.thread.is_alive() or save.is_known_overdue:
+        if save is None or save.ended.is_set or save.is_known_overdue:
             return
         if self._remaining_secs(save) == 0:
             save.is_known_overdue = True
@@ -288,7 +290,7 @@ class Saver:
     def _run(self, capture: Capture, call: Call | None, save: SaveInFlight) -> None:
         if capture.snapshot.way != "transfer":
             # Otherwise this thread would take the interpreter lock, and save() would block longer.
-            save.handed_over.wait()
+            save.handed_over.wait(_HAND_OVER_SECS)
         self._telemetry.saving(capture.step, capture.began)
         try:
             with self._saves.round(_round_of(capture.step), call, is_met=False) as outcome:
@@ -312,7 +314,7 @@ class Saver:
             self._num_failures = 0
             self._failures.over("saving")
             save.enter("deleting what no rule keeps")
-            save.handed_over.wait()
+            save.handed_over.wait(_HAND_OVER_SECS)
             cost = SaveCost(capture.step, save.blocking_secs, durable_secs)
             self._telemetry.durable(cost, durable.path, self._writer.copied_bytes)
             self._tidy(durable, call)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -26,6 +25,7 @@ from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.processes.keepers import Keepers
 from torchax_ckpt.processes.per_host import PerHostProcesses
 from torchax_ckpt.restoring import host_shards
+from torchax_ckpt.runtime.background import Flag
 from torchax_ckpt.runtime.failure_log import FailureLog
 from torchax_ckpt.saving.capture import Capture
 from torchax_ckpt.saving.unchanged.comparison import Offer
@@ -53,7 +53,7 @@ class Progress(Protocol):
       transferred: set once all arrays are on the host.
     """
 
-    transferred: threading.Event
+    transferred: Flag
 
     def enter(self, phase: str) -> None:
         """Records that the save begins the stage ``phase``."""

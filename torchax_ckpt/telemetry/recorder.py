@@ -25,6 +25,7 @@ import jax
 from etils import epath
 
 from torchax_ckpt.layout.manifest import installed_versions
+from torchax_ckpt.runtime.background import Task
 from torchax_ckpt.runtime.save_in_flight import SaveCost
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import containment, location
@@ -80,7 +81,7 @@ class Telemetry:
         self._lock = threading.RLock()  # a signal handler may call stats in the middle of emit
         self._keeps = list(keeps)
         self._worker = _Worker(directory, on_event, self._tally, self._lock)
-        self._thread: threading.Thread | None = None
+        self._task: Task | None = None
         self._has_thread = on_event is not None
         self._is_open = self._is_closed = False
         self._num_reported = 0  # skipped saves that events have reported
@@ -90,7 +91,7 @@ class Telemetry:
     @property
     def has_thread(self) -> bool:
         """True if a thread that delivers or writes events was started."""
-        return self._thread is not None
+        return self._task is not None
 
     def skipped(self, step: int) -> None:
         """Keeps ``step``, which training has reached, and counts one more step that was not saved.
@@ -212,16 +213,15 @@ class Telemetry:
         """Waits until all events are delivered and written, but for at most 10 seconds."""
         if os.getpid() != self._worker.pid:
             return  # this process was forked from the one that writes
-        if self._is_open and not self._is_closed:
-            self.emit("closed", self._worker.step, num_skipped=self._worker.num_skipped)
-        with self._lock:
+        with self._lock:  # two threads may close at the same time
+            if self._is_open and not self._is_closed:
+                self.emit("closed", self._worker.step, num_skipped=self._worker.num_skipped)
             self._is_closed = True
-            thread = self._thread
+            task = self._task
         self._worker.queue.put(_END)
-        if thread is None or thread is threading.current_thread():  # a hook may call close, too
+        if task is None or task.thread_id == threading.get_ident():  # a hook may call close, too
             return
-        thread.join(_CLOSING_SECS)
-        if thread.is_alive():
+        if not task.ended.wait(_CLOSING_SECS):
             logger.warning(
                 "%s: the last events are still being delivered or written after %.0f s; "
                 "the checkpointer closes without waiting for them",
@@ -235,13 +235,13 @@ class Telemetry:
             return self._tally.stats(self._worker.num_skipped)
 
     def _start(self) -> None:
-        if self._thread is not None or not self._has_thread or self._is_closed:
+        if self._task is not None or not self._has_thread or self._is_closed:
             return
-        self._thread = threading.Thread(target=self._worker.run, name="events", daemon=True)
+        self._task = Task("events", self._worker.run)
         try:
-            self._thread.start()
+            self._task.start()
         except RuntimeError as error:  # no more threads, or the interpreter is shutting down
-            self._thread, self._has_thread = None, False
+            self._task, self._has_thread = None, False
             logger.warning("events are neither delivered nor written; no thread starts: %s", error)
 
 

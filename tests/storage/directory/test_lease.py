@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import dataclasses
 import json
 import os
@@ -358,12 +359,12 @@ def test_a_lease_that_was_removed_is_lost_unless_the_directory_went_with_it(
 def test_a_lease_that_cannot_be_renewed_for_lack_of_threads_is_not_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def start(self: threading.Thread) -> None:
+    def start(*args: Any) -> None:
         raise RuntimeError("can't start new thread")
 
     lease = Lease(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", start)
+        patch.setattr(_thread, "start_new_thread", start)
         with pytest.raises(RuntimeError):
             lease.hold()
     lease.hold()

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import os
 import signal
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +17,7 @@ from torchax_ckpt.cli.plan import parsed_secs
 from torchax_ckpt.cli.step_arguments import existing
 from torchax_ckpt.errors import DirectoryError, MismatchError, OutOfMemoryError, SelectionError
 from torchax_ckpt.publishing import Best, Every, FolderForm, Follower, Published
+from torchax_ckpt.runtime.background import Flag
 from torchax_ckpt.storage.medium import location
 
 
@@ -104,7 +104,7 @@ def follow(asked: Asked, form: FolderForm) -> int:
     return INTERRUPTED if signals.received == signal.SIGINT else OK
 
 
-def _loop(follower: Follower, stop: threading.Event, poll_secs: float, asked: Asked) -> None:
+def _loop(follower: Follower, stop: Flag, poll_secs: float, asked: Asked) -> None:
     """Publishes what is due, again and again until ``stop`` is set.
 
     Raises:
@@ -148,7 +148,7 @@ class _Signals:
     """
 
     def __init__(self) -> None:
-        self.stop = threading.Event()
+        self.stop = Flag()
         self.received: int | None = None
 
     def handle(self, number: int, frame: Any) -> None:
@@ -161,7 +161,7 @@ class _Signals:
 
     def go_on(self, num_bytes: int) -> None:
         """Raises ``_Stopped`` if a signal came."""
-        if self.stop.is_set():
+        if self.stop.is_set:
             raise _Stopped
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import collections
 import itertools
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ import tensorstore as ts
 from torchax_ckpt.errors import CorruptCheckpointError
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.runtime import progress
+from torchax_ckpt.runtime.background import Flag
 from torchax_ckpt.snapshot.move_shards import sum_over_replicas
 from torchax_ckpt.storage.arrays import block_digests, locate_chunk, replica_reading
 from torchax_ckpt.storage.arrays.array_checks import stored_key
@@ -240,7 +240,7 @@ class _Arrival:
         source = store[piece.index][ts.d[:].translate_to[0]]
         self._wrong: Sequence[tuple[int, ...]] = ()
         self._failure: BaseException | None = None
-        self._is_compared = threading.Event()
+        self._is_compared = Flag()
         self._future = ts.array(self._host, dtype=store.dtype).write(source)
         self._future.add_done_callback(self._compare)
 

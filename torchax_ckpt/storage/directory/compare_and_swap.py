@@ -35,6 +35,7 @@ from torchax_ckpt.storage.medium import fsync, location, permissions
 DRAFT_SUFFIX = ".draft"
 # The most bytes that are read of a record; no valid record is so long.
 _MAX_BYTES = 1 << 16
+_CLOSED = -1
 
 
 class Conflict(Exception):  # noqa: N818 - not an error: one of two possible results of an exchange
@@ -153,7 +154,9 @@ class _LocalRecord:
         return (opened.st_dev, opened.st_ino) != (now.st_dev, now.st_ino)
 
     def close(self) -> None:
-        os.close(self._directory)
+        if self._directory != _CLOSED:
+            directory, self._directory = self._directory, _CLOSED
+            os.close(directory)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:

@@ -37,6 +37,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torchax_ckpt.errors import LeaseError
+from torchax_ckpt.runtime.background import Flag, Task
 from torchax_ckpt.storage.directory.compare_and_swap import AtomicRecord, Conflict, Seen, record_at
 from torchax_ckpt.storage.directory.lease_holder import LeaseHolder, this_kernel
 
@@ -102,9 +103,9 @@ class Lease:
         self._end()
 
     def _end(self) -> None:
-        if self._hold is not None:
-            hold, self._hold = self._hold, None
+        if (hold := self._hold) is not None:
             hold.end()
+            self._hold = None  # not before, so that an interrupted call can be made again
 
     def _take(self) -> _Hold:
         record = record_at(self._directory / NAME)
@@ -124,7 +125,7 @@ class Lease:
                 other = LeaseHolder.of(seen.content)
                 is_alive = False if _is_torn(seen) else None
                 if other is not None:
-                    is_alive = other.is_alive()
+                    is_alive = other.is_alive() and not _is_interrupted(other)
                 if is_alive or (is_alive is None and first is not None and seen != first):
                     raise self._refused(other, now)
                 if is_alive is None:
@@ -139,15 +140,17 @@ class Lease:
                 who = other.describe(now) if other else "a program that its file does not name"
                 logger.info("%s: taking over the lease of %s", self._directory, who)
             holder = LeaseHolder.here(now)
+            taken = None
             try:
+                _tokens.add(holder.token)
                 taken = record.swap(seen, holder.to_bytes())
-            except Conflict:
-                continue
-            try:
                 return _Hold(record, taken, holder, self._directory, self._clock)
-            except BaseException:  # no thread can be started: nobody would renew the lease
-                record.remove(taken)
-                raise
+            except BaseException as error:  # also an interrupt, or no thread can be started
+                _tokens.discard(holder.token)
+                if taken is not None:
+                    record.remove(taken)
+                if not isinstance(error, Conflict):
+                    raise
 
     def _log_waiting(self, other: LeaseHolder | None, now: float) -> None:
         if other is None or other.renewed_secs + LEASE_SECS > now:
@@ -186,6 +189,16 @@ def _is_torn(seen: Seen) -> bool:
     return not left or (left.startswith(b"{") and not left.endswith(b"}"))
 
 
+# The tokens of the leases that this process holds or is taking. A lease of this process whose token
+# is not among them was left by an interrupt; nobody renews or removes it.
+_tokens: set[str] = set()
+
+
+def _is_interrupted(other: LeaseHolder) -> bool:
+    is_here = other.kernel == this_kernel() and other.pid == os.getpid()
+    return is_here and other.token not in _tokens
+
+
 class _Hold:
     """A lease that this process took; a thread renews the lease until it is released or lost."""
 
@@ -204,9 +217,9 @@ class _Hold:
         self._clock = clock
         self._loss: str | None = None
         self._lock = threading.Lock()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._renew_until_ended, name="lease", daemon=True)
-        self._thread.start()
+        self._ended = Flag()
+        self._task = Task("lease", self._renew_until_ended)
+        self._task.start()
 
     def is_orphaned(self) -> bool:
         """Returns whether the directory was removed or moved; False if forked from the holder."""
@@ -225,7 +238,7 @@ class _Hold:
     def renew(self) -> None:
         """Writes a new sign of life into the lease."""
         with self._lock:
-            if self._loss is not None or self._ended.is_set() or not self._is_this_process():
+            if self._loss is not None or self._ended.is_set or not self._is_this_process():
                 return
             renewed = dataclasses.replace(self.holder, renewed_secs=self._clock())
             try:
@@ -247,18 +260,18 @@ class _Hold:
             return
         self._ended.set()
         if not sys.is_finalizing():
-            self._thread.join()
+            self._task.ended.wait()
         with self._lock:
             try:
-                if self._loss is None:
+                if self._loss is None and self.holder.token in _tokens:
                     self._record.remove(self._seen)
             except OSError as error:
                 logger.warning("%s: cannot release the lease: %s", self._directory, error)
-            finally:
-                self._record.close()
+            _tokens.discard(self.holder.token)
+            self._record.close()
 
     def _renew_until_ended(self) -> None:
-        while not self._ended.wait(RENEW_SECS):
+        while not self._ended.wait(RENEW_SECS) and self.holder.token in _tokens:
             self.renew()
 
     def _is_this_process(self) -> bool:

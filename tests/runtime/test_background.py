@@ -1,0 +1,220 @@
+"""Waits for threads of the library, and exceptions of signal handlers within them."""
+
+from __future__ import annotations
+
+import _thread
+import gc
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import PROGRAMS
+from support.processes import run_python
+from support.waiting import wait_until
+
+from torchax_ckpt import TorchaxCheckpointer
+from torchax_ckpt.runtime import background
+from torchax_ckpt.runtime.background import Flag, Task
+from torchax_ckpt.storage.directory import compare_and_swap, lease
+
+
+class Interrupt(Exception):  # noqa: N818 - stands for KeyboardInterrupt, which would end pytest
+    pass
+
+
+@pytest.fixture
+def handler() -> Any:
+    """SIGUSR1 raises ``Interrupt`` on the main thread."""
+
+    def handle(number: int, frame: Any) -> None:
+        raise Interrupt
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
+def run(directory: Path, where: str) -> tuple[int, list[Any], str]:
+    program = PROGRAMS / "interrupted.py"
+    result = run_python(program, str(directory), where, check=False, fresh=where != "wait")
+    reports = [json.loads(line) for line in result.stdout.splitlines()]
+    return result.returncode, reports, result.stderr
+
+
+def test_an_interrupted_wait_leaves_the_save_as_it_is(directory: Path) -> None:
+    code, reports, errors = run(directory, "wait")
+    assert (code, reports) == (
+        0,
+        [
+            {"interrupted": True, "is_saving": True, "lease": True},
+            {"steps": [1]},
+            {"steps": [1, 2], "lease": False},
+        ],
+    ), errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["close", "with", "again"])
+def test_an_interrupted_close_keeps_the_lease_until_the_save_has_ended(
+    where: str, directory: Path
+) -> None:
+    code, reports, errors = run(directory, where)
+    steps = [1, 2] if where == "again" else [1]
+    assert (code, reports) == (
+        0,
+        [
+            {"interrupted": True, "is_saving": True, "lease": True},
+            {"steps": steps, "lease": False},
+        ],
+    ), errors
+
+
+@pytest.mark.slow
+def test_the_first_interrupt_at_the_end_of_a_program_does_not_end_the_save(
+    directory: Path,
+) -> None:
+    code, _, errors = run(directory, "exit")
+    assert code == 0, errors
+    assert f"KeyboardInterrupt at the program's end: still waiting for step 1 of {directory}" in (
+        errors
+    )
+    assert (directory / "1").exists()
+    assert not (directory / "lease").exists()
+
+
+@pytest.mark.slow
+def test_the_second_interrupt_at_the_end_of_a_program_names_the_lost_step(directory: Path) -> None:
+    code, _, errors = run(directory, "twice")
+    assert code == 130, errors
+    assert f"KeyboardInterrupt again: ending at once. Lost: step 1 of {directory}" in errors
+    assert not (directory / "1").exists()
+
+
+@pytest.mark.usefixtures("handler")
+def test_interrupts_at_random_moments_harm_no_other_wait() -> None:
+    main = threading.main_thread().ident or 0
+    for round_number in range(100):
+        told, ended = Flag(), Flag()
+        waiting = Task("waiting", lambda told=told, ended=ended: (told.wait(), ended.set()))  # type: ignore[misc]
+        send = Task("send", lambda: signal.pthread_kill(main, signal.SIGUSR1))
+        try:
+            waiting.start()
+            send.start()
+            time.sleep(round_number * 1e-5)
+            told.wait(0.001)
+        except Interrupt:
+            pass
+        while True:
+            try:
+                told.set()
+                send.ended.wait()
+                break
+            except Interrupt:
+                pass
+        never_ran = waiting.cancel()
+        assert waiting.ended.wait(30)
+        assert ended.is_set != never_ran
+
+
+@pytest.mark.usefixtures("handler")
+def test_a_function_that_must_not_end_halfway_continues_after_an_interrupt() -> None:
+    go_on, ended = Flag(), Flag()
+
+    def function() -> None:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+        go_on.wait()
+        ended.set()
+
+    with pytest.raises(Interrupt):
+        background.run_whole("whole", function)
+    assert not ended.is_set
+    go_on.set()
+    assert ended.wait(30)
+    with pytest.raises(ZeroDivisionError):
+        background.run_whole("whole", lambda: 1 // 0)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("handler")
+def test_an_interrupt_while_a_save_begins_leaves_nothing_to_wait_for(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = Task.start
+
+    def interrupted(task: Task, *, before: bool) -> None:
+        if not task._thread.name.startswith("save-"):
+            start(task)
+            return
+        monkeypatch.setattr(Task, "start", start)
+        if not before:
+            start(task)
+            wait_until(lambda: not task._run)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(60)
+
+    with TorchaxCheckpointer(directory) as ckpt:
+        for step, before in ((1, True), (2, False)):
+            monkeypatch.setattr(Task, "start", lambda t, b=before: interrupted(t, before=b))
+            with pytest.raises(Interrupt):
+                ckpt.save(step, state={"w": np.arange(3)})
+            ckpt._saver.wait(30)
+        ckpt.save(3, state={"w": np.arange(3)})
+    assert ckpt.all_steps() == [2, 3]
+
+
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_a_lease_that_an_interrupt_left_is_taken_over_at_once(
+    is_taken: bool, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local_record = type(compare_and_swap.record_at(directory.parent / "lease"))
+    place: tuple[Any, str] = (lease._Hold, "__init__") if is_taken else (local_record, "swap")
+    original = getattr(*place)
+
+    def interrupted(*args: Any) -> None:
+        original(*args)
+        if args[0].__class__ is place[0]:
+            raise KeyboardInterrupt
+
+    ckpt = TorchaxCheckpointer(directory)
+    monkeypatch.setattr(*place, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ckpt.save(1, state={"w": np.arange(3)})
+    monkeypatch.setattr(*place, original)
+    ckpt.save(2, state={"w": np.arange(3)})
+    ckpt.close()
+    assert ckpt.all_steps() == [2]
+    assert not (directory / "lease").exists()
+
+
+def test_a_task_lets_go_of_its_function_before_its_end_is_told() -> None:
+    array = np.arange(3)
+    gone = weakref.ref(array)
+    task = Task("task", lambda array=array: None)  # type: ignore[misc]
+    del array
+    task.start()
+    assert task.ended.wait(30)
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_task_that_no_thread_runs_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    ran: list[int] = []
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    background.run_whole("whole", lambda: ran.append(1))  # on the thread that starts threads
+    monkeypatch.setattr(_thread, "start_new_thread", refuse)
+    task = Task("task", lambda: sys.exit(1))
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        task.start()
+    assert task.ended.is_set
+    background.run_whole("whole", lambda: ran.append(2))
+    assert ran == [1, 2]

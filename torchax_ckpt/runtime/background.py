@@ -1,0 +1,170 @@
+"""Threads of this library, and waits for them that an interrupt cannot harm.
+
+A signal handler may raise at any point of the main thread, as Ctrl-C does. Python's own waits do
+not survive this: in Python 3.11, an exception within ``Thread.join`` marks a running thread as
+ended, one within ``Thread.start`` or ``Event.wait`` may leave a lock that the other thread needs,
+and one within a hook of the interpreter's end cancels the hook. Each class here therefore records
+what happened in a plain attribute, and waits on a ``SimpleQueue``, which is written in C and
+reentrant.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import logging
+import math
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+# An interrupted ``set`` or ``wait`` may not wake the others; they look again after this time.
+_POLL_SECS = 1.0
+_INTERRUPTED = 130  # as shells report Ctrl-C
+
+
+class Flag:
+    """A flag that is set once, and that threads wait for."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._wakeups: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def set(self) -> None:
+        """Sets the flag and wakes the threads that wait."""
+        self.is_set = True
+        self._wakeups.put(None)
+
+    def wait(self, timeout_secs: float | None = None) -> bool:
+        """Waits until the flag is set, or the time is over; returns whether the flag is set."""
+        deadline = math.inf if timeout_secs is None else time.monotonic() + timeout_secs
+        while not self.is_set and (left_secs := deadline - time.monotonic()) > 0:
+            with contextlib.suppress(queue.Empty):
+                self._wakeups.get(timeout=min(left_secs, _POLL_SECS))
+        if self.is_set:
+            self._wakeups.put(None)  # for the next thread that waits
+        return self.is_set
+
+
+class Task:
+    """A function that runs once, on a daemon thread of its own.
+
+    Attributes:
+      ended: set when the function has ended, or will never run.
+      is_cancelled: whether the function will never run.
+      pid: the process that made the task; the thread does not exist in forked ones.
+
+    Args:
+      name: the thread's name.
+      run: the function. When ``ended`` is set, the task no longer refers to it.
+    """
+
+    def __init__(self, name: str, run: Callable[[], object]) -> None:
+        self.ended = Flag()
+        self.is_cancelled = False
+        self.pid = os.getpid()
+        self._run = [run]  # whoever removes the function decides whether it runs
+        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+
+    @property
+    def thread_id(self) -> int:
+        """The identifier of the thread; 0 before it runs."""
+        return self._thread.ident or 0
+
+    def start(self) -> None:
+        """Starts the thread, and does not wait until it runs.
+
+        Raises:
+          RuntimeError: there are too many threads, or the interpreter is shutting down. After any
+            other exception within ``start``, the function may run or not; ``cancel`` decides.
+        """
+        try:
+            # An interrupt within Thread.start may keep the new thread waiting for ever, so that a
+            # thread to which signal handlers do not raise calls it.
+            _thread.start_new_thread(self._start, ())
+        except RuntimeError:
+            self.cancel()
+            raise
+
+    def cancel(self) -> bool:
+        """Returns whether the function will never run; it will not unless it has begun."""
+        with contextlib.suppress(IndexError):
+            self._run.pop()
+            self.is_cancelled = True
+            self.ended.set()
+        return self.is_cancelled
+
+    def _start(self) -> None:
+        try:
+            self._thread.start()
+        except RuntimeError:  # too many threads: this one will do
+            self._main()
+
+    def _main(self) -> None:
+        try:
+            run = self._run.pop()
+        except IndexError:  # cancelled
+            return
+        try:
+            run()
+        finally:
+            del run  # and with it arrays, whose deletion must not meet the interpreter's end
+            self.ended.set()
+
+
+def run_whole(name: str, function: Callable[[], None]) -> None:
+    """Calls a function that must not end halfway, and raises what it raises.
+
+    Signal handlers raise on the main thread only. Called there, the function runs on a thread, and
+    continues to its end if an exception interrupts the wait for it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return function()
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            function()
+        except BaseException as error:  # raised again on the main thread
+            errors.append(error)
+
+    task = Task(name, run)
+    try:
+        task.start()
+    except RuntimeError:  # no thread can be started
+        return function()
+    task.ended.wait()
+    if errors:
+        raise errors.pop()
+    return None
+
+
+def finish_at_exit(task: Task, lost: Callable[[], str]) -> None:
+    """Waits for a started task at the end of the program, whatever interrupts the wait.
+
+    The first interrupt is logged. A second one ends the process at once with exit code 130.
+
+    Args:
+      task: what the program has to finish before it ends.
+      lost: returns what is lost if the program does not wait.
+    """
+    is_interrupted = False
+    while not task.ended.is_set and task.pid == os.getpid():
+        try:
+            task.ended.wait()
+        except BaseException as error:
+            name = type(error).__name__
+            if is_interrupted:
+                logger.error("%s again: ending at once. Lost: %s", name, lost())
+                for stream in (sys.stdout, sys.stderr):
+                    with contextlib.suppress(Exception):
+                        stream.flush()
+                os._exit(_INTERRUPTED)
+            is_interrupted = True
+            text = "%s at the program's end: still waiting for %s. Once more ends the program now."
+            logger.warning(text, name, lost())
