@@ -65,6 +65,10 @@ TESTED = {
         "saving/test_saver.py::test_an_error_in_the_loop_lets_the_save_in_flight_finish",
         "saving/test_saver.py::test_a_program_that_ends_without_close_still_completes_its_save",
     ],
+    "Ctrl-C ends a wait": [
+        "runtime/test_background.py::test_an_interrupted_wait_leaves_the_save_as_it_is",
+        "runtime/test_background.py::test_an_interrupt_while_a_save_begins_leaves_nothing_to_wait_for",
+    ],
     "An unreachable checkpointer hands over": [
         "saving/test_closing.py"
         "::test_a_cell_that_is_run_again_goes_on_from_the_checkpointer_it_replaces",
