@@ -121,6 +121,11 @@ TESTED = {
         "storage/directory/test_lease.py"
         "::test_a_holder_that_died_elsewhere_blocks_until_its_last_sign_of_life_is_60_s_old",
     ],
+    "A copy of a run's directory": [
+        "storage/directory/test_lease.py"
+        "::test_the_lease_of_a_running_process_in_a_copy_of_its_directory_refuses_nobody",
+        "storage/directory/test_lease.py::test_a_copy_of_a_run_is_saved_to_while_the_run_goes_on",
+    ],
     "A program that stalled": [
         "storage/directory/test_lease.py"
         "::test_a_writer_that_lost_its_lease_while_writing_commits_nothing_and_stops",

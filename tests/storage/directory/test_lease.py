@@ -239,6 +239,85 @@ def test_a_process_number_used_again_is_another_process(
     assert clock.waited_secs == 0
 
 
+def place_of(directory: Path) -> str:
+    status = directory.stat()
+    return f"{status.st_dev}-{status.st_ino}"
+
+
+@pytest.mark.parametrize(
+    ("place", "kernel", "refusal"),
+    [
+        pytest.param("{there}", "ours", "", id="copy"),
+        pytest.param("{here}", "ours", r"ago\. End that", id="same-inode"),
+        pytest.param("", "ours", r"ago\. End that", id="without-inode"),
+        pytest.param("1{there}", "ours", "on another device: if .* is a copy, remove", id="device"),
+        pytest.param("{device}-0", "ours", r"ago\. End that", id="no-inode"),
+        pytest.param("{there}", "another", None, id="another-kernel"),
+        pytest.param("{there}", None, None, id="no-kernel"),
+    ],
+)
+def test_the_lease_of_a_running_process_in_a_copy_of_its_directory_refuses_nobody(
+    place: str,
+    kernel: str | None,
+    refusal: str | None,
+    tmp_path: Path,
+    clock: Clock,
+    process: subprocess.Popen[Any],
+) -> None:
+    run, copy = tmp_path / "run", tmp_path / "copy"
+    run.mkdir()
+    copy.mkdir()
+    place = place.format(
+        there=place_of(run), here=place_of(copy), device=place_of(run).partition("-")[0]
+    )
+    holder = holder_of(process)
+    token = f"{'e' * 32}-{place}" if place else "e" * 32
+    holder = dataclasses.replace(holder, token=token, renewed_secs=T0 - 3600)
+    write(run, holder if kernel == "ours" else dataclasses.replace(holder, kernel=kernel))
+    shutil.copyfile(run / "lease", copy / "lease")
+    lease = Lease(copy, clock=clock, sleep=clock.sleep)
+    if refusal:
+        with pytest.raises(LeaseError, match=refusal):
+            lease.hold()
+        assert (copy / "lease").read_bytes() == (run / "lease").read_bytes()
+    else:
+        lease.hold()  # of another kernel: an hour after the last sign of life
+        assert written(copy).pid == os.getpid()
+        lease.release()
+    assert clock.waited_secs == 0
+    assert written(run).pid == process.pid
+
+
+def test_a_lease_follows_its_directory_under_whatever_name(
+    tmp_path: Path, clock: Clock, leased: Lease
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    held = Lease(run, clock=clock, sleep=clock.sleep)
+    held.hold()
+    assert LeaseHolder.of((run / "lease").read_bytes()) == written(run)
+    moved, link = run.rename(tmp_path / "moved"), tmp_path / "link"
+    link.symlink_to(moved)
+    for name in (moved, link):
+        with pytest.raises(LeaseError, match="another checkpointer of this very process"):
+            Lease(name, clock=clock, sleep=clock.sleep).hold()
+    moved.rename(run)
+    held.hold()
+    held.release()
+
+
+def test_readers_that_know_nothing_of_inodes_understand_a_lease(
+    tmp_path: Path, leased: Lease
+) -> None:
+    leased.hold()
+    # They cannot parse a lease with any other field.
+    told = json.loads((tmp_path / "lease").read_bytes())
+    fields = "token host pid kernel started since_secs renewed_secs"
+    assert [*told] == fields.split()
+    assert [type(value) for value in told.values()] == [str, str, int, str, int, float, float]
+    assert told["token"].endswith(f"-{place_of(tmp_path)}")
+
+
 @pytest.mark.slow
 def test_of_many_that_want_a_dead_ones_lease_one_gets_it(tmp_path: Path) -> None:
     for _ in range(4):
@@ -395,6 +474,21 @@ def test_a_second_checkpointer_in_one_process_is_refused_until_the_first_is_clos
         third.delete(1)
     assert third.all_steps() == [2]
     assert entries(directory) == {"2"}
+
+
+def test_a_copy_of_a_run_is_saved_to_while_the_run_goes_on(directory: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    with TorchaxCheckpointer(directory) as run:
+        run.save(1, state=STATE)
+        run.wait_until_finished()
+        shutil.copytree(directory, copy)
+        with TorchaxCheckpointer(copy) as other:
+            assert other.save(2, state=STATE, force=True)
+            assert run.save(3, state=STATE, force=True)
+        with TorchaxCheckpointer(directory) as second, pytest.raises(LeaseError):
+            second.save(4, state=STATE, force=True)
+    assert entries(directory) == {"1", "3"}
+    assert entries(copy) == {"1", "2"}
 
 
 def test_a_checkpointer_that_was_dropped_without_close_blocks_nobody(directory: Path) -> None:

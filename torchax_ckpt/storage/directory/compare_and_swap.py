@@ -67,20 +67,13 @@ class AtomicRecord(Protocol):
         """Returns the present record, valid or not; None if there is no record."""
 
     def swap(self, seen: Seen | None, content: bytes) -> Seen:
-        """Replaces the record ``seen``, or creates the first record if ``seen`` is None.
-
-        Returns:
-          The new record.
-
-        Raises:
-          Conflict: the present record is not ``seen``.
-        """
+        """Replaces the record ``seen``, or creates it if None; Conflict if ``seen`` has changed."""
 
     def remove(self, seen: Seen) -> None:
-        """Removes the record if its content and version are still those in ``seen``.
+        """Removes the record; does nothing if it has been replaced since ``seen`` was read."""
 
-        Does nothing if another program has replaced the record since ``seen`` was read.
-        """
+    def place(self) -> str:
+        """Returns device and inode of the record's directory, as "DEVICE-INODE"; "" on a bucket."""
 
     def is_orphaned(self) -> bool:
         """Returns whether the record's directory was removed or moved; False on a bucket."""
@@ -145,13 +138,14 @@ class _LocalRecord:
             if self.read() == seen:
                 self._path.unlink()
 
+    def place(self) -> str:
+        return _place(os.fstat(self._directory))
+
     def is_orphaned(self) -> bool:
-        opened = os.fstat(self._directory)
         try:
-            now = os.stat(self._path.parent)
+            return self.place() != _place(os.stat(self._path.parent))
         except FileNotFoundError:
             return True
-        return (opened.st_dev, opened.st_ino) != (now.st_dev, now.st_ino)
 
     def close(self) -> None:
         if self._directory != _CLOSED:
@@ -168,6 +162,10 @@ class _LocalRecord:
             with contextlib.suppress(OSError):
                 # close() would not unlock: a process forked meanwhile shares the descriptor.
                 fcntl.flock(self._directory, fcntl.LOCK_UN)
+
+
+def _place(directory: os.stat_result) -> str:
+    return f"{directory.st_dev}-{directory.st_ino}"
 
 
 class _BucketRecord:
@@ -210,6 +208,9 @@ class _BucketRecord:
     def remove(self, seen: Seen) -> None:
         with contextlib.suppress(FileNotFoundError, FileExistsError):
             self._object("DELETE", ifGenerationMatch=seen.version)
+
+    def place(self) -> str:
+        return ""
 
     def is_orphaned(self) -> bool:
         return False  # a bucket has no directories

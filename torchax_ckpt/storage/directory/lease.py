@@ -8,7 +8,8 @@ lease, the holder of that lease decides what happens:
 - If the holder was a process on the same host that has ended (according to the kernel), the program
   takes the lease over immediately. So it does if the file is empty or ends in the middle, as a loss
   of power may leave it: a program writes and syncs the whole file before it gives it its name.
-- If the holder is a running process on the same host, the program is refused immediately.
+- If the holder is a running process on the same host, the program is refused immediately. Its
+  lease in a copy of its directory refuses nobody: the inodes differ, which both programs know.
 - If the holder is a process on another host, which cannot be examined, the program waits until the
   last sign of life is 60 s old, and then takes the lease over. If the holder gives another sign of
   life during this wait, the program is refused.
@@ -52,13 +53,7 @@ _MAX_BYTES = 4096
 
 
 class Lease:
-    """Takes, renews, checks and releases the lease of one directory for one checkpointer.
-
-    Args:
-      directory: the directory, which must exist when the lease is taken.
-      clock: returns the seconds since the epoch.
-      sleep: sleeps for some seconds.
-    """
+    """Takes, renews, checks and releases the lease of one directory for one checkpointer."""
 
     def __init__(
         self,
@@ -118,6 +113,7 @@ class Lease:
     def _compete(self, record: AtomicRecord) -> _Hold:
         first: Seen | None = None
         first_secs = 0.0
+        place = record.place()
         while True:
             now = self._clock()
             seen = record.read()
@@ -125,9 +121,10 @@ class Lease:
                 other = LeaseHolder.of(seen.content)
                 is_alive = False if _is_torn(seen) else None
                 if other is not None:
-                    is_alive = other.is_alive() and not _is_interrupted(other)
+                    is_left = _is_interrupted(other) or other.is_of_copy(place)
+                    is_alive = False if is_left else other.is_alive()
                 if is_alive or (is_alive is None and first is not None and seen != first):
-                    raise self._refused(other, now)
+                    raise self._refused(other, place, now)
                 if is_alive is None:
                     if first is None:
                         first, first_secs = seen, now
@@ -139,7 +136,7 @@ class Lease:
                         continue
                 who = other.describe(now) if other else "a program that its file does not name"
                 logger.info("%s: taking over the lease of %s", self._directory, who)
-            holder = LeaseHolder.here(now)
+            holder = LeaseHolder.here(now, place)
             taken = None
             try:
                 _tokens.add(holder.token)
@@ -162,7 +159,7 @@ class Lease:
                 LEASE_SECS,
             )
 
-    def _refused(self, other: LeaseHolder | None, now: float) -> LeaseError:
+    def _refused(self, other: LeaseHolder | None, place: str, now: float) -> LeaseError:
         who = other.describe(now) if other else "unknown"
         if other is not None and other.kernel == this_kernel() and other.pid == os.getpid():
             who = f"another checkpointer of this very process ({who}), which is still referenced"
@@ -170,6 +167,11 @@ class Lease:
                 "Close that one first. If no variable refers to it any more, a notebook's Out and "
                 "_, or the traceback of the last error (sys.last_value), may still do so: delete "
                 "these"
+            )
+        elif other is not None and other.is_of_copy(place) is None:
+            what_to_do = (
+                "It took the lease on another device: if this directory is a copy, remove its file "
+                "lease. End that program"
             )
         else:
             what_to_do = "End that program"

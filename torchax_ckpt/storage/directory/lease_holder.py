@@ -6,10 +6,14 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import socket
 import time
 import uuid
 
+# A token with the device and the inode of the leased directory. They stand in the token because
+# a reader that does not know them could not parse a lease with one more field.
+_TOKEN = re.compile(r"[0-9a-f]{32}-(?P<place>(?P<device>[0-9]+)-[1-9][0-9]*)")
 _MAX_PID = 2**31 - 1
 # The end of the year 9999, in seconds since the epoch: later dates cannot be written.
 _MAX_SECS = 253_402_300_799
@@ -20,7 +24,8 @@ class LeaseHolder:
     """The holder of a lease.
 
     Attributes:
-      token: distinguishes this hold from other holds by the same process.
+      token: distinguishes this hold from other holds by the same process, and perhaps names the
+        directory.
       host, pid: the host's name and the process number, for people.
       kernel: the kernel and set of process numbers that ``pid`` belongs to; None if unknown.
       started: when the process started, in the kernel's ticks, because a process number may be used
@@ -38,13 +43,12 @@ class LeaseHolder:
     renewed_secs: float
 
     @classmethod
-    def here(cls, now: float) -> LeaseHolder:
-        """Returns a holder that says: this process took the lease at the time ``now``."""
+    def here(cls, now: float, place: str = "") -> LeaseHolder:
+        """Returns a holder that says: this process took the lease of ``place`` at ``now``."""
         process = process_of(os.getpid())
         started = process.started if process else None
-        return cls(
-            uuid.uuid4().hex, socket.gethostname(), os.getpid(), this_kernel(), started, now, now
-        )
+        token = f"{uuid.uuid4().hex}-{place}" if place else uuid.uuid4().hex
+        return cls(token, socket.gethostname(), os.getpid(), this_kernel(), started, now, now)
 
     @classmethod
     def of(cls, content: bytes) -> LeaseHolder | None:
@@ -88,6 +92,18 @@ class LeaseHolder:
             # Another thread of a killed process may still be inside a system call.
             return None if process.num_threads > 1 else False
         return True
+
+    def is_of_copy(self, place: str) -> bool | None:
+        """Returns True if the lease came to ``place`` in a copy of its directory, None if unclear.
+
+        A directory that is mounted twice may have two inodes, and a snapshot has the same inode as
+        the original, so only two inodes of one device tell.
+        """
+        there = _TOKEN.fullmatch(self.token)
+        is_here = self.kernel is not None and self.kernel == this_kernel()
+        if not place or there is None or not is_here or there["place"] == place:
+            return False
+        return True if there["device"] == place.partition("-")[0] else None
 
     def describe(self, now: float) -> str:
         """Returns host, pid, start of the lease and age of the last sign of life, for messages."""
