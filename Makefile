@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 PYTEST_FLAGS ?= -n auto --dist loadgroup --no-loadscope-reorder
 
 .PHONY: demo test test-slow test-long test-tpu test-all lint docs notebooks bench bench-accelerator torture torture-kill torture-hosts \
-    torture-flips torture-gcs torture-fuzz torture-endurance torture-power clean
+    torture-flips torture-gcs torture-fuzz torture-endurance torture-power torture-lease clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.installed-examples
@@ -61,7 +61,7 @@ bench-accelerator: $(INSTALLED)
 	$(BIN)/python benchmarks/accelerator.py $(BENCH_ACCELERATOR)
 
 # The long forms of tests/faults; each has a target of its own, and prints a table.
-torture: torture-kill torture-hosts torture-power torture-flips torture-gcs torture-fuzz torture-endurance
+torture: torture-kill torture-hosts torture-power torture-lease torture-flips torture-gcs torture-fuzz torture-endurance
 
 # KILLED=2 kills a program of two processes.
 KILLS ?= 300
@@ -77,6 +77,11 @@ torture-hosts: $(INSTALLED)
 CUTS ?= 300
 torture-power: $(INSTALLED)
 	$(BIN)/python tests/faults/torture_power.py --cuts $(CUTS)
+
+# Needs the same.
+LEASES ?= 200
+torture-lease: $(INSTALLED)
+	$(BIN)/python tests/faults/torture_lease.py --rounds $(LEASES)
 
 FLIPS ?= 2000
 torture-flips: $(INSTALLED)

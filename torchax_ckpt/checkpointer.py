@@ -187,7 +187,8 @@ class TorchaxCheckpointer:
           UnsupportedLeafError: an attached value cannot be stored.
           ForeignCheckpointError: the newest step was not written by this package.
           CorruptCheckpointError, OutOfMemoryError: all steps are damaged; too little host memory.
-          DirectoryError: a step cannot be read now; it may be intact, so it is not skipped.
+          DirectoryError: a step cannot be read now; it may be intact, so it is not skipped. Or the
+            directory is a bucket mounted with FUSE, and ``read_only`` was not given.
         """
         self._require_open()
         with self._processes.round("beginning"):
@@ -198,6 +199,8 @@ class TorchaxCheckpointer:
                 )
             self._tiers.wait()
             self._tiers.take_over()
+            if not self._options.read_only:
+                self._tiers.require_writable()
             attached = TrainingState(
                 model,
                 optimizer,

@@ -280,6 +280,11 @@ class Tiers:
 
     # --- saving ---
 
+    def require_writable(self) -> None:
+        """Raises DirectoryError if the directory of a tier must not be written."""
+        for tier in self._tiers:
+            tier.directory.require_writable()
+
     def claim(self, step: int | None = None) -> None:
         """Acquires the lease of each tier's directory, unless this run has the lease already.
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import _thread
 import dataclasses
+import errno
+import fcntl
 import json
 import os
 import shutil
@@ -341,6 +343,40 @@ def test_of_many_that_want_a_dead_ones_lease_one_gets_it(tmp_path: Path) -> None
         assert len(refused) == 7
         for each in leases:
             each.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("left", [None, ELSEWHERE], ids=["free", "left-by-a-dead-host"])
+def test_without_links_locks_and_o_excl_one_of_two_that_took_it_at_once_is_told(
+    left: LeaseHolder | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if left is not None:
+        write(tmp_path, dataclasses.replace(left, renewed_secs=0))
+    first, second = Lease(tmp_path), Lease(tmp_path)
+    opened, replace = os.open, os.replace
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+
+    def replace_after_second(*args: Any) -> None:
+        monkeypatch.setattr(os, "replace", replace)
+        second.hold()
+        replace(*args)
+
+    def open_existing(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        return opened(path, flags & ~os.O_EXCL, *args, **kwargs)
+
+    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(os, "open", open_existing)
+    monkeypatch.setattr(os, "replace", replace_after_second)
+    first.hold()
+    first.hold()
+    with pytest.raises(LeaseError, match="has lost its lease: it is held by"):
+        second.hold()
+    second.release()
+    first.hold()
+    first.release()
     assert list(tmp_path.iterdir()) == []
 
 

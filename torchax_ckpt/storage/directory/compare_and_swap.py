@@ -8,10 +8,11 @@ comparison and the replacement, except on the network file systems named below:
 - On a local path, a program writes and syncs a new file. Then it locks the directory for the moment
   of the exchange, compares, and renames the new file over the record. A program creates the first
   record as a hard link, which fails if a record exists. Without the sync, a loss of power could
-  leave the record's name with no content, or with a part of it. On network file systems without
-  locks on directories, a gap of microseconds remains between the comparison and the rename. If two
-  programs replace the record within this gap, both succeed, and the record keeps the content of the
-  later rename.
+  leave the record's name with no content, or with a part of it. On NFS and FUSE, locks on
+  directories exclude programs of the same host only. There a gap of about a round trip to the
+  server remains between the comparison and the rename, also for the first record if there are no
+  hard links. If two hosts replace the record within this gap, both succeed, and the record keeps
+  the content of the later rename.
 - On a bucket, the server compares: a request names the generation that the record must still have.
 """
 

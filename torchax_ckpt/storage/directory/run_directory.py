@@ -50,7 +50,7 @@ from torchax_ckpt.storage.directory.compare_and_swap import DRAFT_SUFFIX
 from torchax_ckpt.storage.directory.run_identity import RunName
 from torchax_ckpt.storage.directory.summaries import Summaries
 from torchax_ckpt.storage.directory.verified import Verified
-from torchax_ckpt.storage.medium import bucket, fsync, location, permissions, storage_errors
+from torchax_ckpt.storage.medium import bucket, fsync, location, mounts, permissions, storage_errors
 
 logger = logging.getLogger(__name__)
 
@@ -167,18 +167,13 @@ class RunDirectory:
     # --- writing ---
 
     def claim(self) -> None:
-        """Creates the directory, takes the lease, and checks that files can be written.
-
-        Raises:
-          DirectoryError: the directory cannot be created or written, or was opened with
-            ``read_only``.
-          LeaseError: another program writes to it.
-        """
-        self._require_writable()
+        """Creates the directory, takes the lease, and checks that files can be written."""
+        self.require_writable()
         with self._translated("create and write"):
             permissions.make_folder(self.path)
             self.fence()
             permissions.prove_writable(self.path, DRAFT_SUFFIX)
+            mounts.probe(self.path, DRAFT_SUFFIX)
 
     def runs(self) -> list[str]:
         """Checks the lease; returns a list with the name of the run, or [] if the run has no name.
@@ -351,7 +346,7 @@ class RunDirectory:
 
         If the process is killed between these two actions, the remaining files are not a step.
         """
-        self._require_writable()
+        self.require_writable()
         with self._translated("delete from"):
             self.fence()
             if self._is_bucket:
@@ -389,12 +384,14 @@ class RunDirectory:
             self.delete(committed)
         return [s.step for s in doomed]
 
-    def _require_writable(self) -> None:
+    def require_writable(self) -> None:
+        """Raises DirectoryError if this was opened with ``read_only``, or is a mounted bucket."""
         if self._is_read_only:
             raise DirectoryError(
                 f"{self.path}: cannot be written: CheckpointOptions(read_only=True) was given",
                 path=self.path,
             )
+        mounts.refuse_object_store(self.path)
 
     def _translated(self, action: str) -> contextlib.AbstractContextManager[None]:
         return storage_errors.translated(action, self.path)

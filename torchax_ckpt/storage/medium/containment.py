@@ -22,13 +22,7 @@ _DATA_FOLDER = "d"
 
 
 def require_contained(step_path: epath.Path, step: int) -> None:
-    """Refuses a local step that holds a link, a special file, or a file that is too large.
-
-    Raises:
-      CorruptCheckpointError: it holds a symbolic link, a device, a pipe, or a file that is too
-        large.
-      OutOfMemoryError: a file of array data is larger than this host's memory.
-    """
+    """Refuses a local step that holds a link, a special file, or a file that is too large."""
     if location.is_bucket(step_path):
         return  # a bucket has no links and no special files
     try:
@@ -110,17 +104,9 @@ def is_plain_file(path: epath.Path) -> bool:
 def beyond_memory(
     step_path: epath.Path, step: int, needed: int, least: int, name: str | None = None
 ) -> CheckpointError:
-    """Returns the error for leaves that this host's memory cannot hold.
+    """Returns the error for leaves that need ``needed`` bytes, more than this host's memory.
 
-    If storage holds fewer bytes than ``least``, the error says that the step is damaged. Otherwise
-    the error says that the host has too little memory.
-
-    Args:
-      step_path, step: the step.
-      needed: the bytes of this host's memory that the leaves need at one time.
-      least: the fewest bytes that the leaves can occupy on storage. If storage holds fewer bytes,
-        the sizes in the step's metadata are false.
-      name: the name of the largest leaf.
+    If storage holds fewer bytes than ``least``, the error says that the step is damaged.
     """
     return _too_large(step, step_path, "leaves", needed, least, stored_bytes(step_path), name)
 

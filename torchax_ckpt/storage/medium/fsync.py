@@ -28,13 +28,7 @@ _AT_A_TIME = 16
 def sync_tree(top: epath.Path, *, but: str = "") -> None:
     """Syncs a folder and everything in it, but not its name, which is stored in the folder above.
 
-    Args:
-      top: the folder.
-      but: the name of folders whose files are synced already. There may be thousands of such
-        files, also from other hosts, and each would have to be opened again.
-
-    Raises:
-      OSError: the medium failed to store a file or a folder.
+    The files in folders named ``but`` are synced already; there may be thousands, of all hosts.
     """
     if location.is_bucket(top):
         return
@@ -43,11 +37,7 @@ def sync_tree(top: epath.Path, *, but: str = "") -> None:
 
 
 def sync(path: Any) -> None:
-    """Syncs a file's content, or the names of a folder's entries without their content.
-
-    Raises:
-      OSError: the medium failed to store it.
-    """
+    """Syncs a file's content, or the names of a folder's entries without their content."""
     if location.is_bucket(path):
         return
     opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -63,12 +53,7 @@ def sync(path: Any) -> None:
 def swap_in(partial: Path, final: Path) -> None:
     """Gives a file or folder its final name; a loss of power leaves all of its content or no name.
 
-    Args:
-      partial: the written file or folder.
-      final: the name, in the same file system; a file that has this name is replaced.
-
-    Raises:
-      OSError: the medium failed to store it.
+    A file that has this name is replaced.
     """
     for path in _within(os.fspath(partial), "") if partial.is_dir() else (partial,):
         sync(path)

@@ -33,16 +33,7 @@ _has_warned = False
 
 
 def take_over(source: epath.Path, target: epath.Path, *, may_copy: bool = True) -> None:
-    """Creates a folder that has the files of another folder on the same medium, at any depth.
-
-    Args:
-      source: the folder with the files.
-      target: the new folder.
-      may_copy: on a file system, whether to copy files that cannot be linked.
-
-    Raises:
-      OSError: see ``link_folder`` and ``bucket.copy``.
-    """
+    """Creates a folder that has the files of another folder on the same medium, at any depth."""
     if location.is_bucket(source):
         bucket.copy(source, target)
     else:
@@ -52,18 +43,7 @@ def take_over(source: epath.Path, target: epath.Path, *, may_copy: bool = True) 
 def link_folder(source: epath.Path, target: epath.Path, *, may_copy: bool = True) -> None:
     """Creates a folder whose files are hard links to the files of another folder, at any depth.
 
-    Where the file system refuses a link, the file is copied, which is logged once. When the
-    function returns, the names of the new files are durable; ``target`` itself is not, because its
-    name is stored in the folder above.
-
-    Args:
-      source: the folder with the files.
-      target: the new folder.
-      may_copy: whether to copy files that cannot be linked.
-
-    Raises:
-      OSError: a file is missing or no regular file, there is no space, or, without ``may_copy``,
-        the file system refuses a link.
+    The names of the new files are durable then, but not that of ``target`` in the folder above.
     """
     for folder, _, files in os.walk(source, onerror=_raise):
         new = os.path.join(target, os.path.relpath(folder, source))
@@ -80,13 +60,7 @@ def _raise(error: OSError) -> None:
 def link_file(
     source: str | os.PathLike[str], target: str | os.PathLike[str], *, may_copy: bool = True
 ) -> None:
-    """Gives a file a second name; where the file system refuses the link, copies the file.
-
-    The new name is not durable when the function returns.
-
-    Raises:
-      OSError: the file is missing or no regular file, or there is no space.
-    """
+    """Gives a file a second name, not yet durable; copies it if the file system refuses links."""
     if not stat.S_ISREG(os.lstat(source).st_mode):
         raise OSError(errno.ELOOP, "expected a regular file", os.fspath(source))
     try:

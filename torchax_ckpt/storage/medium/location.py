@@ -114,6 +114,6 @@ def _unsupported(directory: Any) -> DirectoryError:
     scheme = str(directory).partition("://")[0]
     return DirectoryError(
         f"{directory}: {scheme}:// is not supported. Give a local path (also of a network file "
-        "system or a mounted bucket) or a Google Cloud Storage URL, gs://bucket/prefix.",
+        "system) or a Google Cloud Storage URL, gs://bucket/prefix.",
         path=str(directory),
     )

@@ -38,11 +38,7 @@ def make_folder(path: epath.Path) -> None:
 
 
 def write_file(path: pathlib.Path, content: bytes) -> None:
-    """Creates a file that is never writable by everybody, not even for a moment.
-
-    Raises:
-      FileExistsError: a file or a link has this path. Links are not followed.
-    """
+    """Creates a new file that is never writable by everybody; follows no link of this name."""
     with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o664)) as file:
         file.write(content)
 
@@ -57,15 +53,7 @@ def make_file(path: epath.Path) -> None:
 
 
 def prove_writable(folder: epath.Path, draft_suffix: str) -> None:
-    """Proves that a folder is writable: creates a file in the folder and removes the file again.
-
-    Args:
-      folder: the folder.
-      draft_suffix: ends the file's name, so that a later cleanup finds it if the process is killed.
-
-    Raises:
-      OSError: the folder cannot be written.
-    """
+    """Creates and removes a file, whose name has a suffix that a later cleanup looks for."""
     if location.is_bucket(folder):
         probe = folder / ".torchax_ckpt_write_test"
         probe.write_text("")
@@ -79,17 +67,9 @@ def prove_writable(folder: epath.Path, draft_suffix: str) -> None:
 
 @contextlib.contextmanager
 def closed_while_written(step: epath.Path, *, opens: bool = True) -> Iterator[int | None]:
-    """Keeps a step's folder closed to other users during a ``with`` block; opens it at the end.
+    """Yields the mode (None: default) for a step's folder, which one process ``opens`` at the end.
 
-    The folder stays closed if the block raises an error or the process is killed during the block.
-
-    Args:
-      step: the folder, which the block creates.
-      opens: whether this process opens the folder. If several processes write a step, one of
-        them does.
-
-    Yields:
-      The mode to create the folder with; None for the default.
+    Until then the folder is closed to other users, also if the block raises an error.
     """
     if location.is_bucket(step):
         yield None

@@ -1,0 +1,230 @@
+"""Buckets that FUSE shows as folders are read, not written; other mounts are used as they are."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import pathlib
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.commands import run
+from support.compare import entries
+
+from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer
+from torchax_ckpt.cli import exit_codes
+from torchax_ckpt.errors import DirectoryError
+from torchax_ckpt.storage.medium import mounts
+
+STATE = {"w": np.arange(3)}
+ROOT = "1 0 254:0 / / rw,relatime - ext4 /dev/vda rw,discard"
+OPTIONS = "rw,user_id=0,group_id=0,default_permissions,allow_other"
+
+Mounted = Callable[..., None]
+
+
+@pytest.fixture
+def mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mounted:
+    """Has the kernel list mounts below the root: "NUMBER PARENT ROOT POINT TYPE SOURCE"."""
+    table = tmp_path / "mountinfo"
+    monkeypatch.setattr(mounts, "_MOUNTINFO", table)
+
+    def mount(*described: str) -> None:
+        lines = [ROOT]
+        for line in described:
+            number, parent, root, point, kind, source = line.split(" ")
+            lines.append(
+                f"{number} {parent} 0:{number} {root} {point} rw,nosuid,nodev,relatime "
+                f"shared:{number} master:2 - {kind} {source} {OPTIONS}"
+            )
+        table.write_text("\n".join(lines) + "\n")
+
+    return mount
+
+
+def refusal(path: str | Path) -> str | None:
+    """The URL that the error names; None if the path may be written."""
+    try:
+        mounts.refuse_object_store(path)
+    except DirectoryError as error:
+        return re.findall(r"Give (gs://\S+) \(", str(error))[0]
+    return None
+
+
+@pytest.mark.parametrize(
+    ("line", "path", "url"),
+    [
+        ("2 1 / /mnt/b fuse.gcsfuse my-bucket", "/mnt/b/runs/a", "gs://my-bucket/runs/a"),
+        ("2 1 / /mnt/b fuse.gcsfuse my-bucket", "/mnt/b", "gs://my-bucket"),
+        ("2 1 / /mnt/b fuse.gcsfuse my-bucket", "/mnt/bucket/runs", None),
+        ("2 1 / /mnt/b fuse.gcsfuse my-bucket", "/mnt", None),
+        # All buckets, as on Vertex AI; a folder of a bucket, bound into a container.
+        ("2 1 / /gcs fuse.gcsfuse gcsfuse", "/gcs/my-bucket/runs/a", "gs://my-bucket/runs/a"),
+        ("2 1 /team/x /data fuse.gcsfuse my-bucket", "/data/a", "gs://my-bucket/team/x/a"),
+        ("2 1 / /my\\040data\\134 fuse.gcsfuse b", "/my data\\/a", "gs://b/a"),
+        ("2 1 / /mnt/s3 fuse.s3fs s3fs", "/mnt/s3/a", "gs://bucket/prefix"),
+        ("2 1 / /mnt/r fuse.rclone remote:bucket", "/mnt/r/a", "gs://bucket/prefix"),
+        ("2 1 / /mnt/g fuse.goofys bucket", "/mnt/g/a", "gs://bucket/prefix"),
+        ("2 1 / /jfs fuse.juicefs JuiceFS:myjfs", "/jfs/a", None),
+        ("2 1 / /nfs nfs4 10.0.0.2:/export", "/nfs/a", None),
+        ("2 1 / /d fuse ", "/d/a", None),
+    ],
+)
+def test_a_mounted_bucket_is_known_by_its_type_and_named_by_its_url(
+    line: str, path: str, url: str | None, mounted: Mounted
+) -> None:
+    mounted(line)
+    assert refusal(path) == url
+
+
+GCS = "fuse.gcsfuse bucket"
+
+
+@pytest.mark.parametrize(
+    ("table", "is_refused"),
+    [
+        pytest.param(["2 1 / /a fuse.gcsfuse b", "3 2 / /a/run tmpfs t"], False, id="within"),
+        pytest.param(["2 1 / /a tmpfs t", "3 2 / /a/run fuse.gcsfuse b"], True, id="within-too"),
+        pytest.param(["3 2 / /a/run fuse.gcsfuse b", "2 1 / /a tmpfs t"], True, id="any-order"),
+        pytest.param(["2 1 / /a/run fuse.gcsfuse b", "3 2 / /a/run tmpfs t"], False, id="over"),
+        pytest.param(["2 1 / /a/run tmpfs t", "3 1 / /a/run fuse.gcsfuse b"], True, id="later"),
+        pytest.param(["2 1 / /a/run fuse.gcsfuse b", "3 1 / /a tmpfs t"], False, id="hidden"),
+    ],
+)
+def test_the_mount_that_a_path_leads_to_decides(
+    table: list[str], is_refused: bool, mounted: Mounted
+) -> None:
+    mounted(*table)
+    assert (refusal("/a/run/1") is not None) == is_refused
+
+
+def test_a_link_leads_to_a_mount_and_no_list_of_mounts_refuses_nothing(
+    tmp_path: Path, mounted: Mounted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket, link = tmp_path / "bucket", tmp_path / "link"
+    bucket.mkdir()
+    link.symlink_to(bucket)
+    mounted(f"2 1 / {bucket} {GCS}")
+    assert refusal(link / "not" / "there") == "gs://bucket/not/there"
+    for text in (b"", b"\xff\n", b"1 2 3\n\n"):
+        (tmp_path / "mountinfo").write_bytes(text)
+        assert refusal(bucket) is None
+    monkeypatch.setattr(mounts, "_MOUNTINFO", tmp_path / "missing")
+    assert refusal(bucket) is None
+    monkeypatch.undo()
+    assert mounts._mount_of(tmp_path) is not None
+
+
+def test_a_mounted_bucket_is_refused_at_attach_and_at_every_write_and_read_all_the_same(
+    directory: Path, tmp_path: Path, mounted: Mounted
+) -> None:
+    mounted()
+    with TorchaxCheckpointer(directory) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state=STATE, force=True)
+    mounted(f"2 1 / {directory} {GCS}")
+    before = entries(directory)
+    with TorchaxCheckpointer(directory) as ckpt:
+        for write in (
+            lambda: ckpt.attach(),
+            lambda: ckpt.save(3, state=STATE),
+            lambda: ckpt.delete(1),
+        ):
+            with pytest.raises(DirectoryError, match="Give gs://bucket "):
+                write()
+        assert ckpt.load()["w"].tolist() == [0, 1, 2]
+    refused = run(
+        "prune", directory, "--policy", "LatestN(1)", "--delete", code=exit_codes.UNAVAILABLE
+    )
+    assert "Give gs://bucket " in refused
+    assert entries(directory) == before
+    with TorchaxCheckpointer(directory, options=CheckpointOptions(read_only=True)) as reader:
+        assert reader.attach() == 2
+    # A local tier is a directory to write, too.
+    local = LocalTier(str(directory))
+    ckpt = TorchaxCheckpointer(tmp_path / "durable", local=local)
+    with pytest.raises(DirectoryError, match="Give gs://bucket "):
+        ckpt.attach()
+    ckpt.close()
+    assert not (tmp_path / "durable").exists()
+
+
+def copying(rename: Any) -> Any:
+    """A rename that copies each file and then deletes it."""
+
+    def copy(old: Path, new: Path) -> None:
+        new.mkdir()
+        for file in old.iterdir():
+            (new / file.name).write_bytes(file.read_bytes())
+        for file in old.iterdir():
+            file.unlink()
+
+    return copy
+
+
+def refusing(number: int) -> Callable[[Any], Any]:
+    def make(really: Any) -> Any:
+        def refuse(*args: Any, **kwargs: Any) -> None:
+            raise OSError(number, os.strerror(number))
+
+        return refuse
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("kind", "where", "name", "changed", "expected"),
+    [
+        ("fuse", os, "sep", lambda really: really, None),
+        ("fuse", pathlib.Path, "rename", copying, "the rename of a folder makes new files"),
+        (
+            *("fuse", pathlib.Path, "rename", refusing(errno.EMFILE)),
+            r"cannot rename a folder with files \(Too many open files\)",
+        ),
+        ("fuse", os, "link", refusing(errno.ENOSYS), "it has no hard links"),
+        ("fuse", fcntl, "flock", refusing(errno.ENOLCK), r"it has no locks \(No locks available"),
+        ("fuse", fcntl, "flock", lambda really: lambda *args: None, "its locks exclude nobody"),
+        ("fuse.juicefs", os, "link", refusing(errno.ENOSYS), None),
+        ("ext4", os, "link", refusing(errno.ENOSYS), None),
+    ],
+)
+def test_a_file_system_of_fuse_that_does_not_say_what_it_is_is_probed(
+    kind: str,
+    where: Any,
+    name: str,
+    changed: Callable[[Any], Any],
+    expected: str | None,
+    tmp_path: Path,
+    mounted: Mounted,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted(f"2 1 / {disk} {kind} my-bucket")
+    monkeypatch.setattr(where, name, changed(getattr(where, name)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mounts.probe(disk, ".draft")
+    monkeypatch.undo()
+    assert [*disk.iterdir()] == []
+    assert len(caught) == (expected is not None)
+    if expected is not None:
+        assert re.search(
+            f"type fuse, source my-bucket.*{expected}.*give gs://", str(caught[0].message)
+        )
+
+
+def test_the_first_save_probes(directory: Path, mounted: Mounted) -> None:
+    directory.mkdir()
+    mounted(f"2 1 / {directory} fuse my-bucket")
+    linked = os.link
+    with pytest.MonkeyPatch.context() as patch, TorchaxCheckpointer(directory) as ckpt:
+        patch.setattr(os, "link", refusing(errno.EPERM)(linked))
+        with pytest.warns(UserWarning, match="it has no hard links"):
+            ckpt.save(1, state=STATE)
