@@ -16,7 +16,7 @@ PYTEST_FLAGS ?= -n auto --dist loadgroup --no-loadscope-reorder
     torture-flips torture-gcs torture-fuzz torture-endurance torture-power torture-lease clean
 .DEFAULT_GOAL := test
 
-demo: $(VENV)/.installed-examples
+demo: $(VENV)/.installed-demo
 	$(BIN)/python examples/demo.py
 
 # What a person waits for: at least one test of every promise.

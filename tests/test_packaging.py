@@ -229,7 +229,7 @@ def test_what_the_package_imports_is_a_core_dependency() -> None:
 @pytest.mark.parametrize(
     ("folder", "extras"),
     [
-        ("torchax_ckpt", ["cli", "lightning"]),
+        ("torchax_ckpt", ["cli", "gcs", "lightning"]),
         ("examples", ["examples"]),
         ("notebooks", ["notebooks"]),
         ("benchmarks", ["bench"]),

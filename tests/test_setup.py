@@ -5,14 +5,17 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.resources
 import os
+import re
 import socket
 import sys
 import types
+from pathlib import Path
 
 import pytest
 from support.processes import run_python
 
 import torchax_ckpt
+from torchax_ckpt import errors
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +93,40 @@ def test_importing_the_package_alone_is_light() -> None:
         fresh=True,
     )
     assert result.stdout.strip() == "[]"
+
+
+# What the extra gcs installs, and what uses it.
+BUCKETS = ["aiohttp", "gcsfs", "google.api_core", "google.auth", "google.cloud.storage", "requests"]
+
+
+def test_a_local_run_needs_nothing_of_buckets(tmp_path: Path) -> None:
+    result = run_python(
+        f"""
+        import sys
+
+        libraries = {BUCKETS}
+        print(*set(libraries) & sys.modules.keys())
+        sys.modules.update(dict.fromkeys(libraries))  # from now on their imports fail
+        import numpy as np
+        from torchax_ckpt import TorchaxCheckpointer
+
+        with TorchaxCheckpointer({str(tmp_path)!r}) as ckpt:
+            ckpt.save(1, state={{"w": np.arange(8)}}, force=True)
+            ckpt.wait_until_finished()
+            assert ckpt.load(1)["w"].tolist() == [*range(8)]
+        """
+    )
+    assert result.stdout.split() == []
+
+
+def test_a_bucket_without_its_extra_is_refused_with_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    said = 'gs://bucket/run: a bucket needs the extra gcs: pip install "torchax-ckpt[gcs]"'
+    for opens in (torchax_ckpt.TorchaxCheckpointer, torchax_ckpt.load_torch_state_dict):
+        with pytest.raises(errors.DirectoryError, match=f"^{re.escape(said)}$"):
+            opens("gs://bucket/run")
 
 
 def test_it_runs_on_the_python_that_is_promised() -> None:

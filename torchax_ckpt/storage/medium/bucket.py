@@ -20,12 +20,10 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import aiohttp
 import tensorstore as ts
 from etils import epath
 from etils.epath import backend
 from fsspec import asyn
-from google.api_core import exceptions
 
 from torchax_ckpt.errors import DirectoryError
 from torchax_ckpt.storage.medium import storage_errors
@@ -48,15 +46,7 @@ _WRITING = ("storage.objects.create", "storage.objects.delete")
 
 
 def check(path: epath.Path, *, for_writing: bool) -> None:
-    """Checks that a bucket exists, and that this account has the permissions that it needs there.
-
-    Args:
-      path: ``gs://bucket/prefix``.
-      for_writing: whether the account must also be allowed to write.
-
-    Raises:
-      DirectoryError: no credentials, no bucket, no permission, or no answer.
-    """
+    """Raises DirectoryError if the bucket does not answer, or refuses what this program needs."""
     filesystem = _filesystem(path)
     name, _, prefix = str(path).removeprefix("gs://").partition("/")
     try:
@@ -139,6 +129,8 @@ async def _remove_empty_folders(filesystem: Any, folders: Iterable[str]) -> None
     function does not use gcsfs's ``rmdir``, which first deletes an object ``folder/`` in any
     generation.
     """
+    from google.api_core import exceptions
+
     for folder in sorted(folders, reverse=True):  # inner folders come first
         bucket, _, key = folder.partition("/")
         # A gcsfs without support for hierarchical namespaces neither lists nor removes folders.
@@ -254,9 +246,7 @@ class _Settings:
         # Garbage collection may run _leave anywhere, also inside these methods.
         self._lock = threading.RLock()
         self._num_users = 0
-        self._timeout = aiohttp.ClientTimeout(
-            total=None, sock_connect=_SILENCE_SECS, sock_read=_SILENCE_SECS
-        )
+        self._timeout: Any = None
 
     def use(self, filesystem: Any, user: object) -> None:
         """Applies this package's settings until all objects passed as ``user`` are deleted."""
@@ -266,7 +256,11 @@ class _Settings:
             # The cache would miss what TensorStore or other processes wrote meanwhile.
             filesystem.dircache.use_listings_cache = False
             if filesystem.requests_timeout is None:
-                filesystem.requests_timeout = self._timeout
+                import aiohttp
+
+                filesystem.requests_timeout = self._timeout = aiohttp.ClientTimeout(
+                    total=None, sock_connect=_SILENCE_SECS, sock_read=_SILENCE_SECS
+                )
             self._num_users += 1
             weakref.finalize(user, self._leave, filesystem).atexit = False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import re
 from collections.abc import Mapping
@@ -50,6 +51,10 @@ def resolve(directory: Any) -> epath.Path:
         return path.expanduser().absolute()
     if scheme != "gs":
         raise _unsupported(directory)
+    if importlib.util.find_spec("gcsfs") is None:
+        raise DirectoryError(
+            f'{path}: a bucket needs the extra gcs: pip install "torchax-ckpt[gcs]"', path=path
+        )
     return path
 
 
