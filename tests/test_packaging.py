@@ -83,18 +83,58 @@ def test_the_source_distribution_holds_all_that_tests_and_docs_need(dist: Path) 
     assert names == expected | texts | {"Makefile", "pyproject.toml", ".gitignore", "PKG-INFO"}
 
 
-@pytest.mark.slow
-def test_the_wheel_works_in_an_environment_of_its_own(dist: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "environment"
+def test_an_index_would_take_both(dist: Path) -> None:
+    assert run(sys.executable, "-m", "twine", "check", "--strict", *dist.iterdir())
+    assert [c for c in PROJECT["classifiers"] if "Python :: 3." in c] == [
+        f"Programming Language :: Python :: 3.{minor}" for minor in (11, 12, 13)
+    ]
+
+
+@pytest.fixture(scope="module")
+def environment(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with the wheel, which sees the dependencies that are installed here."""
+    folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, with_pip=False)
     python = folder / "bin" / "python"
     wheel = next(dist.glob("*.whl"))
     pip: list[str | Path] = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
     run(*pip, "--no-deps", "--no-index", wheel)
-    # It sees the dependencies that are installed here, and no .pth file among them: not the
-    # package that is being worked on.
+    # No .pth file among the dependencies counts: not the package that is being worked on.
     site = next(folder.glob("lib/python*/site-packages"))
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return folder
+
+
+@pytest.mark.slow
+def test_mypy_reads_the_types_of_the_installed_package(environment: Path, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(
+        "from torchax_ckpt import TorchaxCheckpointer\n"
+        "with TorchaxCheckpointer('runs/a') as ckpt:\n"
+        "    start: str = ckpt.attach(None)\n"
+    )
+    # Reading these too would take most of the time.
+    (tmp_path / "mypy.ini").write_text(
+        "[mypy]\n[mypy-jax.*,numpy.*,torch.*]\nfollow_imports = skip\n"
+    )
+    python = environment / "bin" / "python"
+    result = subprocess.run(
+        [sys.executable, "-m", "mypy", "--python-executable", python, "program.py"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert result.stdout.splitlines() == [
+        "program.py:3: error: Incompatible types in assignment "
+        '(expression has type "int", variable has type "str")  [assignment]',
+        "Found 1 error in 1 file (checked 1 source file)",
+    ]
+
+
+@pytest.mark.slow
+def test_the_wheel_works_in_an_environment_of_its_own(environment: Path, tmp_path: Path) -> None:
+    python = environment / "bin" / "python"
     program = """if True:
         import importlib, importlib.metadata, pkgutil
         import torchax_ckpt
@@ -107,9 +147,9 @@ def test_the_wheel_works_in_an_environment_of_its_own(dist: Path, tmp_path: Path
     """
     # -I: neither the working directory nor PYTHONPATH may bring in another copy.
     where, version = run(python, "-I", "-c", program, cwd=tmp_path).split()
-    assert Path(where).is_relative_to(folder)
+    assert Path(where).is_relative_to(environment)
     assert version == VERSION
-    command: list[str | Path] = [python, "-I", folder / "bin" / "torchax-ckpt", "--version"]
+    command: list[str | Path] = [python, "-I", environment / "bin" / "torchax-ckpt", "--version"]
     assert run(*command, cwd=tmp_path) == f"torchax-ckpt {VERSION}\n"
 
     with TorchaxCheckpointer(tmp_path / "run", preservation_policy=policies.PreserveAll()) as ckpt:
