@@ -89,6 +89,12 @@ def test_links_of_a_page_beside_the_site_lead_somewhere(name: str) -> None:
     assert not [link for link in links if not (page.parent / link).exists()]
 
 
+def test_the_readme_and_the_news_of_a_release_stay_short() -> None:
+    assert (ROOT / "README.md").read_text().count("\n") <= 220
+    _, *news = re.split(r"^## .*$", (ROOT / "CHANGELOG.md").read_text(), flags=re.M)
+    assert max(text.count("\n") for text in news) <= 60  # a page
+
+
 # --- the site --------------------------------------------------------------------------------
 
 
