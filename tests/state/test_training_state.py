@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -308,7 +309,9 @@ USES_OF_STEPS: dict[str, Callable[[TorchaxCheckpointer, Any], Any]] = {
 def test_steps_that_are_no_counts_are_refused_everywhere(directory: Path, use: str) -> None:
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.attach(mlp())
-        for step in (1.0, True, np.True_, np.float32(2), "3", [4]):
+        flags = [torch.tensor(True), torch.tensor(True, device="jax"), np.array(True)]
+        arrays = [torch.tensor([3]), torch.ones(1, dtype=torch.int32, device="jax"), np.array([3])]
+        for step in (1.0, True, np.True_, np.float32(2), "3", [4], *flags, *arrays):
             with pytest.raises(StepTypeError, match="expected an int, found") as caught:
                 USES_OF_STEPS[use](ckpt, step)
             assert isinstance(caught.value, TypeError)
@@ -317,13 +320,17 @@ def test_steps_that_are_no_counts_are_refused_everywhere(directory: Path, use: s
         assert isinstance(negative.value, ValueError)
 
 
-def test_steps_may_be_integers_of_numpy(directory: Path) -> None:
+def test_steps_may_be_integers_of_numpy_and_tensors_without_dims(directory: Path) -> None:
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.attach(mlp())
-        assert ckpt.save(np.int64(3), force=True)  # type: ignore[arg-type]
+        for step in (np.int64(3), np.array(4), torch.tensor(5), jnp.array(6)):
+            assert ckpt.save(step, force=True)  # type: ignore[arg-type]
+        on_device = torch.tensor(7, dtype=torch.int32, device="jax")
+        assert ckpt.save(on_device, force=True)  # type: ignore[arg-type]
         ckpt.wait_until_finished()
-        assert ckpt.all_steps() == [3]
-        assert type(ckpt.restore(np.int32(3)).step) is int  # type: ignore[arg-type]
+        assert ckpt.all_steps() == [5, 6, 7]
+        for number in (np.int32(7), on_device):
+            assert type(ckpt.restore(number).step) is int  # type: ignore[arg-type]
 
 
 def test_a_step_below_the_last_saved_one_is_refused(directory: Path) -> None:
