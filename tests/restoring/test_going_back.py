@@ -18,7 +18,7 @@ from support.damage import edit_json, killed_before_setting_aside
 from support.processes import run_python
 from support.training import adamw, mlp, train_step
 
-from torchax_ckpt import TorchaxCheckpointer, policies
+from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
 from torchax_ckpt.errors import StepError
 from torchax_ckpt.storage.directory import commit_record
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
@@ -129,6 +129,34 @@ def test_an_error_filter_for_warnings_does_not_keep_a_run_from_resuming(
     told = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     skipped = [m for m in told if m.startswith("skipping an unreadable checkpoint: step 3 in")]
     assert len(skipped) == 2
+
+
+@pytest.mark.parametrize("has_local_tier", [False, True])
+def test_only_a_save_warns_of_steps_that_will_be_set_aside(
+    directory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, has_local_tier: bool
+) -> None:
+    local = LocalTier(tmp_path / "ramdisk") if has_local_tier else None
+    model, optimizer, _ = trained(directory, 3)
+
+    def warned() -> list[str]:
+        return [r.getMessage() for r in caplog.records if "not on the branch" in r.getMessage()]
+
+    with TorchaxCheckpointer(directory, options=CheckpointOptions(read_only=True)) as reader:
+        reader.attach(model, optimizer)
+        reader.restore(1)
+    with TorchaxCheckpointer(directory, local=local) as ckpt:
+        assert ckpt.attach(model, optimizer, resume=False) == 0
+        ckpt.restore(3)  # what the error for a changed optimizer advises
+        ckpt.save(4, force=True)
+        ckpt.wait_until_finished()
+        assert warned() == []
+        ckpt.restore(2)
+        ckpt.restore(3)
+        assert warned() == []
+        ckpt.save(4, force=True)
+        expected = f"{directory}: steps [4] are not on the branch that this run continues; "
+        ckpt.save(5, force=True)
+        assert warned() == [expected + "they will be set aside once a new step is durable"]
 
 
 def test_saving_below_the_restored_step_is_refused(directory: Path) -> None:

@@ -51,6 +51,8 @@ class RunHistory:
         # The steps as policies see them, in ascending order. Replaced as a whole, never
         # changed in place: training reads it at every step while the save's thread adds to it.
         self._checkpoints: tuple[CheckpointInfo, ...] = ()
+        # Numbers of steps that will be abandoned by the next save, and have not been logged yet.
+        self._leaving: list[int] = []
         self._is_open = False
 
     def open(self) -> None:
@@ -95,6 +97,7 @@ class RunHistory:
         The run continues from ``step``; None: from the start, so that every step is abandoned.
         """
         self._is_open = False
+        self._leaving = []
         self.open()
         self._go_back(step)
 
@@ -112,6 +115,7 @@ class RunHistory:
             if history is not None:
                 history.open()
                 history._go_back(step)
+                history._warn_of_leaving()
         now = time.time_ns()
         self._in_flight = CheckpointInfo(
             step, self._directory.path, metadata=None, commit_timestamp_nsecs=now
@@ -184,15 +188,20 @@ class RunHistory:
         self._checkpoints = (*map(_checkpoint_info, self.branches.committed), *in_flight)
 
     def _go_back(self, step: int | None) -> None:
-        if not (newer := self.branches.newer_than(step)):
-            return
-        logger.warning(
-            "%s: steps %s are not on the branch that this run continues; they will be set aside "
-            "once a new step is durable",
-            self._directory.path,
-            [s.step for s in newer],
-        )
-        self._replace(self.branches.leaving(newer))
+        if newer := self.branches.newer_than(step):
+            self._leaving += [s.step for s in newer]
+            self._replace(self.branches.leaving(newer))
+
+    def _warn_of_leaving(self) -> None:
+        # At a save, because only a save abandons them: a restore may come first, or no save at all.
+        if self._leaving:
+            logger.warning(
+                "%s: steps %s are not on the branch that this run continues; they will be set "
+                "aside once a new step is durable",
+                self._directory.path,
+                self._leaving,
+            )
+            self._leaving = []
 
 
 def _checkpoint_info(committed: CommittedStep) -> CheckpointInfo:
