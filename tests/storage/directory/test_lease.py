@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from support import PROGRAMS
@@ -216,6 +217,27 @@ def test_a_process_that_runs_on_this_host_refuses_at_once(
         leased.hold()
     assert clock.waited_secs == 0
     assert written(tmp_path) == holder
+
+
+@pytest.mark.parametrize("is_connected", [False, True])
+@pytest.mark.parametrize("is_elsewhere", [False, True])
+def test_processes_that_do_not_know_each_other_are_told_how_to_connect(
+    is_connected: bool,
+    is_elsewhere: bool,
+    tmp_path: Path,
+    clock: Clock,
+    leased: Lease,
+    process: subprocess.Popen[Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: is_connected)
+    write(tmp_path, ELSEWHERE if is_elsewhere else holder_of(process))
+    sign = dataclasses.replace(ELSEWHERE, renewed_secs=T0 + 12)
+    clock.scheduled.append((12, lambda: write(tmp_path, sign)))
+    with pytest.raises(LeaseError, match="another program writes") as caught:
+        leased.hold()
+    advice = "If both are processes of one run, call jax.distributed.initialize() first in each"
+    assert (advice in str(caught.value)) is not is_connected
 
 
 @pytest.mark.parametrize("is_reaped", [True, False])
@@ -496,8 +518,11 @@ def test_a_second_checkpointer_in_one_process_is_refused_until_the_first_is_clos
     first, second = TorchaxCheckpointer(directory), TorchaxCheckpointer(directory)
     first.save(1, state=STATE)
     for _ in range(2):
-        with pytest.raises(LeaseError, match=r"another checkpointer of this very process .*Close"):
+        with pytest.raises(
+            LeaseError, match=r"another checkpointer of this very process .*Close"
+        ) as e:
             second.save(2, state=STATE, force=True)
+        assert "jax.distributed" not in str(e.value)
     first.wait_until_finished()
     with pytest.raises(LeaseError):
         second.delete(1)

@@ -178,9 +178,22 @@ class Lease:
         return LeaseError(
             f"{self._directory}: another program writes to this directory: {who}. {what_to_do}, or "
             "give this one a directory of its own; reading needs no lease. The lease of a program "
-            f"that died on another host expires {LEASE_SECS:.0f} s after its last sign of life.",
+            f"that died on another host expires {LEASE_SECS:.0f} s after its last sign of life."
+            f"{_unconnected(other)}",
             path=self._directory,
         )
+
+
+def _unconnected(other: LeaseHolder | None) -> str:
+    """Returns advice for processes of one run that know nothing of each other; "" if not these."""
+    jax = sys.modules.get("jax")  # not imported: steps are copied without it, too
+    is_here = other is not None and other.kernel == this_kernel() and other.pid == os.getpid()
+    if jax is None or jax.distributed.is_initialized() or is_here:
+        return ""
+    return (
+        " If both are processes of one run, call jax.distributed.initialize() first in each: "
+        "without it, each takes itself for the only one."
+    )
 
 
 def _is_torn(seen: Seen) -> bool:
