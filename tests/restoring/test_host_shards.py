@@ -115,7 +115,7 @@ def test_one_process_takes_no_hosts_part_for_the_whole(
         training = Training(77)  # builds its model, and enables torchax
         with pytest.warns(UserWarning, match=REFUSED), pytest.warns(UserWarning, match=OF_TWO):
             assert training.attach(ckpt) == 4
-        assert f"restored step 4 from the durable tier, {directory}" in caplog.text
+        assert f"resumed from step 4 of {directory} (durable tier), saved" in caplog.text
         training.step()
         assert ckpt.save(5)
         ckpt.wait_until_finished()

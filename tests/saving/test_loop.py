@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import random
 import time
 from pathlib import Path
@@ -10,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from etils import epath
 from support.compare import assert_trees_identical, copied, training_state
-from support.training import mlp, train_step
+from support.training import adamw, mlp, train_step
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies, torchax_backend
 from torchax_ckpt.errors import AttachError, CallError, MetricsError, StepTypeError
 from torchax_ckpt.runtime import preemption
+from torchax_ckpt.storage.directory import commit_record
 
 EVERY_STEP = policies.FixedIntervalPolicy(1)
 NEVER = policies.SpecificStepsPolicy(())
@@ -27,6 +30,27 @@ def test_steps_go_from_the_restored_one_to_the_total(directory: Path) -> None:
         with TorchaxCheckpointer(directory) as ckpt:
             ckpt.attach(mlp())
             assert list(ckpt.steps(total)) == expected
+
+
+def test_a_start_says_in_a_line_where_it_resumes_and_whether_a_step_is_left(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "torchax_ckpt")
+    resumed = f"resumed from step 3 of {directory}, saved 3 min ago"
+    replaced = f"{resumed}, in place of values that had been trained"
+    for num_trained, line in ((0, ""), (0, resumed), (1, replaced)):
+        model = mlp()
+        optimizer = adamw(model)
+        for step in range(num_trained):
+            train_step(model, optimizer, step)
+        caplog.clear()
+        with TorchaxCheckpointer(directory) as ckpt:
+            ckpt.attach(model, optimizer)
+            assert [m for m in caplog.messages if "resumed" in m] == [line] * bool(line)
+            list(ckpt.steps(3))
+        done = "steps(3) has nothing to do: step 3 is completed"
+        assert (done in caplog.messages) is bool(line)
+        commit_record.set_time(epath.Path(directory / "3"), time.time_ns() - 180 * 10**9)
 
 
 def test_the_last_step_is_saved_whatever_the_policy_says(directory: Path) -> None:

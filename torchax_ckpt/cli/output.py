@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from torchax_ckpt.storage.directory.committed_step import CommittedStep
+from torchax_ckpt.storage.directory.committed_step import CommittedStep, time_since
 
 # Width of a table that goes to a pipe or a file, so that nothing is cut to a terminal's width.
 _UNBOUNDED = 1_000_000
@@ -127,12 +127,7 @@ def age(moment: str | None) -> str:
     """
     if moment is None:
         return "?"
-    then = calendar.timegm(time.strptime(moment, "%Y-%m-%dT%H:%M:%SZ"))
-    secs = max(0.0, time.time() - then)
-    for limit, unit, unit_secs in ((120, "s", 1), (7200, "min", 60), (172_800, "h", 3600)):
-        if secs < limit:
-            return f"{secs / unit_secs:.0f} {unit}"
-    return f"{secs / 86_400:.0f} d"
+    return time_since(calendar.timegm(time.strptime(moment, "%Y-%m-%dT%H:%M:%SZ")))
 
 
 def moment(nsecs: int) -> str:

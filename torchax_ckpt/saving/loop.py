@@ -98,6 +98,8 @@ class Loop:
         body ends the loop, by ``break`` or by an exception, ``at_exit`` saves the step before it.
         """
         step = self.position or 0
+        if step >= total:
+            logger.info("steps(%d) has nothing to do: step %d is completed", total, step)
         while step < total:
             step = (self.position or 0) + 1
             self._recorded = {}

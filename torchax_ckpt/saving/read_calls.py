@@ -112,7 +112,13 @@ class ReadCalls:
             )
         secs = time.perf_counter() - began
         where = tier.directory.path  # the step itself may be on other hosts only
-        logger.info("restored step %s from the %s tier, %s", report.step, tier.name, where)
+        which = "" if self._tiers.local is None else f" ({tier.name} tier)"
+        age = "" if committed.has_lost_record else f", saved {committed.age()} ago"
+        verb, replaced = "restored", ""
+        if selection is None:
+            verb = "resumed from"
+            replaced = ", in place of values that had been trained" * attached.was_trained
+        logger.info("%s step %s of %s%s%s%s", verb, report.step, where, which, age, replaced)
         values = {"secs": secs, "is_verified": report.is_verified, "tier": tier.name}
         self._tiers.durable.telemetry.emit("restored", report.step, **values)
         tier.restored(committed, source.compared, is_verified=report.is_verified)

@@ -54,6 +54,7 @@ class TrainingState:
         if redistribute is not None and not callable(redistribute):
             raise AttachError(f"redistribute: expected a callable, found {type_name(redistribute)}")
         self.redistributes = redistribute is not None
+        self.was_trained = False  # whether an optimizer had state when it was attached
         rule = as_rule(shardings)
         require_init(init)
         self._modules: list[ModuleComponent] = []
@@ -73,6 +74,7 @@ class TrainingState:
             value = unwrapped(value)
             if not isinstance(value, torch.optim.Optimizer):
                 raise _wrong_type(path, "a torch.optim.Optimizer", value)
+            self.was_trained |= bool(value.state)
             return OptimizerComponent(value, path, self._parameter_names, self._placements)
 
         loader = functools.partial(StatefulComponent, redistribute=redistribute)

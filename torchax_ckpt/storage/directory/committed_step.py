@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -43,6 +44,19 @@ class CommittedStep:
     def has_lost_record(self) -> bool:
         """Whether the commit record was damaged, so that the step's commit time is unknown."""
         return self.commit_timestamp_nsecs == LOST
+
+    def age(self) -> str:
+        """Returns the time since the commit as text, for example ``5 min``."""
+        return time_since(self.commit_timestamp_nsecs / 1e9)
+
+
+def time_since(then_secs: float) -> str:
+    """Returns the time that has passed since a moment, in seconds since 1970, as text."""
+    secs = max(0.0, time.time() - then_secs)
+    for limit, unit, unit_secs in ((120, "s", 1), (7200, "min", 60), (172_800, "h", 3600)):
+        if secs < limit:
+            return f"{secs / unit_secs:.0f} {unit}"
+    return f"{secs / 86_400:.0f} d"
 
 
 def described(steps: Iterable[CommittedStep]) -> list[list[Any]]:
