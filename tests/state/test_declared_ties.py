@@ -80,6 +80,12 @@ def test_ties_that_the_configuration_switches_off_are_not_declared() -> None:
     assert declared_ties(DeclaringAliases()) == {"head.weight": "embed.weight"}
 
 
+@pytest.mark.parametrize("build", [Declaring, DeclaringAliases])
+def test_a_compiled_model_declares_its_ties_under_plain_names(build: Any) -> None:
+    compiled: Any = torch.compile(build(), backend="eager")
+    assert declared_ties(compiled) == {"head.weight": "embed.weight"}
+
+
 def test_a_wrapped_model_declares_its_ties_under_the_names_of_the_whole() -> None:
     outer = nn.ModuleDict({"base": nn.ModuleDict({"model": Declaring()})})
     tie = {"base.model.head.weight": "base.model.embed.weight"}

@@ -60,6 +60,15 @@ def test_a_model_on_the_cpu_is_refused(directory: Path) -> None:
     said(error, "model: all parameters of Sequential are on the CPU", "model.to('jax')")
 
 
+def test_a_model_that_accelerate_moved_to_the_cpu_is_refused_with_the_setting_that_helps(
+    directory: Path,
+) -> None:
+    model: Any = nn.Linear(2, 2)
+    model._is_accelerate_prepared = True  # accelerate 1.15, Accelerator.prepare_model
+    error = refused(directory, AttachError, model)
+    said(error, "accelerate's prepare moves models there: call Accelerator(device_placement=False)")
+
+
 def test_one_of_several_models_on_the_cpu_is_named(directory: Path) -> None:
     error = refused(directory, AttachError, {"a": mlp(), "b": nn.Linear(2, 2)})
     said(error, "model/b: all parameters of Linear are on the CPU")

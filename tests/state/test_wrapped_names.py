@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,11 @@ import safetensors.numpy
 import torch
 from support.compare import assert_trees_identical, copied
 from torch import nn
+from torchax.interop import JittableModule
 
-from torchax_ckpt import TorchaxCheckpointer, warm_start
-from torchax_ckpt.errors import MismatchError
+from torchax_ckpt import TorchaxCheckpointer, load_torch_state_dict, warm_start
+from torchax_ckpt.errors import MismatchError, UnsupportedLeafError
+from torchax_ckpt.layout import names
 from torchax_ckpt.layout.selection import Selection
 
 
@@ -61,16 +65,30 @@ def values(layer: Layer, optimizer: torch.optim.Optimizer) -> Any:
     return copied([layer.weight, layer.scale, layer.extra, dict(moments)])
 
 
+@contextlib.contextmanager
+def stored_as_called() -> Iterator[None]:
+    """Steps keep what ``torch.compile`` puts into names, as older steps do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(names, "without_compile", lambda fqn: fqn)
+        yield
+
+
 @pytest.mark.parametrize(
     ("saved", "resumed"),
-    [("_orig_mod", None), (None, "_orig_mod"), ("module", "_orig_mod"), ("inner", None)],
+    [
+        ("_orig_mod", None),
+        ("_orig_mod", "_orig_mod"),
+        ("module", "_orig_mod"),
+        ("inner", None),
+        ("inner", "module"),
+    ],
 )
 def test_a_run_resumes_with_and_without_a_wrapper_and_says_so_once(
     directory: Path, caplog: pytest.LogCaptureFixture, saved: str | None, resumed: str | None
 ) -> None:
-    model, layer, optimizer = built(saved)
-    layer.extra = 7
-    with TorchaxCheckpointer(directory) as ckpt:
+    with TorchaxCheckpointer(directory) as ckpt, stored_as_called():
+        model, layer, optimizer = built(saved)
+        layer.extra = 7
         ckpt.attach(model, optimizer)
         ckpt.save(1, force=True)
     fresh, fresh_layer, fresh_optimizer = built(resumed)
@@ -82,9 +100,65 @@ def test_a_run_resumes_with_and_without_a_wrapper_and_says_so_once(
     assert said.startswith("model: 4 names of the checkpoint are matched")
 
 
-def test_patterns_name_the_programs_names_of_a_wrapped_checkpoint(directory: Path) -> None:
-    model, layer, optimizer = built("_orig_mod")
+def compiled(module: nn.Module) -> Any:
+    return torch.compile(module, backend="eager")
+
+
+@pytest.mark.parametrize("is_inner", [False, True])
+def test_a_compiled_model_is_stored_under_the_names_of_the_plain_one(
+    directory: Path, is_inner: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, layer, optimizer = built(None)
+    layer.extra = 7
+    attached: Any = nn.Sequential(compiled(layer)) if is_inner else compiled(model)
     with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(attached, optimizer)
+        ckpt.save(1, force=True)
+        ckpt.wait_until_finished()
+        assert list(ckpt.load()["model"]) == ["0.weight", "0.scale"]
+        assert list(load_torch_state_dict(directory)) == ["0.weight", "0.scale", "0.tied"]
+        ckpt.restore()
+    for wrapper in (None, "_orig_mod"):
+        fresh, fresh_layer, fresh_optimizer = built(wrapper)
+        with TorchaxCheckpointer(directory) as ckpt:
+            assert ckpt.attach(fresh, fresh_optimizer) == 1
+        assert_trees_identical(values(fresh_layer, fresh_optimizer), values(layer, optimizer))
+    assert "wrapper" not in caplog.text
+
+
+@pytest.mark.parametrize("is_inner", [False, True])
+def test_a_jittable_module_around_a_compiled_one_is_stored_with_its_newest_values(
+    directory: Path, is_inner: bool
+) -> None:
+    model = nn.Sequential(nn.Linear(2, 2)).to("jax")
+    if is_inner:
+        model[0] = compiled(model[0])
+    jittable = JittableModule(compiled(model))
+    newest = {name: torch.randn(value.shape).to("jax") for name, value in jittable.params.items()}
+    jittable.params = newest  # as a jitted training step does it
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(jittable)
+        ckpt.save(1, force=True)
+        ckpt.wait_until_finished()
+        stored = ckpt.load()["model"]
+    expected = {f"0.{name.rpartition('.')[2]}": value for name, value in newest.items()}
+    assert_trees_identical(dict(sorted(stored.items())), dict(sorted(expected.items())))
+
+
+def test_two_tensors_of_one_name_are_refused_by_name(directory: Path) -> None:
+    model = Wrapper("_orig_mod", nn.Linear(2, 2))
+    model.register_buffer("bias", torch.ones(2))
+    model.to("jax")
+    with (
+        TorchaxCheckpointer(directory) as ckpt,
+        pytest.raises(UnsupportedLeafError, match="bias: two tensors have this name without _orig"),
+    ):
+        ckpt.attach(model)
+
+
+def test_patterns_name_the_programs_names_of_a_wrapped_checkpoint(directory: Path) -> None:
+    with TorchaxCheckpointer(directory) as ckpt, stored_as_called():
+        model, layer, optimizer = built("_orig_mod")
         ckpt.attach(model, optimizer)
         ckpt.save(1, force=True)
     fresh, fresh_layer, fresh_optimizer = built(None)

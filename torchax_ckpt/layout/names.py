@@ -62,6 +62,13 @@ def is_name(text: str) -> bool:
     return bool(text) and not _FOREIGN.search(text)
 
 
+def without_compile(fqn: str) -> str:
+    """Returns torch's name of a tensor or module without what ``torch.compile`` puts into it."""
+    if "_orig_mod" not in fqn:
+        return fqn
+    return ".".join(part for part in fqn.split(".") if part != "_orig_mod")
+
+
 def of_process(index: int, name: str) -> str:
     """Returns ``processes/<index>/<name>``, the stored name of a leaf of process ``index``.
 

@@ -212,7 +212,7 @@ def _start(
     selection.require_used()
     if strict and findings:
         raise findings.error(origin.step, origin.path, "warm_start")
-    restoration.require_filled()
+    restoration.require_filled("warm_start")
     origin.check(restoration.reads)
     apply(restoration, origin.read, options, processes, origin.step, origin.path)
     logger.info("took weights from %s", origin.path)

@@ -218,14 +218,14 @@ class Restoration:
             self.unfilled.extend(other.unfilled)
             self.tied_again.update(other.tied_again)
 
-    def require_filled(self) -> None:
+    def require_filled(self, call: str = "attach") -> None:
         """Raises UninitializedLeafError if a meta tensor would remain without data."""
         if not self.unfilled:
             return
         listed = ", ".join(self.unfilled[:10]) + (", ..." if len(self.unfilled) > 10 else "")
         raise UninitializedLeafError(
             f"{len(self.unfilled)} tensors are on the meta device and nothing fills them: "
-            f"{listed}. Pass attach(init=f); f(name, leaf) returns an array with the shape, dtype "
+            f"{listed}. Pass {call}(init=f); f(name, leaf) returns an array with the shape, dtype "
             "and sharding of leaf, a jax.ShapeDtypeStruct.",
             key_path=self.unfilled[0],
         )

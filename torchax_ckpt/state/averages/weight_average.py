@@ -16,6 +16,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from torchax_ckpt import torchax_backend
 from torchax_ckpt.errors import AttachError, CallError
+from torchax_ckpt.layout import names
 from torchax_ckpt.snapshot.device_programs import (
     MAX_ARGUMENTS,
     device_program,
@@ -140,8 +141,8 @@ class WeightAverage:
         by_sharding: dict[Sharding, list[str]] = collections.defaultdict(list)
         for name, array in newer.items():
             by_sharding[array.sharding].append(name)
-        for sharding, names in by_sharding.items():
-            for chunk in self._chunks(names):
+        for sharding, members in by_sharding.items():
+            for chunk in self._chunks(members):
                 old = tuple(_moved(self._averages[name], sharding) for name in chunk)
                 new = tuple(newer[name] for name in chunk)
                 updated = average_program(sharding)(np.float32(share), old, new)
@@ -200,7 +201,8 @@ class WeightAverage:
         Raises:
           ValueError: it is the state of an average of another model.
         """
-        found = {name: torchax_backend.buffer(t) for name, t in state["weights"].items()}
+        stored = {names.without_compile(name): tensor for name, tensor in state["weights"].items()}
+        found = {name: torchax_backend.buffer(tensor) for name, tensor in stored.items()}
         expected = {name: _form(array) for name, array in self._averages.items()}
         forms = {name: _form(array) for name, array in found.items()}
         if differing := _differences(expected, forms):
@@ -228,7 +230,7 @@ class WeightAverage:
 
     def _list_slots(self, model: torch.nn.Module) -> dict[str, Slot]:
         root, _ = torchax_backend.unwrap_jittable(model)
-        trained = {name for name, parameter in root.named_parameters() if parameter.requires_grad}
+        trained = {names.without_compile(n) for n, p in root.named_parameters() if p.requires_grad}
         return {
             name: slot
             for name, slot in slots(model).items()

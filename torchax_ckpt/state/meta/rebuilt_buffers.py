@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from torchax_ckpt import torchax_backend
+from torchax_ckpt.layout import names
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,8 @@ def rebuilt(model: torch.nn.Module) -> dict[str, torch.Tensor]:
             values = _set(module, buffers, setters[path])
             if not values and not any(True for _ in module.parameters()):  # else it may be large
                 values = _made_again(module, buffers)
-        found |= {f"{path}.{name}" if path else name: value for name, value in values.items()}
+        for name, value in values.items():
+            found[names.without_compile(f"{path}.{name}" if path else name)] = value
     return found
 
 

@@ -38,7 +38,8 @@ def declared_ties(root: torch.nn.Module) -> dict[str, str]:
     for path, module in root.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
         for alias, name in _declared_by(module).items():
-            declared[f"{prefix}{alias}"] = f"{prefix}{name}"
+            alias, name = (names.without_compile(f"{prefix}{n}") for n in (alias, name))
+            declared[alias] = name
     live = _tensors(root) if declared else {}
     return {alias: name for alias, name in declared.items() if alias in live and name in live}
 
@@ -78,7 +79,8 @@ def warn_of_lost_ties(module: torch.nn.Module, key_path: tuple[str, ...]) -> Non
 
 def _tensors(root: torch.nn.Module) -> dict[str, torch.Tensor]:
     parameters = root.named_parameters(remove_duplicate=False)
-    return {**dict(root.named_buffers(remove_duplicate=False)), **dict(parameters)}
+    live = (*root.named_buffers(remove_duplicate=False), *parameters)
+    return {names.without_compile(name): tensor for name, tensor in live}
 
 
 def _declared_by(module: torch.nn.Module) -> Mapping[str, str]:

@@ -37,9 +37,12 @@ def check(module: torch.nn.Module, slots: Sequence[Slot], key_path: tuple[str, .
             raise UnsupportedLeafError(f"{name}: {why}", key_path=name)
     parameters = [s for s in slots if isinstance(s.tensor, torch.nn.Parameter)]
     if parameters and all(s.is_on_cpu for s in parameters):
+        is_prepared = getattr(root, "_is_accelerate_prepared", False)
+        by = "accelerate's prepare moves models there: call Accelerator(device_placement=False). "
         raise AttachError(
-            f"{where}: all parameters of {type(root).__name__} are on the CPU. Move the model "
-            "first: torchax.enable_globally(); model.to('jax'). Build the optimizer after that.",
+            f"{where}: all parameters of {type(root).__name__} are on the CPU. {by * is_prepared}"
+            "Move the model first: torchax.enable_globally(); model.to('jax'). Build the optimizer "
+            "after that.",
             key_path=where,
         )
     if on_cpu := [names.join((*key_path, s.fqn)) for s in parameters if s.is_on_cpu]:
@@ -52,8 +55,10 @@ def check(module: torch.nn.Module, slots: Sequence[Slot], key_path: tuple[str, .
             key_path=on_cpu[0],
         )
     known = {n for s in slots for n in (s.fqn, *s.aliases)}
-    known |= {extra_state_key(path) for path, _ in root.named_modules(remove_duplicate=False)}
-    if unknown := [k for k in root.state_dict(keep_vars=True) if k not in known]:
+    paths = [path for path, _ in root.named_modules(remove_duplicate=False)]
+    known |= {extra_state_key(names.without_compile(path)) for path in paths}
+    stored = map(names.without_compile, root.state_dict(keep_vars=True))
+    if unknown := [k for k in stored if k not in known]:
         name = names.join((*key_path, unknown[0]))
         raise UnsupportedLeafError(
             f"{name}: is in state_dict() but is neither a parameter nor a buffer (a hook or an "

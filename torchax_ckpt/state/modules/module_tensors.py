@@ -11,6 +11,8 @@ import torch
 from jax.sharding import Sharding
 
 from torchax_ckpt import torchax_backend
+from torchax_ckpt.errors import UnsupportedLeafError
+from torchax_ckpt.layout import names
 from torchax_ckpt.snapshot.move_shards import move
 
 
@@ -19,7 +21,7 @@ class Slot:
     """One tensor of a module, with its names and the live objects that represent the tensor.
 
     Attributes:
-      fqn: the tensor's first name in torch.
+      fqn: the tensor's first name in torch, without the parts that ``torch.compile`` adds.
       aliases: its other names, if it is tied.
       tensors: the live objects for this tensor, the newest first. There are several only in a
         JittableModule, because a training step may have replaced the tensor in its ``params``.
@@ -70,15 +72,21 @@ class Slot:
 def slots(module: torch.nn.Module) -> dict[str, Slot]:
     """Returns a dict from first name to slot, for all tensors of a module, parameters first."""
     root, overrides = torchax_backend.unwrap_jittable(module)
+    # A JittableModule leaves out the parts of a name that torch.compile adds, or some of them.
+    newer: dict[str, list[torch.Tensor]] = {}
+    for fqn, tensor in overrides.items():
+        newer.setdefault(names.without_compile(fqn), []).append(tensor)
     found: dict[int, tuple[torch.Tensor, list[str], list[str]]] = {}
     for fqn, tensor, persistent in _named_tensors(root):
         _, saved, unsaved = found.setdefault(id(tensor), (tensor, [], []))
         (saved if persistent else unsaved).append(fqn)
-    result = {}
+    result: dict[str, Slot] = {}
     for tensor, saved, unsaved in found.values():
         # A buffer may be persistent under one name and not under another.
-        fqn, *aliases = saved or unsaved
-        live = [overrides[n] for n in (*saved, *unsaved) if n in overrides]
+        fqn, *aliases = dict.fromkeys(saved or unsaved)
+        live = [t for n in dict.fromkeys((*saved, *unsaved)) for t in newer.get(n, ())]
+        if fqn in result:
+            raise UnsupportedLeafError(f"{fqn}: two tensors have this name without _orig_mod")
         tensors = tuple({id(t): t for t in (*live, tensor)}.values())
         result[fqn] = Slot(fqn, tuple(aliases), tensors, bool(saved))
     return result
@@ -115,19 +123,23 @@ def same_objects(a: list[Any], b: list[Any]) -> bool:
 
 def _named_tensors(root: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
     for fqn, parameter in root.named_parameters(remove_duplicate=False):
-        yield fqn, parameter, True
+        yield names.without_compile(fqn), parameter, True
     for prefix, module in root.named_modules(remove_duplicate=False):
         for key, value in module._buffers.items():
             if value is not None:
                 fqn = f"{prefix}.{key}" if prefix else key
-                yield fqn, value, key not in module._non_persistent_buffers_set
+                yield (
+                    names.without_compile(fqn),
+                    value,
+                    key not in module._non_persistent_buffers_set,
+                )
 
 
 def extra_state_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """Returns a dict from path to submodule, for submodules that override ``get_extra_state``."""
     root, _ = torchax_backend.unwrap_jittable(module)
     return {
-        path: submodule
+        names.without_compile(path): submodule
         for path, submodule in root.named_modules()
         if type(submodule).get_extra_state is not torch.nn.Module.get_extra_state
     }
