@@ -67,6 +67,49 @@ def test_only_a_common_prefix_is_taken_for_one(
     assert rename is None or f"(rename={rename})" in said
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_a_parameter_is_listed_once_with_its_optimizer_state_and_many_as_a_pattern(
+    directory: Path, several: bool
+) -> None:
+    def built(rank: int) -> tuple[Any, Any]:
+        layers = {str(i): nn.Linear(8, rank, bias=False) for i in range(5)}
+        model = nn.ModuleDict({**layers, "head": nn.Linear(rank, 2, bias=False)}).to("jax")
+        optimizer: Any = adamw(model)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones(parameter.shape).to("jax")
+        optimizer.step()
+        return ({"net": model}, {"adam": optimizer}) if several else (model, optimizer)
+
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(*built(2))
+        ckpt.save(1, force=True)
+    with TorchaxCheckpointer(directory) as ckpt, pytest.raises(MismatchError) as caught:
+        ckpt.attach(*built(4))
+    net = "net/" * several
+    texts = (
+        "expected float32[4, 8], found float32[2, 8]",
+        "expected float32[2, 4], found float32[2, 2]",
+    )
+    assert str(caught.value).splitlines()[2:-1] == [
+        f"    model/{net}*.weight (5 of this pattern) and their optimizer state: {texts[0]}",
+        f"    model/{net}head.weight and its optimizer state: {texts[1]}",
+    ]
+    assert len(caught.value.mismatched) == 12, "an attribute lacks some names"
+
+
+def test_names_of_one_section_alone_are_listed_as_they_are() -> None:
+    few = ["model/1.w", "model/2.w", "model/3.w"]
+    found = Findings([*few, "optimizer/x"], ["optimizer/1.w", "model/x1"])
+    listed = [line.strip() for line in str(found.error(1, "run")).splitlines()[1:-1]]
+    (first, *missing), (second, *unexpected) = listed[:5], listed[5:]
+    assert (first, second) == (
+        "missing from the checkpoint:",
+        "in the checkpoint, but not attached:",
+    )
+    assert missing == [*few, "optimizer/x"]
+    assert unexpected == ["optimizer/1.w", "model/x1"]
+
+
 def tied() -> Any:
     model = Plain().to("jax")
     model.head.weight = model.embed.weight

@@ -465,7 +465,8 @@ def test_a_checkpoint_of_another_model_is_refused_with_every_difference_at_once(
         "model/body.bias": "expected float32[4], found float32[3]",
     }
     said(error, "step 7", str(directory), "nothing was changed", "strict=False")
-    said(error, *error.missing, *error.unexpected, *error.mismatched, *error.mismatched.values())
+    named = [*error.missing, *error.unexpected, *error.mismatched]
+    said(error, *(n for n in named if n.startswith("model/")), *error.mismatched.values())
     assert (error.step, error.path) == (7, str(directory / "7"))
     assert_trees_identical(training_state(model, optimizer), before)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from torchax_ckpt.errors import MismatchError
@@ -12,7 +13,9 @@ Call = Literal["restore", "warm_start", "load"]
 """The call that compared; an error names the arguments of this call that help."""
 
 _MAX_LISTED = 20
-_MODEL = "model/"
+_FEW = 3  # more names of one pattern than this are one entry
+_MODEL, _OPTIMIZER = "model/", "optimizer/"
+_NUMBER = re.compile(r"(?<![^./])[0-9]+(?![^./])")  # a whole part of a name, such as a layer's
 
 
 @dataclasses.dataclass
@@ -44,24 +47,18 @@ class Findings:
         self.mismatched[name] = f"expected {expected}, found {found}"
 
     def error(self, step: int | None, path: str, call: Call = "restore") -> MismatchError:
-        """Returns one error that lists all differences by name, and says what to do about them.
-
-        Args:
-          step: the step of the checkpoint; None if ``path`` is the path of weight files.
-          path: the checkpoint or the files.
-          call: the call that compared.
-        """
+        """Returns one error that lists all differences, and says what to do; no step for files."""
         source = path if step is None else f"The checkpoint at step {step} in {path}"
         kind = "files" if step is None else "checkpoint"
         ours = {"restore": "attached", "warm_start": "in the model", "load": "in abstract_state"}
         whole = {"restore": "the attached objects", "warm_start": "the model"}
         lines = [f"{source} does not fit {whole.get(call, 'abstract_state')}; nothing was changed."]
-        lines += _section(f"missing from the {kind}", self.missing)
-        lines += _section(f"in the {kind}, but not {ours[call]}", self.unexpected)
-        lines += _section(
-            f"different (expected: {ours[call]}, found: in the {kind})",
-            [f"{name}: {text}" for name, text in self.mismatched.items()],
-        )
+        for title, found in (
+            (f"missing from the {kind}", self.missing),
+            (f"in the {kind}, but not {ours[call]}", self.unexpected),
+            (f"different (expected: {ours[call]}, found: in the {kind})", self.mismatched),
+        ):
+            lines += _section(title, found, self.mismatched if found is self.mismatched else {})
         lines.append(self._remedy(call))
         return MismatchError(
             "\n".join(lines),
@@ -135,20 +132,30 @@ def type_name(value: object) -> str:
     return f"a {module}{kind.__qualname__}"
 
 
-def _prefix(longer: Sequence[str], shorter: Sequence[str]) -> str | None:
-    """Returns the prefix, up to a dot, that makes the shorter names the longer, or None."""
-    for name in longer:
-        prefix = name.removesuffix(shorter[0])
-        if prefix.endswith(".") and {prefix + n for n in shorter} == set(longer):
-            return prefix
-    return None
-
-
-def _section(title: str, entries: Iterable[str]) -> list[str]:
-    entries = list(entries)
-    if not entries:
-        return []
-    listed = [f"    {entry}" for entry in entries[:_MAX_LISTED]]
+def _section(title: str, found: Iterable[str], texts: Mapping[str, str]) -> list[str]:
+    """Returns lines that list names; a parameter and its optimizer state are one entry."""
+    known = dict.fromkeys(found)
+    owner_of = {
+        name: owner
+        for name in known
+        if name.startswith(_OPTIMIZER)
+        # The optimizer may have a name of its own, which precedes the parameter's name.
+        for _, *rest in [name.split("/")]
+        for owner in (_MODEL + "/".join(rest), _MODEL + "/".join(rest[1:]))
+        if owner in known
+    }
+    owners = set(owner_of.values())
+    groups: dict[tuple[str, bool, str], list[str]] = {}
+    for name in (n for n in known if n not in owner_of):
+        text = f": {texts[name]}" if name in texts else ""
+        key = (_NUMBER.sub("*", name), name in owners, text)
+        groups.setdefault(key, []).append(name)
+    entries = []
+    for (pattern, has_state, text), members in groups.items():
+        is_one = len(members) <= _FEW
+        state = f" and {'its' if is_one else 'their'} optimizer state" * has_state
+        listed = members if is_one else [f"{pattern} ({len(members)} of this pattern)"]
+        entries += [f"    {name}{state}{text}" for name in listed]
     if len(entries) > _MAX_LISTED:
-        listed.append(f"    ... and {len(entries) - _MAX_LISTED} more")
-    return [f"  {title}:", *listed]
+        entries[_MAX_LISTED:] = [f"    ... and {len(entries) - _MAX_LISTED} more"]
+    return [f"  {title}:", *entries] if entries else []
