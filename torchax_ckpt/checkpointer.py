@@ -19,6 +19,7 @@ from torchax_ckpt.restoring.restore import RestoreReport
 from torchax_ckpt.runtime.call_guard import Calls, guarded
 from torchax_ckpt.runtime.preemption import Preemption
 from torchax_ckpt.runtime.step_number import as_step
+from torchax_ckpt.runtime.tracebacks import brief
 from torchax_ckpt.saving.last_completed import LastCompleted
 from torchax_ckpt.saving.loop import Loop
 from torchax_ckpt.saving.read_calls import ReadCalls
@@ -79,6 +80,7 @@ class TorchaxCheckpointer:
       BackendError: the installed torchax or Orbax lacks internals that this package needs.
     """
 
+    @brief
     def __init__(
         self,
         directory: str | os.PathLike[str],
@@ -364,6 +366,7 @@ class TorchaxCheckpointer:
             at_exit = LastCompleted(attached, self._saves, self._calls, self._require_open)
         return self._loop.steps(as_step(total), self.save, self.reached_preemption, at_exit)
 
+    @brief
     def record(self, **metrics: Any) -> None:
         """Records metrics of the current step; metrics on devices are fetched if the step is saved.
 
@@ -372,6 +375,7 @@ class TorchaxCheckpointer:
         """
         self._loop.record(metrics)
 
+    @brief
     def should_save(self, step: int) -> bool:
         """Returns whether ``save(step)`` would save the step, due to the policy or a preemption."""
         return self._saves.should_save(as_step(step))
@@ -420,6 +424,7 @@ class TorchaxCheckpointer:
         self._require_open()
         return self._saves.save(step, self._attached, state, metrics or {}, force=force)
 
+    @brief
     def reached_preemption(self, step: int | None = None) -> bool:
         """Returns whether this run got a preemption notice; call it after each completed step.
 
@@ -431,14 +436,17 @@ class TorchaxCheckpointer:
 
     # --- listing and deleting steps -----------------------------------------------------------
 
+    @brief
     def all_steps(self, tier: TierName | None = None) -> list[int]:
         """Returns the existing steps, ascending, of one tier or (None) of all; opens no step."""
         return self._tiers.numbers(tier)
 
+    @brief
     def latest_step(self, tier: TierName | None = None) -> int | None:
         """Returns the newest of ``all_steps``, or None if there are no steps."""
         return max(self.all_steps(tier), default=None)
 
+    @brief
     def best_step(self) -> int | None:
         """Returns the durable step that ranks first by the best-N rule, or None if none is ranked.
 
@@ -452,6 +460,7 @@ class TorchaxCheckpointer:
         infos = [self._directory.info(s) for s in sound]
         return next((info.step for info in rule.ranked(infos)), None)
 
+    @brief
     def metrics(self, step: int) -> dict[str, Any]:
         """Returns a step's metrics, {} without or with damaged ones; raises StepNotFoundError."""
         committed = self._tiers.find(as_step(step))
@@ -492,6 +501,7 @@ class TorchaxCheckpointer:
         self._tiers.wait(timeout_secs)
         self.check_for_errors()
 
+    @brief
     def check_for_errors(self) -> None:
         """Raises the oldest error of a background save that no call has raised yet.
 

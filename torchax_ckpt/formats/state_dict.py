@@ -20,11 +20,13 @@ from etils import epath
 from torchax_ckpt.errors import DirectoryError, StepNotFoundError, UnsupportedLeafError
 from torchax_ckpt.formats.weights import Weights, weights_at
 from torchax_ckpt.options import CheckpointOptions
+from torchax_ckpt.runtime.tracebacks import brief
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import fsync, permissions
 from torchax_ckpt.stored.stored_step import StoredLeaf, StoredStep
 
 
+@brief
 def load_torch_state_dict(
     directory: str | os.PathLike[str],
     step: int | None = None,

@@ -32,6 +32,7 @@ from torchax_ckpt.restoring.fallback import newest_readable, reading
 from torchax_ckpt.restoring.file_weights import NARROWED, read_files
 from torchax_ckpt.restoring.restore import RestoreReport, apply, report_of
 from torchax_ckpt.runtime.step_number import as_step
+from torchax_ckpt.runtime.tracebacks import brief
 from torchax_ckpt.snapshot.move_shards import put
 from torchax_ckpt.state.component import Read, Values
 from torchax_ckpt.state.findings import Findings
@@ -48,6 +49,7 @@ from torchax_ckpt.stored.stored_step import StoredStep
 logger = logging.getLogger(__name__)
 
 
+@brief
 def warm_start(
     model: Any,
     source: str | os.PathLike[str],

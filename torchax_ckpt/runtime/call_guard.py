@@ -19,7 +19,8 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 import jax
 from jax.extend.core import get_opaque_trace_state
 
-from torchax_ckpt.errors import CallError
+from torchax_ckpt.errors import CallError, CheckpointError
+from torchax_ckpt.runtime import tracebacks
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -143,6 +144,9 @@ def guarded(
             try:
                 self._calls.begin(call, trains=trains(self) if callable(trains) else trains)
                 return method(self, *args, **kwargs)
+            except CheckpointError as error:
+                tracebacks.shorten(error)
+                raise
             finally:
                 self._calls.end(call)
 

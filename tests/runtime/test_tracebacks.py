@@ -1,0 +1,133 @@
+"""The errors of this package show where the program called it, and not what it did inside."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.training import mlp
+
+from torchax_ckpt import TorchaxCheckpointer, load_torch_state_dict, warm_start
+from torchax_ckpt.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    MismatchError,
+    SaveError,
+    StepError,
+)
+from torchax_ckpt.storage.writing import write_step
+
+STATE = {"w": np.arange(3)}
+
+
+def functions(error: BaseException) -> list[str]:
+    """The functions in the traceback of an error, from the outermost inwards."""
+    return [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)]
+
+
+def raised(call: Callable[[], Any]) -> Exception:
+    try:
+        call()
+    except Exception as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda ckpt: ckpt.attach(object()),
+        lambda ckpt: ckpt.restore(9),
+        lambda ckpt: ckpt.load(9),
+        lambda ckpt: ckpt.verify(9),
+        lambda ckpt: ckpt.delete(9),
+        lambda ckpt: ckpt.metrics(9),
+        lambda ckpt: ckpt.steps(3),
+        lambda ckpt: ckpt.save(0, state=STATE),
+        lambda ckpt: ckpt.should_save(-1),
+        lambda ckpt: ckpt.reached_preemption(-1),
+        lambda ckpt: ckpt.record(x=object()),
+        lambda ckpt: ckpt.best_step(),
+        lambda ckpt: ckpt.all_steps("local"),
+        lambda ckpt: ckpt.latest_step("local"),
+        lambda ckpt: warm_start(mlp(), ckpt.directory, step=9),
+        lambda ckpt: load_torch_state_dict(ckpt.directory, 9),
+        lambda ckpt: TorchaxCheckpointer(__file__),
+    ],
+)
+def test_a_traceback_ends_at_the_public_function(
+    directory: Path, call: Callable[[TorchaxCheckpointer], Any]
+) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state=STATE)
+        ckpt.wait_until_finished()
+        error = raised(lambda: call(ckpt))
+    assert isinstance(error, CheckpointError)
+    assert functions(error) == ["raised", "<lambda>", "<lambda>"]
+
+
+def test_the_cause_and_errors_of_background_saves_are_kept(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError("no space left")
+
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state=STATE)
+        ckpt.wait_until_finished()
+        monkeypatch.setattr(write_step, "write_step", full)
+        ckpt.save(2, state=STATE, force=True)
+        error = raised(ckpt.wait_until_finished)
+        assert isinstance(error, SaveError)
+        assert functions(error) == ["raised"]
+        assert "no space left" in str(error)
+        assert error.__cause__ is not None
+        assert functions(error.__cause__)[-1] == "full"
+        monkeypatch.undo()
+        ckpt.save(3, state=STATE, force=True)
+    (directory / "3" / "manifest" / "data.json").write_text("{")
+    error = raised(lambda: TorchaxCheckpointer(directory).load(3))
+    assert isinstance(error, CorruptCheckpointError)
+    assert functions(error)[1:] == ["<lambda>"]
+    assert error.__cause__ is not None or error.__context__ is not None
+
+
+class OwnError(StepError):
+    """A program's own class of error."""
+
+
+@pytest.mark.parametrize("kind", [OwnError, StepError, ZeroDivisionError])
+def test_what_a_users_function_raises_keeps_its_frames(
+    directory: Path, kind: type[Exception]
+) -> None:
+    class Refusing:
+        refuses: type[Exception] | None = None
+
+        def state_dict(self) -> dict[str, int]:
+            return self.refuse() or {"x": 1}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.refuse()
+
+        def refuse(self) -> Any:
+            if self.refuses is not None:
+                raise self.refuses("no")
+
+    refusing = Refusing()
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(stateful={"x": refusing})
+        ckpt.save(1, force=True)
+        refusing.refuses = kind
+        error = raised(lambda: ckpt.save(2, force=True))
+        assert type(error) is kind
+        assert functions(error)[-2:] == ["state_dict", "refuse"]
+        assert "save" in functions(error)
+        error = raised(lambda: ckpt.restore(1))
+        seen = error.__cause__ if isinstance(error, MismatchError) else error
+        assert type(seen) is kind
+        assert functions(seen)[-1] == "refuse"
+        refusing.refuses = None
