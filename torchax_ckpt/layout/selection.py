@@ -95,18 +95,10 @@ class Selection:
         self._unwrapped: dict[str, str] = {}
 
     def match_wrapped(self, stored: Iterable[str], live: Iterable[str]) -> dict[str, str]:
-        """Lets names that differ only by parts of wrappers, such as ``_orig_mod.``, be one name.
+        """Lets names that differ only by parts of wrappers be one name; returns stored -> live.
 
         From now on ``renamed`` gives such a stored name the name that the program has. Equal names
         go together first, and a name is left as it is if several others could be meant.
-
-        Args:
-          stored: all names of one model in the checkpoint.
-          live: all names of the model in the program.
-
-        Returns:
-          A dict from name in the checkpoint, after ``rename``, to the name in the program, for the
-          names that differ.
         """
         theirs, ours = dict.fromkeys(map(self.renamed, stored)), dict.fromkeys(live)
         of_ours = _by_plain_name(name for name in ours if name not in theirs)

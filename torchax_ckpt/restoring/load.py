@@ -39,23 +39,9 @@ def load_state(
     options: CheckpointOptions,
     processes: Processes,
 ) -> Any:
-    """Returns a step's functional state or, for a step without one, the states of its components.
+    """Returns a step's functional state or, without one, the states of its components.
 
-    Functional state is a pytree that a program passed to ``save(state=...)``. Components are
-    attached objects, such as a model and an optimizer.
-
-    Args:
-      committed: the step.
-      opened: opens a step for reading.
-      abstract_state: the structure, dtypes, shapes and placements that the result has; None for
-        everything as it was saved. If the step has no functional state, the keys of
-        ``abstract_state`` select components.
-      options: how the step is read.
-      processes: the processes that load the step together; the caller has opened their round.
-
-    Raises:
-      MismatchError: the step lacks a leaf of the abstract state, or has the leaf in another form.
-      CorruptCheckpointError: the step cannot be read.
+    The keys of ``abstract_state`` select components.
     """
     try:
         source = opened(committed)

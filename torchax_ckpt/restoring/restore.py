@@ -70,23 +70,7 @@ def restore_attached(
     processes: Processes,
     selection: Selection | None = None,
 ) -> RestoreReport:
-    """Restores a step into the attached objects: on all processes, or on none.
-
-    Args:
-      source: the step.
-      attached: the attached objects.
-      strict: whether any difference raises MismatchError.
-      options: only ``verify`` and ``restore_in_budget`` are used.
-      processes: the processes that restore together; the caller has opened their round.
-      selection: the selected tensors; None for all.
-
-    Raises:
-      MismatchError: ``strict`` is set, and something differs.
-      SelectionError: a pattern matches nothing, or two tensors would get the same name.
-      CorruptCheckpointError, ForeignCheckpointError: the step cannot be read.
-      UninitializedLeafError: neither the step nor ``init`` fills some meta tensor.
-      UnusableStateError: with ``restore_in_budget``, the restore failed after it had freed buffers.
-    """
+    """Restores a step into the attached objects: on all processes, or on none."""
     committed = source.committed
     findings, selection = Findings(), selection or Selection()
     restores_rng = "rng" in attached.components and "rng" in source.document
@@ -111,14 +95,7 @@ def restore_attached(
 def report_of(
     step: int | None, findings: Findings, selection: Selection, *, is_verified: bool
 ) -> RestoreReport:
-    """Returns the ``RestoreReport`` of a restore.
-
-    Args:
-      step: the restored step; None for files.
-      findings: the differences between the source and the live objects.
-      selection: which tensors the restore selected.
-      is_verified: whether every stored byte of the step was compared with its digest.
-    """
+    """Returns the report of a restore; ``step`` is None for files."""
     return RestoreReport(
         step,
         missing=tuple(findings.missing),
@@ -137,20 +114,10 @@ def apply(
     step: int | None,
     path: str,
 ) -> None:
-    """Reads the leaves of a restoration, then makes all changes of the restoration or none.
+    """Reads the leaves of a restoration, then makes all of its changes or none.
 
     With ``restore_in_budget``, reads and changes alternate, and a failure after the first change
-    leaves no usable state.
-
-    Args:
-      restoration: the leaves to read and the changes to make.
-      reader: reads leaves, each onto its placement.
-      options: only ``restore_in_budget`` is used.
-      processes: the processes that restore together; the caller has opened their round.
-      step, path: the source of the leaves, for messages; ``step`` is None for files.
-
-    Raises:
-      UnusableStateError: with ``restore_in_budget``, the changes failed after buffers were freed.
+    leaves no usable state: UnusableStateError.
     """
     if options.restore_in_budget:
         _apply_in_budget(restoration, reader, processes, step, path)
@@ -165,11 +132,7 @@ def _apply_in_budget(
     step: int | None,
     path: str,
 ) -> None:
-    """Applies a restoration part by part; frees a part's old buffers before reading new values.
-
-    Raises:
-      UnusableStateError: a part failed. All buffers that the restore was to replace are then freed.
-    """
+    """Applies a restoration part by part; frees a part's old buffers before each read."""
     reads = restoration.reads
     early = {name for call in (*restoration.checks, *restoration.calls) for name in call.needs}
     restoration.apply_calls(reader({name: reads[name] for name in early}), processes.meet)

@@ -61,15 +61,7 @@ class Calls:
         return threading.current_thread() is self._training_thread
 
     def begin(self, call: _Call, *, trains: bool) -> None:
-        """Marks a call as running.
-
-        Args:
-          call: the call.
-          trains: whether the call belongs on the training thread.
-
-        Raises:
-          CallError: the call cannot work where it was made.
-        """
+        """Marks a call as running; raises CallError if it cannot work where it was made."""
         if _is_fork:
             raise CallError(
                 f"{call.name} was called in process {os.getpid()}, which was forked from process "
@@ -126,16 +118,7 @@ S = TypeVar("S", bound=_HasCalls)
 def guarded(
     *, trains: bool | Callable[[Any], bool]
 ) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Concatenate[S, P], R]]:
-    """Returns a decorator; a decorated method raises CallError for a call that cannot work.
-
-    A call cannot work in a forked process, inside a function that JAX traces, or inside another
-    call on the same thread, as when a signal handler calls the method. A call that belongs on the
-    training thread cannot work on another thread.
-
-    Args:
-      trains: whether the method belongs on the training thread; or a function that returns this
-        for the object on which the method is called.
-    """
+    """Decorates a method: it raises CallError where it cannot work, and shortens tracebacks."""
 
     def decorate(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
         @functools.wraps(method)

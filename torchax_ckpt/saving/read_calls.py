@@ -29,10 +29,6 @@ class ReadCalls:
 
     Whatever one process alone can get wrong is checked within a round, so that all processes fail
     alike.
-
-    Args:
-      tiers: the tiers to read from.
-      options: how steps are read.
     """
 
     def __init__(self, tiers: Tiers, options: CheckpointOptions) -> None:

@@ -96,13 +96,7 @@ def require_alive(captured: Captured) -> None:
 
 
 class Combined:
-    """Combines captured parts into one.
-
-    While each part has the same ``Form`` object as before, so has the combined part.
-
-    Args:
-      build: makes the combined node from the nodes of the parts.
-    """
+    """Combines captured parts into one; its form changes only if the form of a part does."""
 
     def __init__(self, build: Callable[[list[Node]], Node]) -> None:
         self._build = build

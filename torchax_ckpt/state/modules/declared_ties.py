@@ -26,14 +26,7 @@ _MAX_LISTED = 3
 
 
 def declared_ties(root: torch.nn.Module) -> dict[str, str]:
-    """Returns a dict from alias to the name it is tied to, for all ties that a model declares.
-
-    A submodule may declare ties too, such as the model that PEFT wraps. Names that the model does
-    not have (any more) are left out.
-
-    Args:
-      root: the model, not wrapped in a JittableModule.
-    """
+    """Returns alias -> name for all live ties that a model or its submodules declare."""
     declared: dict[str, str] = {}
     for path, module in root.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
@@ -45,11 +38,7 @@ def declared_ties(root: torch.nn.Module) -> dict[str, str]:
 
 
 def lost_ties(module: torch.nn.Module) -> dict[str, str]:
-    """Returns the declared ties, alias -> name, whose live tensors are separate tensors.
-
-    Args:
-      module: the model, or a JittableModule around it.
-    """
+    """Returns the declared ties, alias -> name, whose live tensors are separate tensors."""
     root, _ = torchax_backend.unwrap_jittable(module)
     declared = declared_ties(root)
     live = _tensors(root) if declared else {}
@@ -57,12 +46,7 @@ def lost_ties(module: torch.nn.Module) -> dict[str, str]:
 
 
 def warn_of_lost_ties(module: torch.nn.Module, key_path: tuple[str, ...]) -> None:
-    """Warns once, on process 0, if tensors that the model declares as tied are separate tensors.
-
-    Args:
-      module: the model, or a JittableModule around it.
-      key_path: the model's place: ``("model",)``, or ``("model", name)``.
-    """
+    """Warns once, on process 0, if tensors that the model declares as tied are separate."""
     lost = [f"{alias} (tied to {name})" for alias, name in lost_ties(module).items()]
     if not lost or jax.process_index() != 0:
         return

@@ -16,17 +16,7 @@ _MAX_LISTED = 5
 
 
 def check(module: torch.nn.Module, slots: Sequence[Slot], key_path: tuple[str, ...]) -> None:
-    """Raises unless the module can be saved and trained.
-
-    Args:
-      module: the module, or a JittableModule around it.
-      slots: its tensors.
-      key_path: prefix of the leaves' names.
-
-    Raises:
-      AttachError: the parameters, or some of them, are on the CPU.
-      UnsupportedLeafError: a tensor cannot be stored, or is in ``state_dict()`` alone.
-    """
+    """Raises AttachError or UnsupportedLeafError unless the module can be saved and trained."""
     where = names.join(key_path)
     root, _ = torchax_backend.unwrap_jittable(module)
     with torchax_backend.native_torch():  # through torchax, attributes take longer to read

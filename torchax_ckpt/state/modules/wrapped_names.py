@@ -21,16 +21,7 @@ logger = logging.getLogger(__name__)
 def match_wrapped(
     live: Iterable[str], stored: StoredModule, selection: Selection, key_path: tuple[str, ...]
 ) -> None:
-    """Lets the selection take names that differ by wrappers for one name; process 0 logs it once.
-
-    The optimizers that are restored with the same selection find their parameters by it too.
-
-    Args:
-      live: the names in the live module.
-      stored: what the checkpoint or the files have for it.
-      selection: the selection of the restore.
-      key_path: prefix of the leaves' names.
-    """
+    """Lets the selection match names that differ by wrappers; process 0 logs it once."""
     known = [*stored.tensors, *stored.ties, *map(extra_state_key, stored.extra_state or ())]
 
     def named(fqns: Iterable[str]) -> list[str]:
