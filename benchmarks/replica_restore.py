@@ -113,9 +113,9 @@ def child(index: int, count: int, port: str, root: Path, settings: dict[str, Any
     def took(single: bool, rate: float) -> float:
         line = Line(root / "line", rate * 1e6)
 
-        def delayed(committed: Any, target: Any, piece: Any, store: Any) -> Any:
+        def delayed(committed: Any, target: Any, piece: Any, store: Any, *pace: Any) -> Any:
             line.take(piece.nbytes)
-            return arrival(committed, target, piece, store)
+            return arrival(committed, target, piece, store, *pace)
 
         read_arrays._Arrival = delayed  # type: ignore[assignment, misc]
         options = CheckpointOptions(single_replica_restore=single)

@@ -85,6 +85,9 @@ class CheckpointOptions:
         must be at least the difference between the slowest and the fastest process in reading or
         writing their parts. Then the call or the save fails on all processes; the error names the
         processes that are missing. Processes that made another call are not waited for.
+      min_read_bytes_per_sec: what all reads of arrays in this process together must get, in bytes
+        per second. If they get less for 0.9 times ``process_timeout_secs``, a read from a bucket
+        fails with a DirectoryError that names the object, and one of a file is logged.
       save_timeout_secs: after this time, the current stage of a save in flight and the stack of its
         thread are logged, and again after each doubling of the time. Callers that wait for the
         save get a SaveTimeoutError, while the save continues. None: callers wait as long as the
@@ -104,6 +107,7 @@ class CheckpointOptions:
     preemption_grace_secs: float | None = 30.0
     single_replica_restore: bool = False
     process_timeout_secs: float = 600.0
+    min_read_bytes_per_sec: float = 1e6
     save_timeout_secs: float | None = None
 
     def __post_init__(self) -> None:
@@ -153,13 +157,15 @@ class CheckpointOptions:
             ("preemption_grace_secs", "None or "),
             ("save_timeout_secs", "None or "),
             ("process_timeout_secs", ""),
+            ("min_read_bytes_per_sec", ""),
         ):
-            secs = getattr(self, name)
-            is_number = isinstance(secs, (int, float)) and not isinstance(secs, bool)
-            if not (is_number and 0 < secs < math.inf) and not (or_none and secs is None):
+            found = getattr(self, name)
+            is_number = isinstance(found, (int, float)) and not isinstance(found, bool)
+            if not (is_number and 0 < found < math.inf) and not (or_none and found is None):
+                unit = "seconds" if name.endswith("_secs") else "bytes"
                 raise ValueError(
-                    f"CheckpointOptions: {name}: expected {or_none}a positive number of seconds, "
-                    f"found {secs!r}"
+                    f"CheckpointOptions: {name}: expected {or_none}a positive number of {unit}, "
+                    f"found {found!r}"
                 )
         if self.max_host_bytes is not None and (
             isinstance(self.max_host_bytes, bool)

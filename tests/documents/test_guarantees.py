@@ -34,6 +34,11 @@ TESTED = {
     "A restore changes everything or nothing": [
         "restoring/test_strict.py::test_a_refused_checkpoint_changes_no_byte_of_anything",
     ],
+    "A restore does not wait for ever": [
+        "faults/test_slow_reads.py"
+        "::test_a_restore_from_a_bucket_that_trickles_fails_by_name_and_changes_nothing",
+        "faults/test_slow_reads.py::test_a_read_of_a_file_that_hangs_is_logged_by_name_and_goes_on",
+    ],
     "What one process gets wrong": [
         "processes/test_coordination.py::test_an_error_of_one_is_raised_by_all",
         "processes/test_call_log.py"

@@ -18,6 +18,7 @@ from typing import Any
 import gcs_server
 
 KINDS = ("429", "500", "503", "reset", "reset after", "slow", "truncated")
+_TRICKLE_SECS = 0.1
 _DROPPED = {"connection", "transfer-encoding", "content-length", "server", "date"}
 
 
@@ -33,6 +34,8 @@ class FaultProxy:
       allows_reads, allows_writes: what the caller may do.
       needs_credentials: whether a caller without a token is refused.
       hook: called with every "METHOD path" before it is handled.
+      rate_of: the bytes per second of the answer to a "METHOD path", given its bytes; None for all
+        at once.
       counts: what happened to requests, by kind.
       uploaded_bytes: the bytes that clients have sent to be stored.
     """
@@ -47,6 +50,7 @@ class FaultProxy:
         self.needs_credentials = False
         self.slow_secs = 1.0
         self.hook: Callable[[str], None] | None = None
+        self.rate_of: Callable[[str, int], float | None] | None = None
         self.counts: collections.Counter[str] = collections.Counter()
         self.uploaded_bytes = 0
         self._random = random.Random(seed)
@@ -70,7 +74,7 @@ class FaultProxy:
         self.rate, self.kinds, self.concerned, self.is_out = 0.0, KINDS, "", ""
         self.allows_reads = self.allows_writes = True
         self.needs_credentials = False
-        self.hook = None
+        self.hook = self.rate_of = None
         self.server.spoil = None
         self.server.storage.rewrite_bytes = gcs_server.ONE_REQUEST
 
@@ -219,6 +223,14 @@ class _Handler(BaseHTTPRequestHandler):
                 self.send_header(name, value)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
+        proxy, rate = self.server.proxy, None
+        if proxy.rate_of is not None and not cut:
+            rate = proxy.rate_of(f"{self.command} {self.path}", len(content))
+        while rate is not None and proxy.rate_of is not None and content:
+            num = max(1, int(rate * _TRICKLE_SECS))
+            self.wfile.write(content[:num])
+            content = content[num:]
+            time.sleep(_TRICKLE_SECS)
         self.wfile.write(content[: len(content) // 2] if cut else content)
         if cut:
             self.close_connection = True

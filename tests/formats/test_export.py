@@ -157,9 +157,9 @@ def test_no_more_is_in_memory_than_was_allowed(
     peak = 0
 
     class Counted(read_arrays._Arrival):
-        def __init__(self, committed: Any, target: Any, piece: Any, store: Any) -> None:
+        def __init__(self, committed: Any, target: Any, piece: Any, store: Any, *pace: Any) -> None:
             nonlocal peak
-            super().__init__(committed, target, piece, store)
+            super().__init__(committed, target, piece, store, *pace)
             alive.append(piece.nbytes)
             peak = max(peak, sum(alive))
 

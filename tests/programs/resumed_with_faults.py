@@ -162,9 +162,9 @@ read: list[int] = []
 arrival = read_arrays._Arrival
 
 
-def counted(committed: Any, target: Any, piece: Any, store: Any) -> Any:
+def counted(committed: Any, target: Any, piece: Any, store: Any, *pace: Any) -> Any:
     read.append(piece.nbytes)
-    return arrival(committed, target, piece, store)
+    return arrival(committed, target, piece, store, *pace)
 
 
 read_arrays._Arrival = counted  # type: ignore[assignment,misc]

@@ -141,9 +141,9 @@ def test_only_pieces_with_asked_rows_are_read(
     begun: list[int] = []
 
     class Arrival(read_arrays._Arrival):
-        def __init__(self, committed: Any, target: Any, piece: Any, store: Any) -> None:
+        def __init__(self, committed: Any, target: Any, piece: Any, store: Any, *pace: Any) -> None:
             begun.append(piece.start[0])
-            super().__init__(committed, target, piece, store)
+            super().__init__(committed, target, piece, store, *pace)
 
     monkeypatch.setattr(read_arrays, "_Arrival", Arrival)
     found = stored.read(["state/3"], CheckpointOptions())

@@ -1,4 +1,4 @@
-"""Progress bars for long work, shown only if standard error is a terminal."""
+"""Progress bars for long work, shown only on a terminal; the pace of reads."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from tqdm import tqdm
 
@@ -16,6 +17,7 @@ from torchax_ckpt.runtime.background import Flag
 # Shorter work shows no bar.
 _DELAY_SECS = 0.5
 _REFRESH_SECS = 0.1
+_POLL_SECS = 0.5
 
 
 class _Bar(tqdm):
@@ -34,15 +36,7 @@ def is_watched() -> bool:
 
 @contextlib.contextmanager
 def bar(label: str, total_bytes: Callable[[], int]) -> Iterator[Callable[[int], None]]:
-    """Shows a progress bar during the ``with`` block if standard error is a terminal.
-
-    Args:
-      label: names the work.
-      total_bytes: returns the amount of work; called only if a bar is shown.
-
-    Yields:
-      A function to call with the bytes of each finished part, from any thread.
-    """
+    """Shows a bar within the block; yields what any thread calls with the bytes of each part."""
     if not is_watched():
         yield lambda nbytes: None
         return
@@ -66,13 +60,7 @@ def bar(label: str, total_bytes: Callable[[], int]) -> Iterator[Callable[[int], 
 
 
 def wait(ended: Flag, timeout_secs: float | None, stage: Callable[[], str]) -> None:
-    """Waits for the end of work; shows its stage if standard error is a terminal.
-
-    Args:
-      ended: set at the end.
-      timeout_secs: the longest time to wait; None waits without a limit.
-      stage: returns the current stage of the work.
-    """
+    """Waits until ``ended`` is set, or the time is over; meanwhile shows the stage of the work."""
     if not is_watched():
         ended.wait(timeout_secs)
         return
@@ -82,3 +70,52 @@ def wait(ended: Flag, timeout_secs: float | None, stage: Callable[[], str]) -> N
         while not ended.is_set and time.monotonic() < deadline:
             shown.set_description_str(stage())
             ended.wait(_REFRESH_SECS)
+
+
+class Pace:
+    """Notices that all reads of this process together get too little while one of them waits.
+
+    Requests that are open count as if they had got all their bytes: how much of each has come is
+    unknown, and many may share a slow link.
+
+    Attributes:
+      secs: how long this read has waited since the reads were fast enough.
+    """
+
+    _got_bytes = 0  # by all reads of this process
+    _lock = threading.Lock()
+
+    def __init__(self, min_bytes_per_sec: float, limit_secs: float) -> None:
+        self._min_bytes_per_sec, self._limit_secs = min_bytes_per_sec, limit_secs
+        self._open_bytes = 0
+        self.restart()
+
+    @property
+    def bytes(self) -> int:
+        """What all reads of this process got within ``secs``."""
+        return Pace._got_bytes - self._before_bytes
+
+    def restart(self) -> None:
+        """Measures from now on."""
+        self._before_bytes, self.secs = Pace._got_bytes, 0.0
+
+    def add(self, asked_bytes: int, got_bytes: int = 0) -> None:
+        """Counts a request of this read, or the answer to it."""
+        with self._lock:
+            self._open_bytes += asked_bytes - got_bytes
+            Pace._got_bytes += got_bytes
+
+    def wait(self, read: Any) -> bool:
+        """Waits for a future; returns False if the reads get too little before it is done."""
+        while not read.done():
+            began = time.monotonic()
+            with contextlib.suppress(TimeoutError):
+                read.exception(timeout=_POLL_SECS)
+            # A process that was stopped has not waited all the time that has passed.
+            self.secs += min(time.monotonic() - began, 2 * _POLL_SECS)
+            expected = self._min_bytes_per_sec * self.secs
+            if self.bytes >= expected:
+                self.restart()
+            elif self.secs >= self._limit_secs and self.bytes + self._open_bytes < expected:
+                return bool(read.done())
+        return True

@@ -36,6 +36,7 @@ from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import location, seals
 
 NEVER = CheckpointOptions(verify="never")
+PACE = read_arrays._pace(NEVER)
 
 
 def put(host: np.ndarray, mesh: Mesh, spec: Any) -> jax.Array:
@@ -336,7 +337,7 @@ def test_blocks_are_the_chunks_that_storage_holds_and_never_tiny(
         ckpt.save(1, state={"w": array})
     step = RunDirectory(directory).find(1)
     want = Wanted(shape, "float32", {}, None)
-    chunk = read_arrays._chunk(read_arrays._open(step, {"state/w": want})["state/w"])
+    chunk = read_arrays._chunk(read_arrays._open(step, {"state/w": want}, PACE)["state/w"])
     assert chunk == read_manifest(step).digests["state/w"].block == expected
     found = TorchaxCheckpointer(directory).load(1, abstract({"w": array}))
     assert np.array_equal(np.asarray(found["w"]).view("u4"), host.view("u4"))
@@ -354,7 +355,7 @@ def test_blocks_of_large_members_of_a_stack_are_their_parts_of_chunks(
     step = RunDirectory(directory).find(1)
     (name,) = read_manifest(step).plan.stacks
     want = Wanted((3, 32, 64), "float32", {}, None)
-    chunk = read_arrays._chunk(read_arrays._open(step, {name: want})[name])
+    chunk = read_arrays._chunk(read_arrays._open(step, {name: want}, PACE)[name])
     assert chunk == (3, 16, 16)
     assert read_manifest(step).digests[name].block == (1, 16, 16)
     assert_trees_identical(TorchaxCheckpointer(directory).load(1, state), state)

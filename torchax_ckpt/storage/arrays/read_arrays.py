@@ -35,7 +35,7 @@ from torchax_ckpt.storage.arrays.placement import (
     empty,
 )
 from torchax_ckpt.storage.directory.committed_step import STATE, CommittedStep
-from torchax_ckpt.storage.directory.step_files import as_corrupt
+from torchax_ckpt.storage.directory.step_files import as_corrupt, await_read
 from torchax_ckpt.storage.medium import location, storage_errors
 
 # The default limit of the bytes in flight between storage and devices, in addition to the largest
@@ -51,20 +51,11 @@ def read_arrays(
     options: CheckpointOptions,
     agree: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Reads arrays of a step, and puts each leaf where its placement says (devices or host).
+    """Reads arrays of a step to the devices or the host, as their placements say.
 
-    Args:
-      committed: the step.
-      wanted: stored name -> the expected array, and where its leaves go.
-      options: memory bounds, and whether one replica reads for all.
-      agree: raises if another process has failed; called before devices communicate.
-
-    Returns:
-      Name of the leaf -> array.
-
-    Raises:
-      CorruptCheckpointError: an array is missing, cannot be read, or differs from what was stored;
-        the message names the leaf.
+    Calls ``agree``, which raises if another process has failed, before devices communicate. Raises
+    CorruptCheckpointError, which names the leaf, if an array is missing, cannot be read, or differs
+    from what was stored; DirectoryError, which names the file, if storage is too slow.
     """
     leaves: dict[str, Any] = {}
     spread: dict[str, jax.ShapeDtypeStruct] = {}
@@ -86,20 +77,15 @@ def stream_arrays(
     options: CheckpointOptions,
     is_asked: Callable[[str, Piece], bool] = lambda name, piece: True,
 ) -> Iterator[tuple[str, Piece, np.ndarray]]:
-    """Reads whole arrays of a step piece by piece, with a limited number of bytes in memory.
+    """Yields the stored name, the piece and its checked content for each piece of whole arrays.
 
-    The limit is ``options.max_host_bytes``, or ``STREAMED_BYTES`` if that is None. Only a single
-    piece that is larger than the limit exceeds it. Pieces for which ``is_asked`` returns False are
-    not read.
-
-    Yields:
-      Stored name, piece, and the checked content of the piece on the host.
-
-    Raises:
-      CorruptCheckpointError: as for ``read_arrays``.
+    The limit of bytes in memory is ``options.max_host_bytes``, or ``STREAMED_BYTES`` if that is
+    None; only a single piece can exceed it. Pieces for which ``is_asked`` returns False are not
+    read. Raises errors as ``read_arrays`` does.
     """
     targets = [Checked(name, want, {}) for name, want in wanted.items()]
-    stores = _prepared(committed, wanted)
+    pace = _pace(options)
+    stores = _prepared(committed, wanted, pace)
     max_bytes, in_flight_bytes = options.max_host_bytes or STREAMED_BYTES, 0
     reading: collections.deque[tuple[str, Piece, _Arrival]] = collections.deque()
     for target in targets:
@@ -112,14 +98,15 @@ def stream_arrays(
                 yield name, oldest, arrival.fetch()
                 in_flight_bytes -= oldest.nbytes
             in_flight_bytes += piece.nbytes
-            reading.append((target.name, piece, _Arrival(committed, target, piece, store)))
+            reading.append((target.name, piece, _Arrival(committed, target, piece, store, pace)))
     while reading:
         name, oldest, arrival = reading.popleft()
         yield name, oldest, arrival.fetch()
 
 
 def _read(committed: CommittedStep, targets: Sequence[Target], options: CheckpointOptions) -> None:
-    stores = _prepared(committed, {target.name: target.wanted for target in targets})
+    pace = _pace(options)
+    stores = _prepared(committed, {target.name: target.wanted for target in targets}, pace)
     largest = max((target.nbytes for target in targets), default=0)
     pieces = ((t, p) for t in targets for p in t.pieces(_chunk(stores[t.name])))
 
@@ -131,14 +118,15 @@ def _read(committed: CommittedStep, targets: Sequence[Target], options: Checkpoi
         for target, piece in pieces:
             piece_bytes, joined_bytes = target.awaits(piece)
             window.make_room(piece_bytes + joined_bytes)
+            store = stores[target.name]
             # A variable for the arrival would keep the arrival in memory until the next one.
-            window.add(
-                piece_bytes, joined_bytes, _Arrival(committed, target, piece, stores[target.name])
-            )
+            window.add(piece_bytes, joined_bytes, _Arrival(committed, target, piece, store, pace))
         window.drain()
 
 
-def _prepared(committed: CommittedStep, wanted: Mapping[str, Wanted]) -> dict[str, ts.TensorStore]:
+def _prepared(
+    committed: CommittedStep, wanted: Mapping[str, Wanted], pace: progress.Pace
+) -> dict[str, ts.TensorStore]:
     """Checks that digests fit the arrays' shapes; returns the opened arrays by stored name."""
     for name, want in wanted.items():
         if want.digests is not None and not block_digests.fit(want.digests, want.shape):
@@ -148,10 +136,12 @@ def _prepared(committed: CommittedStep, wanted: Mapping[str, Wanted]) -> dict[st
                 f"the manifest has digests of blocks {list(want.digests.block)}, which do not fit "
                 f"the shape {list(want.shape)}",
             )
-    return _open(committed, wanted)
+    return _open(committed, wanted, pace)
 
 
-def _open(committed: CommittedStep, wanted: Mapping[str, Wanted]) -> dict[str, ts.TensorStore]:
+def _open(
+    committed: CommittedStep, wanted: Mapping[str, Wanted], pace: progress.Pace
+) -> dict[str, ts.TensorStore]:
     context = location.reading_context()
     base = _kvstore(committed)
     opening = {
@@ -170,6 +160,8 @@ def _open(committed: CommittedStep, wanted: Mapping[str, Wanted]) -> dict[str, t
     }
     stores = {}
     for name, future in opening.items():
+        await_read(committed, name, future, pace)
+        pace.restart()
         with as_corrupt(committed, name):
             stores[name] = store = future.result()
         found = store.dtype.numpy_dtype, tuple(store.shape)
@@ -182,6 +174,11 @@ def _open(committed: CommittedStep, wanted: Mapping[str, Wanted]) -> dict[str, t
                 f"{found[0]}{list(found[1])}",
             )
     return stores
+
+
+def _pace(options: CheckpointOptions) -> progress.Pace:
+    limit_secs = 0.9 * options.process_timeout_secs  # the others then still wait for the reason
+    return progress.Pace(options.min_read_bytes_per_sec, limit_secs)
 
 
 def _chunk(store: ts.TensorStore) -> tuple[int, ...]:
@@ -232,8 +229,9 @@ class _Arrival:
         target: Target,
         piece: Piece,
         store: ts.TensorStore,
+        pace: progress.Pace,
     ) -> None:
-        self._committed, self._target, self._piece = committed, target, piece
+        self._committed, self._target, self._piece, self._pace = committed, target, piece, pace
         self.nbytes = piece.nbytes
         self._store, self._chunk = store, _chunk(store)
         self._host = empty(piece.shape, store.dtype.numpy_dtype)
@@ -242,6 +240,7 @@ class _Arrival:
         self._failure: BaseException | None = None
         self._is_compared = Flag()
         self._future = ts.array(self._host, dtype=store.dtype).write(source)
+        pace.add(piece.nbytes)
         self._future.add_done_callback(self._compare)
 
     def _compare(self, read: ts.Future) -> None:
@@ -252,6 +251,7 @@ class _Arrival:
         except BaseException as error:  # raised again on the thread that waits
             self._failure = error
         finally:
+            self._pace.add(0, self.nbytes)
             self._is_compared.set()
 
     def finish(self) -> tuple[int, list[jax.Array]]:
@@ -260,6 +260,9 @@ class _Arrival:
 
     def fetch(self) -> np.ndarray:
         """Waits until the piece is read and returns it; raises if it is unreadable or damaged."""
+        await_read(
+            self._committed, self._target.name, self._future, self._pace, self._place_of_start
+        )
         try:
             with as_corrupt(self._committed, self._target.name):
                 self._future.result()
@@ -316,6 +319,9 @@ class _Arrival:
                 return chunk
         return None
 
+    def _place_of_start(self) -> str | None:
+        return self._place([s // n for s, n in zip(self._piece.start, self._chunk, strict=True)])
+
     def _place(self, chunk: Sequence[int]) -> str | None:
         """Returns the file and the byte range that hold a chunk; None if they are not found."""
         folder = self._committed.path / STATE
@@ -330,9 +336,7 @@ class _Arrival:
 
 
 class _Window:
-    """Limits the bytes of the pieces and parts in flight between storage and devices.
-
-    The bytes in flight exceed the limit only if a single array needs more memory than the limit.
+    """Limits the bytes in flight between storage and devices; only a single array can exceed it.
 
     A piece counts as in flight from its request until it has been read. A part that is put together
     from pieces counts as in flight from its first piece until the part is on its devices.

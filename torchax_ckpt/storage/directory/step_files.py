@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -14,19 +15,29 @@ from torchax_ckpt.errors import (
     DirectoryError,
     ForeignCheckpointError,
 )
+from torchax_ckpt.runtime.background import Task
+from torchax_ckpt.runtime.progress import Pace
 from torchax_ckpt.storage.directory import commit_record
-from torchax_ckpt.storage.directory.committed_step import ASSETS, MANIFEST, SUMMARY, CommittedStep
+from torchax_ckpt.storage.directory.committed_step import (
+    ASSETS,
+    MANIFEST,
+    STATE,
+    SUMMARY,
+    CommittedStep,
+)
 from torchax_ckpt.storage.medium import assets, location, seals, storage_errors
+
+logger = logging.getLogger(__name__)
+
+# How long an error waits for the file's name, which is read from the same storage.
+_SEARCH_SECS = 10.0
 
 
 def read_manifest(committed: CommittedStep) -> Any:
     """Returns the manifest of a step, as JSON; before, checks that the step's summary is intact.
 
-    Raises:
-      ForeignCheckpointError: the step has no manifest: bare Orbax wrote it.
-      CorruptCheckpointError: the manifest, the summary or the commit record cannot be read, or is
-        not what was written.
-      DirectoryError: one of these files cannot be read now.
+    Raises ForeignCheckpointError if bare Orbax wrote the step; CorruptCheckpointError, or
+    DirectoryError for "not now", if manifest, summary or commit record cannot be read.
     """
     if committed.has_lost_record:
         with as_corrupt(committed, "commit record"):
@@ -49,16 +60,7 @@ def read_manifest(committed: CommittedStep) -> Any:
 
 
 def read_assets(committed: CommittedStep, seal: str | None) -> dict[str, str]:
-    """Returns the assets of a step, as a dict from name to text.
-
-    Args:
-      committed: the step.
-      seal: the digest of the assets, from the step's manifest; None if the step has no assets.
-
-    Raises:
-      CorruptCheckpointError: the assets cannot be read, or are not what was written.
-      DirectoryError: the assets cannot be read now.
-    """
+    """Returns the assets of a step, name -> text; none if the manifest has no ``seal`` for them."""
     if seal is None:
         return {}
     with as_corrupt(committed, ASSETS):
@@ -67,14 +69,10 @@ def read_assets(committed: CommittedStep, seal: str | None) -> dict[str, str]:
 
 @contextlib.contextmanager
 def as_corrupt(committed: CommittedStep, what: str) -> Iterator[None]:
-    """Turns errors of the ``with`` block into CorruptCheckpointError or DirectoryError.
+    """Turns errors of a block that reads ``what`` of a step into errors of this package.
 
     DirectoryError says that storage cannot be read now. CorruptCheckpointError says that the step
     is damaged. This package's own errors, MemoryError and JaxRuntimeError are raised unchanged.
-
-    Args:
-      committed: the step that the block reads.
-      what: the part of the step that the block reads, for the message.
     """
     try:
         yield
@@ -97,3 +95,41 @@ def as_corrupt(committed: CommittedStep, what: str) -> Iterator[None]:
             step=committed.step,
             path=committed.path,
         ) from error
+
+
+def await_read(
+    committed: CommittedStep,
+    name: str,
+    read: Any,
+    pace: Pace,
+    place: Callable[[], str | None] = lambda: None,
+) -> None:
+    """Waits for the future of an array's read; if all reads are slow, raises or, on a disk, logs.
+
+    ``place`` searches for the file, and may itself hang.
+    """
+    while not pace.wait(read):
+        got = f"{pace.bytes} bytes in {pace.secs:.0f} s"
+        problem = (
+            f"step {committed.step} in {committed.path}: process {jax.process_index()} waits for "
+            f"{name} in {_soon(place) or committed.path / STATE}; all its reads together got {got}"
+        )
+        if location.is_bucket(committed.path):
+            raise DirectoryError(
+                f"{problem}, less than CheckpointOptions(min_read_bytes_per_sec=...) allows for "
+                "process_timeout_secs. The step may be intact: check the network and the service's "
+                "status, then try again.",
+                step=committed.step,
+                path=committed.path,
+                key_path=name,
+            )
+        logger.warning("%s. Still waiting: check the disk or the file server.", problem)
+        pace.restart()
+
+
+def _soon(search: Callable[[], str | None]) -> str | None:
+    found: list[str | None] = [None]
+    task = Task("torchax_ckpt-search", lambda: found.append(search()))
+    task.start()
+    task.ended.wait(_SEARCH_SECS)
+    return found[-1]

@@ -3,9 +3,10 @@
 Three clients access a bucket. TensorStore reads and writes array data, gcsfs (through epath) does
 everything else, and Orbax asks through google-cloud-storage what kind of bucket it is. Each client
 repeats failed requests: gcsfs for about 35 seconds per request, google-cloud-storage for two
-minutes, TensorStore for 15 minutes. On a connection that transfers no data, gcsfs and TensorStore
-would by default wait for many minutes, or forever. This module makes them give up such a request
-after 30 seconds.
+minutes, TensorStore for 15 minutes. On a connection that transfers no data, or a byte now and then,
+gcsfs and TensorStore would by default wait for many minutes, or forever. This module makes them
+give up such a request: TensorStore if it gets less than 10 kB/s for 60 seconds, and gcsfs after 30
+seconds of silence, or 10 minutes in all.
 """
 
 from __future__ import annotations
@@ -32,12 +33,16 @@ logger = logging.getLogger(__name__)
 
 _CHECK_SECS = 60.0
 _SILENCE_SECS = 30
+# One request of gcsfs transfers at most some 50 MB.
+_REQUEST_SECS = 600
+# Low enough for 32 requests that share the slowest link of ``min_read_bytes_per_sec``.
+_SLOW_BYTES_PER_SEC, _SLOW_SECS = 10_000, 60
 _REQUESTS_AT_A_TIME = 32
 # Objects that are equal in these have the same content.
 _IDENTIFYING = ("size", "crc32c")
 _TENSORSTORE = {
-    "TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES": "1",
-    "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": str(_SILENCE_SECS),
+    "TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES": str(_SLOW_BYTES_PER_SEC),
+    "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": str(_SLOW_SECS),
     "TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS": str(_SILENCE_SECS),
 }
 # Orbax reads the bucket's own metadata, to learn whether it has a hierarchical namespace.
@@ -46,7 +51,7 @@ _WRITING = ("storage.objects.create", "storage.objects.delete")
 
 
 def check(path: epath.Path, *, for_writing: bool) -> None:
-    """Raises DirectoryError if the bucket does not answer, or refuses what this program needs."""
+    """Raises DirectoryError without credentials, bucket, answer or the permissions needed there."""
     filesystem = _filesystem(path)
     name, _, prefix = str(path).removeprefix("gs://").partition("/")
     try:
@@ -148,15 +153,7 @@ async def _remove_empty_folders(filesystem: Any, folders: Iterable[str]) -> None
 
 
 def contents(path: epath.Path, prefix: str) -> dict[str, tuple[int, str]]:
-    """Returns the bytes and the CRC32C of each object under a path, by its name below the path.
-
-    Args:
-      path: ``gs://bucket/prefix``.
-      prefix: how the returned names begin.
-
-    Raises:
-      OSError: the bucket does not answer.
-    """
+    """Returns bytes and CRC32C of each object whose name below the path begins with ``prefix``."""
     with _as_os_error(path):
         found = _listed(path, prefix).items()
     return {name: (int(info["size"]), str(info["crc32c"])) for name, info in found}
@@ -167,11 +164,8 @@ def copy(source: epath.Path, target: epath.Path) -> None:
 
     Copies each object in the generation that was listed, and only if no object has the name of the
     copy. If the service divides the copy of a large object, this function sends the request again
-    with the token of the answer, until the service says that the copy is done.
-
-    Raises:
-      OSError: an object was removed or replaced, another object has the name of a copy, or the
-        bucket does not answer.
+    with the token of the answer, until the service says that the copy is done. Raises OSError if an
+    object was removed or replaced, or another object has the name of a copy.
     """
     filesystem = _filesystem(source)
     with _as_os_error(source):
@@ -259,7 +253,7 @@ class _Settings:
                 import aiohttp
 
                 filesystem.requests_timeout = self._timeout = aiohttp.ClientTimeout(
-                    total=None, sock_connect=_SILENCE_SECS, sock_read=_SILENCE_SECS
+                    total=_REQUEST_SECS, sock_connect=_SILENCE_SECS, sock_read=_SILENCE_SECS
                 )
             self._num_users += 1
             weakref.finalize(user, self._leave, filesystem).atexit = False
@@ -284,11 +278,11 @@ def use(path: epath.Path, user: object) -> None:
 
 @functools.cache
 def _start_tensorstore() -> None:
-    """Makes TensorStore give up a request if its connection transfers nothing for 30 seconds.
+    """Makes TensorStore give up a request that transfers almost nothing, and send it again.
 
-    TensorStore takes the limit on silence only from environment variables, which it reads once,
-    when it opens its first bucket. This function therefore sets the variables, opens a bucket,
-    which sends no request, and removes the variables again.
+    TensorStore takes the limits only from environment variables, which it reads once, when it opens
+    its first bucket. This function therefore sets the variables, opens a bucket, which sends no
+    request, and removes the variables again.
     """
     missing = [name for name in _TENSORSTORE if name not in os.environ]
     try:

@@ -1,0 +1,125 @@
+"""Reads that hardly advance: sent again, named and given up, or logged; slow ones succeed."""
+
+from __future__ import annotations
+
+import collections
+import logging
+import re
+import threading
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import gcs_proxy
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tensorstore as ts
+import torch
+from support import PROGRAMS
+from support.compare import assert_trees_identical, bits
+from support.processes import run_processes
+
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
+from torchax_ckpt.errors import DirectoryError
+from torchax_ckpt.storage.arrays import read_arrays
+
+pytest_plugins = ("gcs_fixtures",)
+LARGE_BYTES = 30_000  # arrays, not the index that says where they lie
+
+
+def test_a_restore_from_a_bucket_that_trickles_fails_by_name_and_changes_nothing(
+    gcs: gcs_proxy.FaultProxy, bucket_run: str
+) -> None:
+    model = torch.nn.Linear(128, 128).to("jax")
+    options = CheckpointOptions(process_timeout_secs=0.4)
+    with TorchaxCheckpointer(bucket_run, options=options) as ckpt:
+        ckpt.attach(model)
+        ckpt.save(1, force=True)
+        ckpt.wait_until_finished()
+        saved = bits(model.weight)
+        with torch.no_grad():
+            model.weight += 1
+        trained = bits(model.weight)
+        gcs.rate_of = lambda _, nbytes: 10 if nbytes > LARGE_BYTES else None
+        began = time.monotonic()
+        message = (
+            rf"process 0 waits for model/weight in {bucket_run}/1/state/ocdbt.process_0/d/\w+, "
+            r"bytes \d+ to \d+; all its reads together got \d+ bytes in \d+ s.*min_read_bytes_per"
+        )
+        with pytest.raises(DirectoryError, match=message):
+            ckpt.restore(1)
+        assert time.monotonic() - began < 5
+        assert bits(model.weight) == trained
+        gcs.calm()
+        ckpt.restore(1)
+        assert bits(model.weight) == saved
+
+
+def test_a_read_of_a_file_that_hangs_is_logged_by_name_and_goes_on(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {"w": jnp.arange(1e4)}
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state=state, force=True)
+
+    def hanging(host: np.ndarray, **kwargs: Any) -> Any:
+        pair: tuple[Any, Any] = ts.Promise.new()
+        promise, future = pair
+
+        def read(source: Any) -> ts.Future:
+            target = ts.array(host, **kwargs)
+            threading.Timer(1.3, lambda: promise.set_result(target.write(source).result())).start()
+            return future
+
+        return types.SimpleNamespace(write=read)
+
+    monkeypatch.setattr(read_arrays, "ts", types.SimpleNamespace(**{**vars(ts), "array": hanging}))
+    reader = TorchaxCheckpointer(directory, options=CheckpointOptions(process_timeout_secs=0.4))
+    with caplog.at_level(logging.WARNING, logger="torchax_ckpt"):
+        assert_trees_identical(reader.load(1), state)
+    files = re.findall(r"process 0 waits for state/w in (.*), bytes \d+ to", caplog.text)
+    assert files, caplog.text
+    assert Path(files[0]) in (directory / "1" / "state").rglob("d/*")
+
+
+@pytest.mark.parametrize("value", [0, -1, float("inf"), True, None, "1"])
+def test_the_least_bytes_per_second_are_a_positive_number(value: Any) -> None:
+    with pytest.raises(ValueError, match="min_read_bytes_per_sec: expected a positive number of b"):
+        CheckpointOptions(min_read_bytes_per_sec=value)
+
+
+@pytest.mark.slow
+def test_one_slow_process_fails_all_by_name_one_slow_request_is_replaced_32_slow_ones_are_not(
+    gcs: gcs_proxy.FaultProxy, bucket_run: str
+) -> None:
+    """The program shortens the 60 s in which a request must get 10 kB/s to 1 s."""
+    requests: collections.Counter[str] = collections.Counter()
+    filesystem = fsspec.filesystem("gcs", finalize_on_close=True)
+    for i in range(32):
+        filesystem.pipe_file(f"{bucket_run}/shared/{i}", bytes(150_000))
+
+    def rate_of(request: str, nbytes: int) -> float | None:
+        kinds = re.findall("%2F(shared|never.*process_1|once.*process_1)%2F", request)
+        if nbytes < LARGE_BYTES or not request.startswith("GET ") or not kinds:
+            return None
+        kind = kinds[0].partition("%")[0]
+        requests[kind] += 1
+        if kind == "once" and requests[kind] > 1:
+            return None
+        return 2e6 / 32 if kind == "shared" else 20
+
+    gcs.rate_of = rate_of
+    found = run_processes(PROGRAMS / "slow_bucket.py", 2, bucket_run, env=gcs.environment())
+    place = rf"w in {bucket_run}/never/1/state/ocdbt.process_1/d/\w+, bytes \d+ to \d+"
+    message = rf"process 1 waits for state/{place}; all its reads together got 0 bytes in [56] s"
+    for failed, replaced, *_ in found:
+        assert re.search(message, failed["error"]), failed
+        assert replaced["same"]
+    assert replaced["secs"] > 1  # on process 1
+    (shared,) = found[0][2:]
+    assert shared["read"] == 32 * 150_000
+    assert shared["secs"] > 2  # twice as long as a request may be below the limit
+    assert requests["shared"] == 32  # none was sent again
