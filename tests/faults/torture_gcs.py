@@ -27,6 +27,7 @@ from typing import Any
 
 import gcs_proxy
 import gcs_server
+from independent_gcs import IndependentServer
 
 ROOT = Path(__file__).parent.parent.parent
 KEPT = 4
@@ -42,6 +43,7 @@ def main() -> int:
     parser.add_argument("--kill-every", type=int, default=20, help="saves per kill; 0 for none")
     parser.add_argument("--kill-within", type=float, default=20.0, help="seconds after it begins")
     parser.add_argument("--lie", choices=["drop", "flip"], help="have the server lie")
+    parser.add_argument("--server", choices=["patched", "independent"], default="patched")
     parser.add_argument("--reuse", action="store_true", help="take over what does not change")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log", type=Path, help="a folder for what the processes say")
@@ -56,6 +58,9 @@ def main() -> int:
         return 0
     server = gcs_server.GcsServer()
     proxy = gcs_proxy.FaultProxy(server, args.seed)
+    if args.server == "independent":
+        server.stop()
+        server = proxy.server = IndependentServer(proxy.url)  # type: ignore[assignment]
     proxy.rate = args.rate
     if args.lie:
         server.spoil = liar(server, args.lie)

@@ -37,6 +37,12 @@ DRAFT_SUFFIX = ".draft"
 # The most bytes that are read of a record; no valid record is so long.
 _MAX_BYTES = 1 << 16
 _CLOSED = -1
+# The body of an upload in parts: metadata, of which there is none, and the content of a record.
+_BOUNDARY = uuid.uuid4().hex
+_PARTS = (
+    f"--{_BOUNDARY}\r\nContent-Type: application/json\r\n\r\n{{}}\r\n"
+    f"--{_BOUNDARY}\r\nContent-Type: application/octet-stream\r\n\r\nCONTENT\r\n--{_BOUNDARY}--\r\n"
+).encode()
 
 
 class Conflict(Exception):  # noqa: N818 - not an error: one of two possible results of an exchange
@@ -191,11 +197,11 @@ class _BucketRecord:
             made = self._call(
                 "POST",
                 self._fs.base.replace("/storage/v1/", f"/upload/storage/v1/b/{bucket}/o"),
-                uploadType="media",
+                uploadType="multipart",
                 name=self._key,
                 ifGenerationMatch=seen.version if seen else "0",
-                headers={"Content-Type": "application/octet-stream"},
-                data=content,
+                headers={"Content-Type": f'multipart/related; boundary="{_BOUNDARY}"'},
+                data=_PARTS.replace(b"CONTENT", content),
                 json_out=True,
             )
         except FileExistsError:  # gcsfs raises this for "precondition failed"
