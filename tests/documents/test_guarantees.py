@@ -30,6 +30,8 @@ TESTED = {
         "saving/test_saver.py"
         "::test_a_storage_failure_is_logged_kept_until_read_and_raised_by_close",
         "faults/test_gcs.py::test_a_run_is_saved_pruned_resumed_resharded_and_goes_back_twice",
+        "storage/directory/test_failed_commits.py"
+        "::test_a_step_that_cannot_be_taken_back_is_not_listed_and_goes_before_the_next_save",
     ],
     "A restore changes everything or nothing": [
         "restoring/test_strict.py::test_a_refused_checkpoint_changes_no_byte_of_anything",

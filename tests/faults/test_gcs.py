@@ -460,6 +460,35 @@ def test_past_the_limit_a_save_fails_clearly_and_saving_resumes(
 
 
 @pytest.mark.slow
+def test_a_step_that_got_its_mark_although_its_save_failed_is_taken_back(
+    gcs: gcs_proxy.FaultProxy, bucket_run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give_up_soon(monkeypatch)
+    prefix = bucket_run.removeprefix("gs://bucket/")
+    with TorchaxCheckpointer(bucket_run) as ckpt:
+        save(ckpt, 1)
+        for step, outage in ((2, ""), (3, "refuse")):
+            mark = f"{prefix}/{step}/commit_success.txt"
+
+            def lose_answer(request: str, mark: str = mark, outage: str = outage) -> None:
+                if gcs.server.names(mark):  # what is done about it may fail as well
+                    gcs.is_out, gcs.concerned = outage, gcs.concerned * (not outage)
+
+            gcs.rate, gcs.kinds, gcs.concerned = 1, ("reset after",), f"POST .*{mark}.*upload_id"
+            gcs.hook = lose_answer
+            with pytest.raises(SaveError, match=f"saving step {step}"):
+                save(ckpt, step)
+            gcs.calm()
+            assert bool(gcs.server.names(mark)) == bool(outage)
+            assert ckpt.all_steps() == [1]
+        assert TorchaxCheckpointer(bucket_run).all_steps() == [1, 3]  # by a restart before
+        save(ckpt, 4)
+        assert ckpt.all_steps() == [1, 4]
+    for step in (2, 3):
+        assert gcs.server.names(f"{prefix}/{step}/") == [f"{prefix}/{step}/begun"]
+
+
+@pytest.mark.slow
 def test_arrays_that_cannot_be_read_now_are_given_up_with_a_clear_error(
     gcs: gcs_proxy.FaultProxy, bucket_run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -383,6 +383,7 @@ class Saver:
         self._telemetry.emit("failed", step, secs=age_secs, error=str(failure))
         if is_lease_lost:
             self._telemetry.lost()
+            self._directory.let_go()
             self._is_claimed = False  # the next save tries to acquire the directory, and raises
             return
         try:

@@ -35,6 +35,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -44,7 +45,7 @@ from etils import epath
 from torchax_ckpt.errors import DirectoryError, StepNotFoundError
 from torchax_ckpt.policies import CheckpointInfo
 from torchax_ckpt.storage.directory import commit_record, lease, run_identity
-from torchax_ckpt.storage.directory.abandonment import Abandonment, Branches
+from torchax_ckpt.storage.directory.abandonment import Abandonment, Branches, Key
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.compare_and_swap import DRAFT_SUFFIX
 from torchax_ckpt.storage.directory.run_identity import RunName
@@ -102,6 +103,9 @@ class RunDirectory:
         self._is_read_only = read_only
         self._num_writes = 0
         self._used_names: set[str] = set()
+        # The folders of saves that have not ended well -> the names before their commits.
+        self._uncommitted: dict[epath.Path, epath.Path] = {}
+        self._left_out: dict[int, set[Key]] = {}
         self._lease = lease.Lease(self.path)
         self._durable = durable
         self.run_name: RunName = RunName(
@@ -119,19 +123,17 @@ class RunDirectory:
         return self.abandonment.branches()
 
     def found(self, first: int = 0) -> list[CommittedStep]:
-        """Lists the committed steps numbered ``first`` or higher, including abandoned steps.
-
-        Returns no steps of another run in a local tier.
-        """
+        """Lists the run's committed steps from number ``first`` on, including abandoned steps."""
         with self._translated("read"):
-            return self.run_name.ours(self._visible(first))
+            found = self.run_name.ours(self._visible(first))
+        return [s for s in found if s.key in self._left_out.get(s.step, (s.key,))]
+
+    def leave_out(self, step: int, known: Iterable[CommittedStep]) -> None:
+        """Lists of this step only what is ``known``, because storage may keep a failed save's."""
+        self._left_out[step] = {s.key for s in known}
 
     def find(self, step: int) -> CommittedStep:
-        """Returns the committed step with the number ``step``.
-
-        Raises:
-          StepNotFoundError: no such step exists; the message lists the steps that exist.
-        """
+        """Returns the committed step with the number ``step``, or raises StepNotFoundError."""
         steps = {committed.step: committed for committed in self.steps()}
         if step in steps:
             return steps[step]
@@ -176,21 +178,13 @@ class RunDirectory:
             mounts.probe(self.path, DRAFT_SUFFIX)
 
     def runs(self) -> list[str]:
-        """Checks the lease; returns a list with the name of the run, or [] if the run has no name.
-
-        Call this method on a durable directory only.
-        """
+        """Checks the lease; returns the name of the run in a list; on a durable directory only."""
         with self._translated("read"):
             self.fence()
             return self.run_name.names()
 
     def join(self, present: Sequence[str], name: str) -> None:
-        """Writes a run's name into the directory; in a local tier, first deletes other runs' steps.
-
-        Args:
-          present: the name that the run has now, if it has one.
-          name: the name that the run is about to get.
-        """
+        """Adds a name to those ``present``; in a local tier, first deletes other runs' steps."""
         with self._translated("write"):
             self.fence()
             if self._durable is not None:
@@ -200,34 +194,30 @@ class RunDirectory:
             self.run_name.write([*present, name])
 
     def leave_tiers(self) -> None:
-        """Removes the run's name, because a program without a local tier continues the run.
-
-        Existing local tiers lack the steps that this program saves, and must no longer count as
-        tiers of the run.
-        """
+        """Removes the run's name: local tiers will lack what a program without one saves."""
         with self._translated("write"):
             self.fence()
             self.run_name.forget()
 
     def fence(self) -> None:
-        """Takes the lease at the first call; later calls check that this program still holds it.
-
-        Raises:
-          LeaseError: another program writes to the directory.
-        """
+        """Takes the lease at the first call; later calls check that this program still holds it."""
         self._lease.hold()
 
     def release(self) -> None:
         """Releases the lease, so that other programs may write."""
         self._lease.release()
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Forgets what failed saves left, because other programs may count or replace it now."""
+        self._uncommitted.clear()
+        self._left_out.clear()
 
     def recover(self) -> None:
-        """Cleans up what a killed process left behind in the directory.
-
-        Renames steps that it had not renamed yet; removes its unfinished saves and deletions.
-        """
+        """Finishes renames and removes files that killed processes or failed saves left."""
         with self._translated("clean up"):
             self.fence()
+            self._take_back()
             visible = self._visible()
             self.set_aside(self.abandonment.certain_among(visible))
             for committed in visible:
@@ -258,19 +248,15 @@ class RunDirectory:
             # same name.
             if name not in self._used_names and not path.exists():
                 self._used_names.add(name)
+                self._uncommitted[path] = path
                 return path
         raise AssertionError("unreachable: the count never ends")
 
     def commit(self, step: int, written: epath.Path, at: int | None = None) -> CommittedStep:
         """Makes step N visible; on local storage as ``N``, or as ``incoming-N`` if ``N`` exists.
 
-        Args:
-          step: the step's number.
-          written: the path of its files.
-          at: the commit time, if several hosts have agreed on one.
-
-        Raises:
-          LeaseError: another program has taken over the lease.
+        If storage reports an error, the step is taken back, now or else by the next ``recover``.
+        ``at`` is the commit time, if several hosts have agreed on one.
         """
         path = written
         if at is not None:
@@ -280,23 +266,38 @@ class RunDirectory:
             if path.exists():
                 path = self.path / f"incoming-{step}"
             self.fence()
-            written.rename(path)
-            fsync.sync(self.path)
-        commit_time = self._commit_times.read(path)
-        if not commit_time:
-            raise DirectoryError(
-                f"{path}: this step was written, but its commit record cannot be read: another "
-                "program removes or changes files in this directory. End that program.",
-                path=path,
-                step=step,
-            )
+            self._uncommitted[path] = written
+        try:
+            if not self._is_bucket:
+                written.rename(path)
+                fsync.sync(self.path)
+            if not (commit_time := self._commit_times.read(path)):
+                raise DirectoryError(
+                    f"{path}: this step was written, but its commit record cannot be read: another "
+                    "program removes or changes files in this directory. End that program.",
+                    path=path,
+                    step=step,
+                )
+        except Exception:
+            with contextlib.suppress(Exception):  # the error of the commit is the one to report
+                self._take_back()
+            raise
+        self._uncommitted.pop(path, None)
         return CommittedStep(step, path, commit_time, is_incoming=path.name != str(step))
 
-    def settle(self, incoming: CommittedStep) -> CommittedStep:
-        """Renames the step ``incoming-N`` to ``N``, after setting aside the step named ``N``.
+    def _take_back(self) -> None:
+        """Undoes commits that failed: what they left is no step from then on, on storage too."""
+        for path, written in list(self._uncommitted.items()):
+            self.fence()
+            if self._is_bucket:
+                bucket.remove(path / commit_record.MARK)
+            elif not os.path.lexists(written):  # else the folder did not get the other name
+                path.rename(written)
+            fsync.sync(self.path)  # before its files are removed
+            del self._uncommitted[path]
 
-        Returns the step with its present path. In a bucket, this method renames nothing.
-        """
+    def settle(self, incoming: CommittedStep) -> CommittedStep:
+        """Renames ``incoming-N`` to ``N``, except in a bucket; returns the step with its path."""
         if self._is_bucket:
             return incoming
         final = self.path / str(incoming.step)
@@ -306,9 +307,10 @@ class RunDirectory:
         incoming.path.rename(final)
         return dataclasses.replace(incoming, path=final, is_incoming=False)
 
-    def know_summary(self, committed: CommittedStep, summary: Mapping[str, Any]) -> None:
-        """Keeps a just-written summary in memory, so that it need not be read from storage."""
-        self._summaries.know(committed, summary)
+    def landed(self, durable: CommittedStep, summary: Mapping[str, Any]) -> None:
+        """Records that a save succeeded; keeps the summary, so that it need not be read again."""
+        self._left_out.pop(durable.step, None)
+        self._summaries.know(durable, summary)
 
     def set_aside(self, abandoned: Iterable[CommittedStep]) -> None:
         """Renames abandoned steps N to ``abandoned-N``, so that no run resumes from them.
@@ -367,14 +369,9 @@ class RunDirectory:
         doomed.rmtree()
 
     def prune(self, keep: Sequence[bool], steps: Sequence[CommittedStep]) -> list[int]:
-        """Deletes the steps whose ``keep`` is False; spares a durable tier's newest verified step.
+        """Deletes the steps whose ``keep`` is False, but no durable tier's newest verified step.
 
-        Args:
-          keep: for each step, whether to keep it.
-          steps: the steps, oldest first.
-
-        Returns:
-          The numbers of the deleted steps.
+        Returns the numbers of the deleted steps. ``steps`` has the oldest step first.
         """
         doomed = [s for s, kept in zip(steps, keep, strict=True) if not kept]
         if self._durable is None:  # a local tier has no room for another step

@@ -139,17 +139,20 @@ class RunHistory:
         """Ends the save.
 
         Args:
-          durable: the durable step; None if the save failed. A step that a failed save left counts
-            as abandoned.
+          durable: the durable step; None if the save failed. A step that it left is abandoned if
+            it had landed, and is not even listed otherwise.
           summary: the summary of the durable step.
         """
-        self._in_flight = None
+        save, self._in_flight = self._in_flight, None
         landed, self._landed = self._landed, None
         if durable is None:
             self._checkpoints = self._checkpoints[:-1]
-            self.branches = self.branches.leaving(() if landed is None else (landed,))
+            if landed is not None:
+                self.branches = self.branches.leaving((landed,))
+            elif save is not None:
+                self._directory.leave_out(save.step, self.branches.in_place)
         else:
-            self._directory.know_summary(durable, summary or {})
+            self._directory.landed(durable, summary or {})
             self.branches = self.branches.with_newest(durable)
             self._checkpoints = (*self._checkpoints[:-1], _checkpoint_info(durable))
 
