@@ -328,9 +328,8 @@ class Saver:
 
         def tidy() -> list[Any]:
             history = self._history
-            unwanted = history.branches.unwanted
-            self._directory.set_aside(unwanted)
-            self._telemetry.steps_gone("set_aside", [s.step for s in unwanted])
+            aside = self._directory.set_aside(history.branches.unwanted)
+            self._telemetry.steps_gone("set_aside", aside)
             history.clear_unwanted()
             if durable.is_incoming:
                 history.settle(self._directory.settle(durable))

@@ -20,6 +20,7 @@ from torchax_ckpt.errors import CorruptCheckpointError, DirectoryError, SaveErro
 from torchax_ckpt.restoring import step_reader
 from torchax_ckpt.storage.arrays import array_checks, locate_chunk
 from torchax_ckpt.storage.directory.committed_step import STATE
+from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.verified import MARK
 from torchax_ckpt.storage.medium import permissions
 from torchax_ckpt.storage.writing import write_step
@@ -185,25 +186,39 @@ def test_a_step_that_was_deleted_since_it_was_listed_is_not_called_verified(
 
 
 def test_a_step_that_cannot_be_read_back_now_stays_until_the_next_one_is_durable(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    verify = StoredStep.verify
+    def fail(_: Any, what: Any, *args: Any) -> None:
+        if what:
+            raise DirectoryError("Input/output error")
 
-    def fail(*args: Any) -> None:
-        raise DirectoryError("Input/output error")
+    def save(ckpt: TorchaxCheckpointer, step: int) -> None:
+        ckpt.save(step, state=state(step), force=True)
+        ckpt.wait_until_finished()
+
+    def fails(ckpt: TorchaxCheckpointer, step: int) -> None:
+        with monkeypatch.context() as failing, pytest.raises(SaveError, match="Input/output"):
+            failing.setattr(StoredStep, "verify", fail)
+            save(ckpt, step)
 
     with TorchaxCheckpointer(directory, options=CheckpointOptions(read_back=True)) as ckpt:
-        ckpt.save(1, state=state(1), force=True)
-        ckpt.wait_until_finished()
-        monkeypatch.setattr(StoredStep, "verify", fail)
-        ckpt.save(2, state=state(2), force=True)
-        with pytest.raises(SaveError, match="Input/output error"):
-            ckpt.wait_until_finished()
+        save(ckpt, 1)
+        fails(ckpt, 2)
         assert ckpt.all_steps() == [1, 2]  # nobody knows that it is damaged
-        monkeypatch.setattr(StoredStep, "verify", verify)
-        ckpt.save(3, state=state(3), force=True)
-        ckpt.wait_until_finished()
-        assert ckpt.all_steps() == [1, 3]
+        with monkeypatch.context() as failing:  # the rest is done by the next save
+            failing.setattr(RunDirectory, "set_aside", fail)
+            ckpt.save(3, state=state(3), force=True)
+            with pytest.raises(SaveError, match="step 3 is durable"):
+                ckpt.wait_until_finished()
+        save(ckpt, 4)
+        assert ckpt.all_steps() == [1, 3, 4]
+        assert "2: removing: its save failed" in caplog.text
+        fails(ckpt, 5)
+        ckpt._tiers.go_on_from(5)  # as after a restore of it
+        save(ckpt, 6)
+        assert ckpt.all_steps() == [4, 5, 6]
+    assert {path.name for path in directory.iterdir()} == {"4", "5", "6", "events"}
+    assert "abandoned" not in caplog.text
 
 
 def test_a_step_that_does_not_read_back_is_deleted_and_its_save_has_failed(

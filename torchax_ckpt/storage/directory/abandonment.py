@@ -3,9 +3,9 @@
 A run that goes back to an earlier step abandons the newer steps; a run that starts anew abandons
 all steps. The steps that are not abandoned count: they are the run's branch. The abandoned steps
 keep their names until a new step is durable. Then the run sets the abandoned steps aside: it
-renames them, or deletes them from a local tier, so that no run resumes from them. If a run goes
-back to a step and ends before a new step is committed, the newer steps still count when the run is
-started again.
+renames them, or deletes them from a local tier, so that no run resumes from them. It also deletes a
+step whose save failed after its commit. If a run goes back to a step and ends before a new step is
+committed, the newer steps still count when the run is started again.
 
 A step is first marked as abandoned in memory, in the ``Branches`` that ``run_history.py`` keeps for
 each tier (the run's durable directory, and its local directory if it has one). The abandoned steps

@@ -69,6 +69,7 @@ class RunDirectory:
     Attributes:
       verified: the steps that a full read found intact.
       abandonment: finds the abandoned steps.
+      failed: the keys of steps that were committed although their saves then failed.
       run_name: the name of the run, if it has a local tier.
 
     Args:
@@ -106,6 +107,7 @@ class RunDirectory:
         # The folders of saves that have not ended well -> the names before their commits.
         self._uncommitted: dict[epath.Path, epath.Path] = {}
         self._left_out: dict[int, set[Key]] = {}
+        self.failed: set[Key] = set()
         self._lease = lease.Lease(self.path)
         self._durable = durable
         self.run_name: RunName = RunName(
@@ -312,14 +314,21 @@ class RunDirectory:
         self._left_out.pop(durable.step, None)
         self._summaries.know(durable, summary)
 
-    def set_aside(self, abandoned: Iterable[CommittedStep]) -> None:
-        """Renames abandoned steps N to ``abandoned-N``, so that no run resumes from them.
+    def set_aside(self, abandoned: Iterable[CommittedStep]) -> list[int]:
+        """Renames abandoned steps N to ``abandoned-N``; returns their numbers.
 
-        In a local tier, this method deletes the steps instead, to free their space.
+        Deletes the steps of failed saves instead, and all steps in a local tier.
         """
+        aside = []
         for committed in abandoned:
+            if committed.key in self.failed:
+                logger.warning("%s: removing: its save failed", committed.path)
+                self.delete(committed)
+                continue
+            aside.append(committed.step)
             if committed.path.exists():
                 self._move_aside(committed.path, committed.step)
+        return aside
 
     def _move_aside(self, path: epath.Path, step: int) -> None:
         if self._durable is not None:

@@ -98,6 +98,7 @@ class RunHistory:
         """
         self._is_open = False
         self._leaving = []
+        self._directory.failed.clear()  # the run may continue from one of them
         self.open()
         self._go_back(step)
 
@@ -131,7 +132,7 @@ class RunHistory:
         """Records that the step of the current save is committed.
 
         The save can still fail afterwards, for example because another process reports an error.
-        In that case ``end`` marks the step as abandoned.
+        In that case ``end`` marks the step as abandoned and failed.
         """
         self._landed = committed
 
@@ -148,6 +149,7 @@ class RunHistory:
         if durable is None:
             self._checkpoints = self._checkpoints[:-1]
             if landed is not None:
+                self._directory.failed.add(landed.key)
                 self.branches = self.branches.leaving((landed,))
             elif save is not None:
                 self._directory.leave_out(save.step, self.branches.in_place)
