@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from etils import epath
 
-from torchax_ckpt import CheckpointOptions, policies
+from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
 from torchax_ckpt.processes.coordination import SINGLE_PROCESS
 from torchax_ckpt.saving.preserving import Preserving
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
@@ -19,6 +19,45 @@ from torchax_ckpt.storage.directory.run_directory import RunDirectory
 LATEST = policies.LatestN(1)
 TENTHS = policies.AnyPreservationPolicy([LATEST, policies.EveryNSteps(10)])
 BEST = policies.AnyPreservationPolicy([LATEST, policies.BestN(metric="loss")])
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "is_warned"),
+    [
+        (LATEST, {"reuse": True}, True),
+        (LATEST, {"reuse": "one-copy"}, True),
+        (
+            policies.AnyPreservationPolicy([policies.AnyPreservationPolicy([LATEST])]),
+            {"reuse": True},
+            True,
+        ),
+        (LATEST, {}, False),
+        (LATEST, {"reuse": True, "read_back": True}, False),
+        (LATEST, {"reuse": True, "read_only": True}, False),
+        (policies.LatestN(), {"reuse": True}, False),
+        (policies.LatestN(2), {"reuse": True}, False),
+        (BEST, {"reuse": True}, False),
+        (None, {"reuse": True}, False),
+    ],
+)
+def test_with_reuse_a_policy_that_keeps_one_step_is_warned_of(
+    policy: Any,
+    options: Any,
+    is_warned: bool,
+    directory: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    TorchaxCheckpointer(
+        directory,
+        preservation_policy=policy,
+        local=LocalTier(directory.with_name("local"), keep=1),
+        options=CheckpointOptions(**options),
+    )
+    said = [r.message for r in caplog.records if "keeps one step" in r.message]
+    assert len(said) == is_warned
+    if said:
+        assert said[0].startswith(f"{directory}: ")
+        assert "\n" not in said[0]
 
 
 class Raises:

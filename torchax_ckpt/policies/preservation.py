@@ -81,6 +81,12 @@ def default_preservation_policy() -> PreservationPolicy:
     return LatestN(3)
 
 
+def keeps_one(policy: Any) -> bool:
+    """Returns whether a policy keeps the newest step only: all its rules are ``LatestN(1)``."""
+    rules = (r for r in with_children(policy) if not isinstance(r, AnyPreservationPolicy))
+    return all(isinstance(r, LatestN) and r.n is not None and r.n <= 1 for r in rules)
+
+
 def best_rules(policy: Any) -> Iterator[BestN]:
     """Yields each ``BestN`` rule of a policy, including those in ``AnyPreservationPolicy``."""
     return (rule for rule in with_children(policy) if isinstance(rule, BestN))

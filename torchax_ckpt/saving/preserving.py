@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchax_ckpt.options import CheckpointOptions
+from torchax_ckpt.policies import preservation
 from torchax_ckpt.policies.preservation import CheckpointInfo, preserved
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
@@ -24,7 +25,7 @@ class Preserving:
     Args:
       directory: the directory of the steps.
       policy: the preservation policy.
-      options: only ``read_back`` is used: such a save verifies its step.
+      options: whether saves verify their steps (``read_back``), and whether steps share files.
       processes: the processes that save together.
       is_local: whether the tier is a local one.
     """
@@ -43,6 +44,14 @@ class Preserving:
         self._reads_back = options.read_back
         self._is_local = is_local
         self._is_per_host = processes.is_per_host
+        is_at_risk = options.reuse and not (options.read_back or options.read_only or is_local)
+        if is_at_risk and processes.is_first and preservation.keeps_one(policy):
+            logger.warning(
+                "%s: the preservation policy keeps one step, and with reuse a step takes over "
+                "files of earlier ones unread: one damaged file can leave no step to resume from. "
+                "Keep two steps, LatestN(2), or give CheckpointOptions(read_back=True)",
+                directory.path,
+            )
 
     def kept(self, steps: Sequence[CommittedStep]) -> list[bool]:
         """Returns for each step, oldest first, whether it is kept.
