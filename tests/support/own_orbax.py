@@ -17,6 +17,7 @@ from orbax.checkpoint._src.serialization import (
     tensorstore_utils,
     type_handlers,
 )
+from orbax.checkpoint.experimental.v1._src.metadata import serialization as metadata
 from orbax.checkpoint.experimental.v1._src.saving import execution
 from orbax.checkpoint.experimental.v1._src.synchronization import multihost
 
@@ -32,7 +33,9 @@ REPLACED: tuple[tuple[Any, str], ...] = (
     (tensorstore_utils, "get_tensorstore_raw_bytes"),
     (replica_slices, "transfer_arrays_to_host"),
     (serialization, "async_serialize_from_host"),
+    (array_metadata_store, "async_path"),
     (array_metadata_store, "multihost"),
+    (metadata, "async_path"),
     (type_handlers, "multihost"),
     (type_handlers, "NumpyHandler._open_and_write"),
 )

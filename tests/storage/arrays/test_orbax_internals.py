@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import importlib.metadata
+import os
 import threading
 import tomllib
 from collections.abc import Callable, Iterator
@@ -17,6 +19,7 @@ import pytest
 from jax.sharding import NamedSharding
 from orbax.checkpoint import v1 as ocp
 from orbax.checkpoint._src.futures import future, synchronization
+from orbax.checkpoint._src.metadata import array_metadata_store
 from orbax.checkpoint._src.serialization import (
     jax_array_handlers,
     replica_slices,
@@ -34,7 +37,7 @@ from support.processes import run_processes, run_python
 from support.training import P, fsdp_mesh
 
 from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer
-from torchax_ckpt.errors import BackendError
+from torchax_ckpt.errors import BackendError, SaveError
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.storage.arrays import orbax_context, orbax_internals
 
@@ -160,6 +163,30 @@ def test_threads_of_orbax_know_for_which_operation_they_work() -> None:
     assert found == [ours, 1, ours, 1]
     future.CommitFuture(look()).result()
     assert found[4:] == [before, 1]
+
+
+@pytest.mark.parametrize(("name", "number"), [("process_0", errno.ENOSPC), ("state", errno.EIO)])
+def test_what_cannot_be_looked_up_is_not_called_missing(
+    name: str, number: int, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stat = os.stat
+
+    def refuse(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if str(path).endswith(f"/{name}") and "/writing-" in str(path):
+            raise OSError(number, os.strerror(number), str(path))
+        return stat(path, *args, **kwargs)
+
+    ckpt = TorchaxCheckpointer(directory)
+    ckpt.save(1, state={"w": np.arange(3), "device": jax.numpy.ones(3)}, force=True)
+    ckpt.wait_until_finished()
+    with monkeypatch.context() as failing:
+        failing.setattr(os, "stat", refuse)
+        ckpt.save(2, state={"w": np.arange(3), "device": jax.numpy.ones(3)}, force=True)
+        with pytest.raises(SaveError, match=f"OSError: .*{os.strerror(number)}.*/{name}"):
+            ckpt.wait_until_finished()
+    ckpt.save(3, state={"w": np.arange(3)}, force=True)
+    ckpt.close()
+    assert ckpt.all_steps() == [1, 3]
 
 
 def test_orbaxs_own_saves_are_compressed_as_orbax_does_it() -> None:
@@ -322,6 +349,7 @@ BREAKAGES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "metrics elsewhere": lambda patch: patch.setattr(
         jax_array_handlers, "ts_utils", _Elsewhere(tensorstore_utils)
     ),
+    "no lookups": lambda patch: patch.delattr(array_metadata_store, "async_path"),
     "no modules": lambda patch: patch.delattr(type_handlers, "multihost"),
     "another save": lambda patch: patch.setattr(
         execution, "save_checkpointables_impl", lambda path: None

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import contextvars
 import dataclasses
+import os
 from collections.abc import Callable
+from typing import Any
+
+from torchax_ckpt.storage.medium import location
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,3 +38,22 @@ that the program itself starts."""
 def is_alone() -> bool:
     """Returns whether this thread works for an operation of this process alone."""
     return (entered := current.get()) is not None and entered.is_alone
+
+
+class Lookups:
+    """Wraps Orbax's ``async_path``, so that a lookup that fails raises its error."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    async def exists(self, path: Any) -> bool:
+        """Returns whether a path exists; of local paths, ``os.path.exists`` would hide errors."""
+        if current.get() is None or location.is_bucket(path):
+            return await self._module.exists(path)
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            await asyncio.to_thread(os.stat, path)
+            return True
+        return False

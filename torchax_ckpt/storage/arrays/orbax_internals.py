@@ -61,6 +61,7 @@ try:
     )
     from orbax.checkpoint._src.serialization.types import DefaultSerializationStatusCallback
     from orbax.checkpoint.experimental.v1._src.handlers.types import typestr
+    from orbax.checkpoint.experimental.v1._src.metadata import serialization as metadata
     from orbax.checkpoint.experimental.v1._src.saving import execution
     from orbax.checkpoint.experimental.v1._src.serialization import registry
     from orbax.checkpoint.experimental.v1._src.serialization.array_leaf_handler import (
@@ -76,10 +77,7 @@ except ImportError as error:
 
 @contextlib.contextmanager
 def operation(id: str, meet: Callable[[str], None], *, is_alone: bool) -> Iterator[None]:
-    """Makes Orbax treat all calls of this thread within this context as one operation.
-
-    Leave the context only after all background work of Orbax for the operation has ended.
-    """
+    """Makes all calls of this thread one operation, until all background work for it has ended."""
     check_internals()
     with _as_operation(Operation(id, meet, is_alone)):
         yield
@@ -129,6 +127,12 @@ def _barrier(original: Any) -> Any:
             await asyncio.to_thread(entered.meet, key)
 
     return sync_global_processes
+
+
+# Orbax takes a file that cannot be looked up for one that is missing, and its errors then hide the
+# cause. No upstream issue is known.
+for _module in (array_metadata_store, metadata):
+    _replaces(_module, "async_path")(operations.Lookups)
 
 
 # The original compares directory names through a collective on the devices. On a background thread
@@ -263,11 +267,9 @@ class _SingleProcessView:
         return getattr(self._module, name)
 
     def process_count(self) -> int:
-        """Returns 1 during an operation of one process, otherwise the number of processes."""
         return 1 if operations.is_alone() else self._module.process_count()
 
     def process_index(self) -> int:
-        """Returns 0 during an operation of one process, otherwise the index of this process."""
         return 0 if operations.is_alone() else self._module.process_index()
 
 
@@ -331,13 +333,7 @@ def _leaf_handlers() -> registry.BaseLeafHandlerRegistry:
 
 @functools.cache
 def check_internals() -> None:
-    """Raises unless Orbax has the internals that this module uses.
-
-    The check starts the JAX backend, and takes 10 ms.
-
-    Raises:
-      BackendError: names the Orbax release, what was not as expected, and what to install.
-    """
+    """Raises BackendError unless Orbax has the internals that this module uses; takes 10 ms."""
     try:
         # On a thread: Orbax unsets the event loop of the thread on which it runs a coroutine.
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -389,6 +385,8 @@ def _check_users() -> None:
         (type_handlers.NumpyHandler._background_serialize, "_open_and_write"),
         (type_handlers.NumpyHandler._open_and_write, "open", "Spec", "write"),
         (array_metadata_store.Validator._validate_process_count, "multihost", "process_count"),
+        (array_metadata_store.Store.read, "async_path", "exists"),
+        (metadata.write, "async_path", "exists"),
         (jax_array_handlers._worker_serialize_arrays, "ts_utils", "get_tensorstore_raw_bytes"),
         (jax_array_handlers._serialize_arrays_batches_without_dispatcher, "replica_slices"),
         (jax_array_handlers._async_serialize_replica_slices, "async_serialize_from_host"),

@@ -74,8 +74,7 @@ class RunDirectory:
 
     Args:
       directory: a local path or ``gs://bucket/prefix``.
-      read_only: whether to refuse writes. If so, the account needs no permission to write to a
-        bucket.
+      read_only: whether to refuse writes; a bucket then need not grant permission to write.
       durable: for a local tier, the durable directory of the run.
 
     Raises:
