@@ -271,12 +271,12 @@ def test_one_trainer_fits_several_times(directory: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_fit_listens_for_sigterm_also_after_one_that_failed(directory: Path) -> None:
+def test_a_fit_leaves_sigterm_as_it_was_also_one_that_fails(directory: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     run = Run(max_epochs=1)
     with pytest.raises(RuntimeError, match="asked for"):
         train(run, 1, run.checkpoint(directory), "error", "step", 0, 1)
-    # Lightning has put the handler back that was there when it began, which is this package's.
+    assert signal.getsignal(signal.SIGTERM) == before
     train(run, 1, run.checkpoint(directory))
     assert signal.getsignal(signal.SIGTERM) == before
 
@@ -698,6 +698,22 @@ def test_the_loop_that_is_documented_ends_at_a_sigterm(directory: Path) -> None:
     assert result.returncode == 128 + signal.SIGTERM, result.stderr
     last = int(result.stdout.splitlines()[-1])
     assert steps_of(directory) == [last]
+
+
+@pytest.mark.slow
+def test_a_metric_that_ranks_no_step_is_warned_of_where_the_program_can_help_it(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    accumulating = Run(max_epochs=1, accumulate=3, monitor="val_loss")  # 7 batches
+    train(accumulating, 1, accumulating.checkpoint(directory / "a"))
+    assert "val_loss was logged after a batch in which no optimizer stepped" in caplog.text
+    caplog.clear()
+    run = Run(max_epochs=1, monitor="val_loss")
+    with pytest.raises(RuntimeError, match="asked for"):
+        train(run, 1, run.checkpoint(directory / "b"), "error", "validation", 0, 0)
+    caplog.clear()
+    train(run, 1, run.checkpoint(directory / "b"))  # validates the step that was saved without it
+    assert not [r for r in caplog.records if "checkpoint" in r.name and "val_loss" in r.message]
 
 
 def test_a_monitored_scalar_on_a_device_is_not_waited_for(

@@ -38,6 +38,7 @@ def test_a_fit_on_two_processes_goes_on_as_if_it_had_not_ended(tmp_path: Path) -
     for there, here in zip(ends, found, strict=True):
         assert here == {**there, "seen": there["seen"][6:], "steps": [6, 8]}
         assert here["ranks"] == [0, 1]  # as Lightning sees it
+        assert here["is_sigterm_as_before"]
 
 
 @pytest.mark.slow

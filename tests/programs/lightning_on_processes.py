@@ -23,7 +23,7 @@ from torchax import interop
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchax_ckpt import policies, torchax_backend
-from torchax_ckpt.integrations.lightning import TorchaxCheckpoint, TorchaxStrategy
+from torchax_ckpt.integrations.lightning import TorchaxCheckpoint, TorchaxStrategy, sigterm
 
 directory, seed, max_steps = sys.argv[4], int(sys.argv[5]), int(sys.argv[6])
 
@@ -90,6 +90,7 @@ trainer = lightning.Trainer(
     enable_progress_bar=False,
     enable_model_summary=False,
 )
+handler = sigterm._action.__wrapped__().raw[:16]  # in C: the function and the mask
 trainer.fit(
     module,
     StatefulDataLoader(
@@ -98,6 +99,7 @@ trainer.fit(
 )
 assert checkpoint.checkpointer is not None
 report(
+    is_sigterm_as_before=sigterm._action.__wrapped__().raw[:16] == handler,
     ranks=[trainer.global_rank, trainer.world_size],
     seen=module.seen,
     steps=checkpoint.checkpointer.all_steps(),

@@ -222,13 +222,14 @@ class TorchaxCheckpoint(Checkpoint):
             exception.code = _SIGTERM_EXIT_CODE
 
     def teardown(self, trainer: Trainer | BareLoop, pl_module: torch.nn.Module, stage: str) -> None:
-        """Closes this fit's checkpointer.
+        """Closes this fit's checkpointer; SIGTERM is handled as before the fit.
 
         Raises:
           SaveError: the newest save failed.
         """
         if isinstance(self._position, LoopPosition):
             self._position.unwatch()
+            sigterm.end_lightnings(trainer)
         self._position = None
         if self.checkpointer is not None:
             self.checkpointer.close()
@@ -271,14 +272,13 @@ class TorchaxCheckpoint(Checkpoint):
         fresh = self._fresh(trainer) if is_due or was_measured else {}
         metrics = self._rankable(fresh, waits=was_measured)
         is_ranked = was_measured and self.monitor in metrics
-        is_saved = is_due and ckpt.save(
-            position.step, metrics=metrics, force=is_ranked or position.is_over
-        )
-        if is_ranked and not is_saved:
+        if is_due:
+            ckpt.save(position.step, metrics=metrics, force=is_ranked or position.is_over)
+        elif is_ranked:
             self._warn(
-                f"step {position.step} is not ranked: it was saved or skipped before "
-                f"{self.monitor} was logged. A batch in which no optimizer steps has no step of "
-                "its own"
+                f"{self.monitor} was logged after a batch in which no optimizer stepped, and ranks "
+                "no step: let an optimizer step in the last batch before each validation (set "
+                "val_check_interval to whole multiples) and in the last batch of each epoch"
             )
         if moment is Moment.AFTER_EPOCH:
             self._require_monitored(trainer)

@@ -1,4 +1,4 @@
-"""Keeps JAX's handler of SIGTERM in force while Lightning trains on several processes.
+"""Keeps JAX's handler of SIGTERM in force on several processes, and ends Lightning's with a fit.
 
 JAX's handler makes all processes agree on the step after which they end. It is written in C++, so
 Python does not see it, and Lightning replaces it with its own handler when a fit begins. Only the
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import signal
+from typing import Any
 
 import jax
 
@@ -37,3 +38,11 @@ def put_back() -> None:
     """Puts the remembered handler in force again, if ``jax.distributed`` is initialized."""
     if jax.distributed.is_initialized():
         ctypes.CDLL(None).sigaction(signal.SIGTERM, _action(), None)
+
+
+def end_lightnings(trainer: Any) -> None:
+    """Removes Lightning's handler, so that ``close`` finds and removes this package's below it."""
+    connector = trainer._signal_connector
+    if (handler := connector._original_handlers.pop(signal.SIGTERM, None)) is not None:
+        connector._register_signal(signal.SIGTERM, handler)
+    put_back()
