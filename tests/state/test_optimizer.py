@@ -454,6 +454,25 @@ def test_parameters_that_only_one_of_both_optimizers_steps_are_named(directory: 
     assert caught.value.unexpected == ("optimizer/0.weight",)
 
 
+def test_state_of_a_group_that_was_removed_is_named_when_it_is_not_restored(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, fresh = mlp(width=8), mlp(width=8)
+    optimizer = torch.optim.AdamW([{"params": m.parameters()} for m in (model[0], model[2])])
+    step(optimizer)
+    del optimizer.param_groups[0]  # torch keeps the state of its parameters
+    save(directory, model, optimizer)
+    resumed = torch.optim.AdamW(fresh[2].parameters())
+    with TorchaxCheckpointer(directory) as ckpt:
+        assert ckpt.attach(fresh, resumed) == 1
+        assert "not restored: the state of 2 parameters that were in no group" in caplog.text
+        assert ckpt.restore().left_out == ("optimizer/0.weight", "optimizer/0.bias")
+    state = state_by_name(model, optimizer)
+    assert_trees_identical(
+        state_by_name(fresh, resumed), {name: state[name] for name in ("2.weight", "2.bias")}
+    )
+
+
 def test_every_save_holds_the_optimizer_as_it_was_then(directory: Path) -> None:
     model: Any = mlp(width=8)
     optimizer = torch.optim.AdamW(list(model.parameters())[:2], lr=1.0)

@@ -46,7 +46,8 @@ class RestoreReport:
         unchanged. Optimizer state is listed under the name of its parameter, for example
         ``optimizer/head.weight``.
       left_out: names of the model's tensors, in the program or the checkpoint, that ``include`` and
-        ``exclude`` do not select; and names of the checkpoint's optimizer state for these tensors.
+        ``exclude`` do not select; and names of the checkpoint's optimizer state for these tensors,
+        or for parameters that were in no group of the optimizer.
       skipped_steps: steps newer than ``step`` that could not be read.
       is_verified: whether every stored byte of the step was read and compared with its digest.
       tier: the tier from which the step was read, "durable" or "local".

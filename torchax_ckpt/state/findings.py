@@ -27,7 +27,7 @@ class Findings:
       unexpected: names that are in the checkpoint, but not attached.
       mismatched: name of a leaf that differs between the two -> "expected ..., found ...".
       left_out: names of optimizer state in the checkpoint whose parameters the caller's selection
-        leaves out. These names do not count as differences.
+        leaves out, or were in no group. These names do not count as differences.
       has_other_optimizer: whether the checkpoint has the state of an optimizer of another class.
       lacks_ties: whether the checkpoint ties weights that are separate in the attached model.
     """

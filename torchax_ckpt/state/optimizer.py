@@ -19,6 +19,7 @@ from torchax_ckpt.errors import AttachError, UnsupportedLeafError
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node, array_nodes
 from torchax_ckpt.layout.selection import Selection
+from torchax_ckpt.runtime import user_warnings
 from torchax_ckpt.snapshot.sharding import Placement
 from torchax_ckpt.state import node_checks
 from torchax_ckpt.state.component import (
@@ -221,11 +222,8 @@ class OptimizerComponent:
     def prepare(self, node: Node, findings: Findings, selection: Selection) -> Restoration:
         """Compares a stored optimizer with the live one; returns the plan of the restore.
 
-        A parameter that is not selected keeps its optimizer state. A parameter group gets the
-        hyperparameters that are stored for the group's selected parameters. If these parameters
-        were stored in groups with different hyperparameters, the findings list a mismatch. If the
-        stored state of a parameter is not restored, the findings list the parameter, for example
-        as ``optimizer/encoder.0.weight``.
+        A parameter that is not selected keeps its optimizer state. Stored state that is not
+        restored is named by its parameter, for example ``optimizer/encoder.0.weight``.
         """
         restoration = Restoration()
         where = names.join(self.key_path)
@@ -234,7 +232,14 @@ class OptimizerComponent:
             findings.unexpected += [n["array"] for n in array_nodes(node)]
             return restoration
         (stored_class,) = node_checks.texts([node["class"]], where)
-        stored = StoredOptimizer.of_node(node, where).selected(selection)
+        stored = StoredOptimizer.of_node(node, where)
+        if groupless := stored.state.keys() - stored.group_of:
+            user_warnings.warn(
+                f"{where}: not restored: the state of {len(groupless)} parameters that were in no "
+                f"group when the step was saved, such as {min(groupless)}. To keep such state, "
+                "leave the group in the optimizer, and give its parameters no gradients"
+            )
+        stored = stored.selected(selection)
         is_other = stored_class != type(self.optimizer).__qualname__
         is_asked = selection.takes_any_optimizer
         if is_other and (why := why_unfit(self.optimizer, stored, stored_class, is_asked)):
@@ -357,11 +362,7 @@ class OptimizerComponent:
         findings: Findings,
         restoration: Restoration,
     ) -> None:
-        """Adds a write that restores one parameter's state, in place for tensors of equal spec.
-
-        If the checkpoint has no state for the parameter (the parameter was frozen, or the optimizer
-        had made no step), the write removes the live state.
-        """
+        """Adds a write that restores or, without a node, removes the state of one parameter."""
         live = self.optimizer.state.get(parameter) or {}
         where = f"{names.join(self.key_path)}/{name}"
         stored = {} if node is None else node_checks.keyed(node, where)

@@ -191,8 +191,8 @@ class StoredOptimizer:
       groups: all groups, in order.
       group_of: parameter -> its group.
       state: parameter -> the node of its state, for parameters that had state.
-      left_out: parameters that have stored state and are not selected, by their names in the
-        program.
+      left_out: parameters that have stored state and are not selected, or were in no group, by
+        their names in the program.
       other_state: key that is not a parameter -> the node of the state under this key.
     """
 
@@ -241,10 +241,6 @@ class StoredOptimizer:
             self.groups,
             {name: self.group_of[old] for old, name in taken.items()},
             {name: self.state[old] for old, name in taken.items() if old in self.state},
-            tuple(
-                selection.renamed(name)
-                for name in self.group_of
-                if name in self.state and name not in taken
-            ),
+            tuple(selection.renamed(name) for name in self.state if name not in taken),
             self.other_state,
         )
