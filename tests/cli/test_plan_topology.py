@@ -138,6 +138,10 @@ def test_the_message_says_how_much_is_missing_and_what_would_do(directory: Path)
             ["--topology", "v5e:2x4", "--run", "a", "--params", "7B", "--mtbf", "1h"],
             r"--topology: expected no --params and no --mtbf, found both",
         ),
+        (
+            ["--topology", "v5e:2x4", "--run", "a", "--optimizer", "adamw", "--chips", "4"],
+            r"--topology: expected no --optimizer and no --chips, found both",
+        ),
         (["--topology", "v5e:2x4", "--run", "/nowhere"], r"/nowhere: no such directory"),
     ],
 )

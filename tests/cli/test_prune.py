@@ -164,10 +164,18 @@ def test_every_step_of_a_directory_is_copied(saved: Path, tmp_path: Path) -> Non
     assert run_json("diff", saved / "1", saved / "2", code=exit_codes.FOUND)["leaves"]
 
 
-def test_a_damaged_step_is_not_copied(directory: Path, tmp_path: Path) -> None:
-    damage(directory / "3", state(3)["w"].tobytes()[:64])
+@pytest.mark.parametrize("steps", [(3,), (2, 3)])
+def test_a_damaged_step_is_not_copied(
+    steps: tuple[int, ...], directory: Path, tmp_path: Path
+) -> None:
+    for step in steps:
+        damage(directory / str(step), state(step)["w"].tobytes()[:64])
+    for step in LOSSES.keys() - steps:
+        shutil.rmtree(directory / str(step))
     target = tmp_path / "copy"
-    run("copy", directory / "3", target, code=exit_codes.FOUND)
+    assert f"nothing was copied to {target}" in run(
+        "copy", directory, target, code=exit_codes.FOUND
+    )
     assert list(target.iterdir()) == []
 
 

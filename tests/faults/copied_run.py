@@ -74,7 +74,7 @@ def run(
                     log("removed", name=old.name)
                     shutil.rmtree(old) if old.is_dir() else old.unlink()
             elif left:
-                copy_steps([steps[left[0]]], RunDirectory(directory), CheckpointOptions())
+                assert copy_steps([steps[left[0]]], RunDirectory(directory), CheckpointOptions())
                 on_durable()
                 log("durable", **details[left[0]])
             else:

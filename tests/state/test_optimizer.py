@@ -457,7 +457,8 @@ def test_parameters_that_only_one_of_both_optimizers_steps_are_named(directory: 
 def test_state_of_a_group_that_was_removed_is_named_when_it_is_not_restored(
     directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, fresh = mlp(width=8), mlp(width=8)
+    model: Any = mlp(width=8)
+    fresh: Any = mlp(width=8)
     optimizer = torch.optim.AdamW([{"params": m.parameters()} for m in (model[0], model[2])])
     step(optimizer)
     del optimizer.param_groups[0]  # torch keeps the state of its parameters

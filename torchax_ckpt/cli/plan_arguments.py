@@ -8,6 +8,8 @@ import typer
 
 _SIZE, _CLUSTER, _TIMES, _LOCAL = "The state", "The cluster", "The bucket", "Ramdisks (two tiers)"
 _CHIPS = "Before renting TPUs: --topology, with --slices"
+_FOR_CHIPS = {"--topology", "--run", "--fsdp", "--tp", "--training", "--host-memory"}
+_FOR_BOTH = {"--slices", "--json"}
 
 
 def _plan_option(panel: str, text: str | None = None, metavar: str | None = None) -> Any:
@@ -16,6 +18,7 @@ def _plan_option(panel: str, text: str | None = None, metavar: str | None = None
 
 
 def plan(
+    context: typer.Context,
     params: Annotated[
         str | None, _plan_option(_SIZE, "Number of parameters: 70B, 124e6.", "N")
     ] = None,
@@ -96,16 +99,13 @@ def plan(
     With --topology, computes instead whether the state of a run fits on TPUs, and how saves take
     it from them: compiles what a save runs with libtpu, the TPU's compiler, and needs no TPU.
     """
-    for_chips = {"--topology": topology, "--run": run, "--fsdp": fsdp, "--tp": tp,
-                 "--training": training, "--host-memory": host_memory}  # fmt: skip
-    if any(value is not None for value in for_chips.values()):
+    sources = {
+        p.opts[0]: context.get_parameter_source(p.name or "") for p in context.command.params
+    }
+    given = [option for option, source in sources.items() if source and source.name != "DEFAULT"]
+    if _FOR_CHIPS.intersection(given):
         from torchax_ckpt.cli import plan_topology
 
-        others = {
-            "--params": params, "--size": size, "--measured": measured, "--mtbf": mtbf,
-            "--blocking": blocking, "--durable": durable, "--restore": restore,
-            "--local-durable": local_durable,
-        }  # fmt: skip
         return plan_topology.plan(
             plan_topology.Asked(
                 topology=topology,
@@ -115,7 +115,7 @@ def plan(
                 slices=slices,
                 training=training,
                 host_memory=host_memory,
-                others=[option for option, value in others.items() if value is not None],
+                others=[option for option in given if option not in _FOR_CHIPS | _FOR_BOTH],
             ),
             as_json=json,
         )

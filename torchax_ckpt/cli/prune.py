@@ -7,7 +7,7 @@ from typing import Any
 
 from torchax_ckpt import policies
 from torchax_ckpt.cli import output
-from torchax_ckpt.cli.exit_codes import FOUND, OK, UsageError
+from torchax_ckpt.cli.exit_codes import FOUND, OK, USAGE, UsageError
 from torchax_ckpt.cli.step_arguments import existing, named_or_all
 from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError, PolicyError
 from torchax_ckpt.options import CheckpointOptions
@@ -117,9 +117,13 @@ def copy(source: str, target: str, *, max_bytes: int | None, as_json: bool) -> i
                 "num_bytes": copied_bytes,
             }
         )
-    else:
+    elif copied:
         listed = ", ".join(str(committed.step) for committed in copied)
         output.print_line(
             f"copied to {run.path}, and verified: {listed}, {output.size(copied_bytes)}"
         )
-    return FOUND if any(isinstance(error, CorruptCheckpointError) for error in left_out) else OK
+    else:
+        output.print_line(f"nothing was copied to {run.path}")
+    if any(isinstance(error, CorruptCheckpointError) for error in left_out):
+        return FOUND
+    return OK if copied else USAGE

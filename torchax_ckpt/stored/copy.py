@@ -57,15 +57,12 @@ def copy_steps(
       The copies.
 
     Raises:
-      CorruptCheckpointError, StepNotFoundError: no step was copied. The error is that of
-        the last step.
       DirectoryError: the target has one of the steps or cannot be written, or a step cannot be read
         now.
       ForeignCheckpointError: bare Orbax wrote a step, without digests.
       LeaseError: another program writes to the target.
     """
     copied: list[CommittedStep] = []
-    left_out: list[CheckpointError] = []
 
     @contextlib.contextmanager
     def leaving_out_lost() -> Iterator[None]:
@@ -73,7 +70,6 @@ def copy_steps(
             yield
         except (StepNotFoundError, CorruptCheckpointError) as error:
             on_left_out(error)
-            left_out.append(error)
 
     sound = []
     for committed in steps:
@@ -82,7 +78,7 @@ def copy_steps(
             StoredStep(committed)
             sound.append(committed)
     if not sound:
-        raise left_out[-1]
+        return []
     _require_absent(sound, target)
     try:
         target.claim()
@@ -94,8 +90,6 @@ def copy_steps(
                 copied.append(_copy(committed, target, options, first_copies, on_bytes))
     finally:
         target.release()
-    if not copied:
-        raise left_out[-1]
     return copied
 
 
