@@ -64,6 +64,25 @@ def test_a_notebook_runs_and_keeps_what_that_gives(
     assert outputs(execute.run(path, tmp_path)) == outputs(kept)
 
 
+def test_no_two_notebooks_write_to_one_run() -> None:
+    runs = [set(re.findall(r"runs/[\w{}-]+", path.read_text())) for path in execute.NOTEBOOKS]
+    assert sum(map(len, runs)) == len(set().union(*runs))
+
+
+@pytest.mark.parametrize("name", ["1-resume", "5-finetune"])
+def test_a_program_of_a_notebook_that_fails_shows_its_stderr(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    for program in ("train.py", "finetune.py"):
+        (tmp_path / program).write_text("raise SystemExit('no such base')")
+    notebook = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4)
+    (cell,) = (c for c in notebook.cells if "undisturbed = " in c.source)
+    with pytest.raises(RuntimeError, match="no such base"):
+        exec(cell.source, {})
+
+
 @pytest.mark.parametrize("path", execute.NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_is_small_and_says_nothing_of_the_machine(path: Path) -> None:
     text = path.read_text()
