@@ -62,7 +62,11 @@ def swap_in(partial: Path, final: Path) -> None:
 
 
 def _within(top: str, but: str) -> Iterator[str]:
-    for folder, _, files in os.walk(top):
+    for folder, _, files in os.walk(top, onerror=_raise):
         if os.path.basename(folder) != but:
             yield from (os.path.join(folder, name) for name in files)
         yield folder
+
+
+def _raise(error: OSError) -> None:
+    raise error  # else ``os.walk`` leaves out a folder that it cannot list
