@@ -37,6 +37,7 @@ from torchax_ckpt.state.per_process_state import PerProcessState
 from torchax_ckpt.storage.arrays import orbax_context, orbax_internals
 from torchax_ckpt.storage.directory.abandonment import Abandonment
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
+from torchax_ckpt.storage.writing import write_step
 
 # A path on which nothing is read, written or synced.
 _PATH: Any = epath.Path("gs://simulated/run")
@@ -235,7 +236,7 @@ def processes(
     try:
         with (
             ThreadPoolExecutor(count) as pool,
-            mock.patch.object(writer.write_step, "write_step", _write_step),
+            mock.patch.object(write_step, "write_step", _write_step),
             mock.patch.object(writer.retained, "remove"),
             mock.patch.object(local_tier.step_reader, "StoredLeaves", opened),
         ):

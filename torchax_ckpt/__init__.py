@@ -36,8 +36,7 @@ __all__ = [
     "warm_start",
 ]
 
-# These names and ``_MODULES`` are loaded at first use, because all but planning import JAX and
-# Orbax, and most import torchax.
+# These names and ``_MODULES`` are loaded at first use, because most import JAX, Orbax or torchax.
 _LAZY = {
     "Event": "torchax_ckpt.telemetry.events",
     "RandomState": "torchax_ckpt.state.random_state",

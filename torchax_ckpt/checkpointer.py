@@ -28,7 +28,6 @@ from torchax_ckpt.saving.tiers import Tiers
 from torchax_ckpt.snapshot.snapshotter import Snapshotter
 from torchax_ckpt.state.loaders import protocols
 from torchax_ckpt.state.training_state import TrainingState
-from torchax_ckpt.storage.arrays import orbax_internals
 from torchax_ckpt.telemetry.events import Event
 from torchax_ckpt.telemetry.hook import Hook
 from torchax_ckpt.telemetry.stats import Stats
@@ -92,8 +91,11 @@ class TorchaxCheckpointer:
         on_event: Callable[[Event], None] | None = None,
     ) -> None:
         torchax_backend.check_internals()
-        orbax_internals.check_internals()
         self._options = options or CheckpointOptions()
+        if not self._options.read_only:
+            from torchax_ckpt.storage.arrays import orbax_internals  # which not every Orbax has
+
+            orbax_internals.check_internals()
         self._keep_policy = preservation_policy or preservation.default_preservation_policy()
         snapshotter = Snapshotter(self._options.snapshot, self._options.layout)
         # Threads get only hook.call, which keeps neither on_event nor this checkpointer alive.

@@ -75,8 +75,7 @@ def test_the_command_is_installed() -> None:
     assert callable(getattr(importlib.import_module(module), name))
 
 
-@pytest.mark.slow
-def test_looking_needs_neither_torch_nor_an_accelerator(saved: Path) -> None:
+def test_looking_needs_neither_torch_nor_jax_nor_an_accelerator(saved: Path) -> None:
     program = """
         import runpy, sys
         sys.argv[1:] = ["show", sys.argv[1]]
@@ -84,10 +83,7 @@ def test_looking_needs_neither_torch_nor_an_accelerator(saved: Path) -> None:
             runpy.run_module("torchax_ckpt", run_name="__main__")
         except SystemExit as end:
             assert end.code == 0
-        import jax
-        assert not {"torch", "torchax"} & set(sys.modules)
-        assert not jax._src.xla_bridge.backends_are_initialized()
-        assert jax.config.jax_platforms == "cpu"
+        assert not {"jax", "orbax", "torch", "torchax"} & set(sys.modules)
     """
     # As on a TPU host, where the training holds the TPU.
     result = run_python(program, str(saved), env={"JAX_PLATFORMS": "tpu"}, fresh=True)

@@ -15,11 +15,11 @@ from processes_program import INDEX, init, report, rule
 from support.described import Described, Tokenizer
 
 from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer
-from torchax_ckpt.storage.arrays import orbax_context
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
+from torchax_ckpt.storage.writing import orbax_saving
 from torchax_ckpt.stored.stored_step import StoredStep
 
-write = orbax_context._EncodedJson._write
+write = orbax_saving._EncodedJson._write
 
 
 async def later(self: Any, folder: Any, content: bytes) -> None:
@@ -28,7 +28,7 @@ async def later(self: Any, folder: Any, content: bytes) -> None:
     await write(self, folder, content)
 
 
-handler: Any = orbax_context._EncodedJson
+handler: Any = orbax_saving._EncodedJson
 handler._write = later
 directory, local = sys.argv[4], Path(sys.argv[5], f"host-{INDEX}")
 tokenizer = Tokenizer({"tokenizer.json": "{}"}) if INDEX == 0 else None

@@ -37,11 +37,11 @@ def _put(cache: Any, key: str, value: bytes) -> None:
 
 
 def _cache_write(
-    key: str, secs: float, name: str, backend: Any, executable: Any, callbacks: Any
+    key: str, secs: float, name: str, backend: Any, executable: Any, callbacks: Any = ()
 ) -> None:
     """Keeps what any process of a distributed program compiles; JAX's own keeps process 0's.
 
-    The keys of processes differ.
+    The keys of processes differ. JAX passes the callbacks until 0.11.
     """
     if not callbacks:
         compilation_cache.put_executable_and_time(key, name, executable, backend, int(secs))

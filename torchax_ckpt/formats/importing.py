@@ -29,7 +29,6 @@ from torchax_ckpt.storage.directory.abandonment import SUMMARY_FIELD
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium.assets import Assets
-from torchax_ckpt.storage.writing import write_step
 from torchax_ckpt.stored.scratch import room_for
 from torchax_ckpt.stored.stored_step import StoredStep
 
@@ -183,6 +182,8 @@ def _write(
     assets: Assets | None,
     options: CheckpointOptions,
 ) -> CommittedStep:
+    from torchax_ckpt.storage.writing import write_step  # not for reading
+
     _require_empty(run)
     seal = None if assets is None else assets.seal
     try:

@@ -14,26 +14,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, TypeAlias
-
-from orbax.checkpoint import v1 as ocp
-from orbax.checkpoint.experimental.v1.training import preservation_policies as _preserving
+from typing import TYPE_CHECKING, Any, Literal
 
 from torchax_ckpt.errors import PolicyError
 from torchax_ckpt.policies.nested import with_children
+from torchax_ckpt.runtime.lazily import orbax
 
-PreservationPolicy: TypeAlias = _preserving.PreservationPolicy
-PreservationContext: TypeAlias = _preserving.PreservationContext
-PreserveAll = _preserving.PreserveAll
-LatestN = _preserving.LatestN
-EveryNSteps = _preserving.EveryNSteps
-EveryNSeconds = _preserving.EveryNSeconds
-LatestDuration = _preserving.LatestDuration
-CustomSteps = _preserving.CustomSteps
-AnyPreservationPolicy = _preserving.AnyPreservationPolicy
-
-CheckpointInfo = ocp.training.CheckpointMetadata
-"""A step as policies receive it: ``step``, ``time`` (aware datetime, UTC) and ``metrics``."""
+if TYPE_CHECKING:
+    from torchax_ckpt.policies.orbax_policies import PreservationContext, PreservationPolicy
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,7 +66,7 @@ class BestN:
 
 def default_preservation_policy() -> PreservationPolicy:
     """Returns the default policy, which keeps the latest three steps."""
-    return LatestN(3)
+    return orbax.v1.training.preservation_policies.LatestN(3)
 
 
 def keeps_one(policy: Any) -> bool:
@@ -107,15 +95,7 @@ def preserved(policy: Any, checkpoints: Sequence[Any], is_damaged: Sequence[bool
     """Returns for each checkpoint whether the policy, or the rule below, keeps it.
 
     The newest checkpoint, and the newest checkpoint that is not known to be damaged, are kept
-    whatever the policy returns.
-
-    Args:
-      policy: the preservation policy.
-      checkpoints: the steps, oldest first.
-      is_damaged: for each step, whether it is known to be damaged.
-
-    Raises:
-      PolicyError: as for ``answered``.
+    whatever the policy returns. The checkpoints are in order, oldest first.
     """
     keep = answered(policy, checkpoints, is_damaged)
     newest = len(keep) - 1
@@ -135,7 +115,8 @@ def answered(policy: Any, checkpoints: Sequence[Any], is_damaged: Sequence[bool]
     """
     if not checkpoints:
         return []
-    answer = list(policy.should_preserve(checkpoints, context=PreservationContext()))
+    context = orbax.v1.training.preservation_policies.PreservationContext()
+    answer = list(policy.should_preserve(checkpoints, context=context))
     if len(answer) != len(checkpoints):
         raise PolicyError(
             f"{type(policy).__name__}.should_preserve returned {len(answer)} values for "

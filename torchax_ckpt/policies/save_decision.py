@@ -19,29 +19,28 @@ import datetime
 import math
 import statistics
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 from orbax.checkpoint import v1 as ocp
-from orbax.checkpoint.experimental.v1.training import save_decision_policies as _saving
 
 from torchax_ckpt.errors import PolicyError
 from torchax_ckpt.planning import save_cost_secs, young_interval_secs
 from torchax_ckpt.policies.nested import with_children
+from torchax_ckpt.policies.orbax_policies import (
+    AnySavePolicy,
+    DecisionContext,
+    PreemptionCheckpointingPolicy,
+    SaveDecisionPolicy,
+)
 from torchax_ckpt.policies.step_times import StepTimes
-
-SaveDecisionPolicy: TypeAlias = _saving.SaveDecisionPolicy
-DecisionContext: TypeAlias = _saving.DecisionContext
-FixedIntervalPolicy = _saving.FixedIntervalPolicy
-SpecificStepsPolicy = _saving.SpecificStepsPolicy
-InitialSavePolicy = _saving.InitialSavePolicy
-PreemptionCheckpointingPolicy = _saving.PreemptionCheckpointingPolicy
-AnySavePolicy = _saving.AnySavePolicy
 
 _MULTIPROCESSING = ocp.options.MultiprocessingOptions()
 
 
 @dataclasses.dataclass(kw_only=True)
-class ContinuousCheckpointingPolicy(_saving.ContinuousCheckpointingPolicy):
+class ContinuousCheckpointingPolicy(
+    ocp.training.save_decision_policies.ContinuousCheckpointingPolicy
+):
     """Saves as soon as the last save is durable: at the shortest interval that the storage allows.
 
     Replaces Orbax's policy of the same name. Orbax numbers its saves and loads with one counter.

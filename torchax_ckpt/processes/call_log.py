@@ -23,10 +23,9 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-import jax
-
 from torchax_ckpt.errors import ProcessError
 from torchax_ckpt.processes.messages import Messages
+from torchax_ckpt.runtime.lazily import jax
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -25,14 +25,13 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
-
 from torchax_ckpt.errors import ProcessError, ProcessTimeoutError
 from torchax_ckpt.processes.call_log import Call, CallLog
 from torchax_ckpt.processes.error_messages import from_json, to_json
 from torchax_ckpt.processes.exchanges import Exchanges
 from torchax_ckpt.processes.liveness import Liveness
 from torchax_ckpt.processes.messages import POLL_SECS
+from torchax_ckpt.runtime.lazily import jax
 
 logger = logging.getLogger(__name__)
 

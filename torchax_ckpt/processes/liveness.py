@@ -34,11 +34,9 @@ import time
 import weakref
 from typing import Any, Protocol
 
-import jax
-from jax._src import distributed
-
 from torchax_ckpt.processes import connections
 from torchax_ckpt.runtime.background import Task
+from torchax_ckpt.runtime.lazily import jax
 
 logger = logging.getLogger(__name__)
 
@@ -359,12 +357,15 @@ def of_run(client: Any) -> Liveness:
 
 def _begun(client: Any) -> Liveness:
     try:
+        from jax._src import distributed
+
         address = distributed.global_state.coordinator_address or ""
         host = address.rpartition(":")[0].strip("[]")
         if jax.process_index():
             return Connection(client, jax.process_index(), host)
         return Listener(client, jax.process_count(), host)
-    except (AttributeError, OSError, RuntimeError) as error:  # RuntimeError: no more threads
+    except (ImportError, AttributeError, OSError, RuntimeError) as error:
+        # RuntimeError: no more threads
         logger.warning(
             "process %d cannot connect the processes of this run: %s. If a process dies, the "
             "others learn it only from JAX's heartbeat timeout.",

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
-
 from torchax_ckpt.errors import ProcessError
 from torchax_ckpt.processes.liveness import Liveness
+from torchax_ckpt.runtime.lazily import jax
 
 # The time within which a waiting process notices what another process did, or Ctrl-C.
 POLL_SECS = 0.5

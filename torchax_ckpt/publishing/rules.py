@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, TypeAlias
 
 from torchax_ckpt import policies
-from torchax_ckpt.policies import CheckpointInfo
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 
 # Returns a step with its metrics, which are read from storage.
-Info: TypeAlias = Callable[[CommittedStep], CheckpointInfo]
+Info: TypeAlias = Callable[[CommittedStep], "policies.CheckpointInfo"]
 
 
 class Ranked(Protocol):

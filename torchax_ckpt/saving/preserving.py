@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchax_ckpt.options import CheckpointOptions
-from torchax_ckpt.policies import preservation
-from torchax_ckpt.policies.preservation import CheckpointInfo, preserved
+from torchax_ckpt.policies import CheckpointInfo, preservation
+from torchax_ckpt.policies.preservation import preserved
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory

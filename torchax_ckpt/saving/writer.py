@@ -42,7 +42,7 @@ from torchax_ckpt.storage.directory.abandonment import SUMMARY_FIELD
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.run_history import RunHistory
-from torchax_ckpt.storage.writing import host_batches, retained, write_step
+from torchax_ckpt.storage.writing import retained
 from torchax_ckpt.stored.stored_step import StoredStep
 
 
@@ -102,16 +102,11 @@ class Writer:
         """Writes a captured state as a durable step; on process 0, returns it for ``committed``.
 
         All processes have written before process 0 commits, and write nothing more afterwards. In a
-        local tier, each process commits its own part.
-
-        Args:
-          capture: the content to write.
-          progress: receives the stages.
-          recover: cleans up the directory; called on process 0.
-
-        Returns:
-          JSON on process 0, and None on other processes.
+        local tier, each process commits its own part. Process 0 calls ``recover``, which cleans up
+        the directory.
         """
+        from torchax_ckpt.storage.writing import host_batches, write_step  # not every Orbax can
+
         directory, processes, reuse = self._directory, self._processes, self._reuse
         progress.enter("fetching metrics from the devices")
         metrics, problem = capture.fetch_metrics()

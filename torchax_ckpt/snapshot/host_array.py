@@ -7,11 +7,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import numpy as np
-from jax.sharding import Sharding
 
-from torchax_ckpt.snapshot.sharding import host_part, shards_as
+from torchax_ckpt.runtime.lazily import jax
 
 Start = tuple[int, ...]
 """The index in an array at which a part of the array begins."""
@@ -30,7 +28,7 @@ class HostArray:
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    sharding: Sharding
+    sharding: jax.sharding.Sharding
     parts: Mapping[Start, np.ndarray]
 
     @property
@@ -75,6 +73,8 @@ def to_host_part(array: jax.Array | HostArray) -> jax.Array | HostArray:
     To form the whole array again, each host calls ``sharding.shards_as`` with its part, and with
     the sharding and shape of the whole array.
     """
+    from torchax_ckpt.snapshot.sharding import host_part, shards_as
+
     part = host_part(array.sharding, array.shape)
     if isinstance(array, jax.Array):
         return shards_as(array, part.sharding, part.shape)

@@ -1,13 +1,12 @@
-"""Defines the placement of a leaf: on the host, or on devices with a sharding.
+"""Computes with shardings, and evaluates the user's ``shardings`` rule.
 
-This module also evaluates the user's ``shardings`` rule. The module imports neither torch nor the
+The module imports neither torch nor the
 code that accesses storage.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import enum
 import functools
 import math
 import threading
@@ -20,25 +19,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from torchax_ckpt.errors import MismatchError
+from torchax_ckpt.snapshot.local import Local, Placement
 
 _listing_lock = threading.Lock()
 _MAX_TRIES = 1000
 
 
-class Local(enum.Enum):
-    """The two placements that are not shardings: the host, and JAX's default device.
-
-    HOST means a numpy array. DEFAULT_DEVICE means a JAX array that is not committed to its device,
-    such as the arrays that ``.to("jax")`` makes. If a program uses an uncommitted array together
-    with committed arrays, JAX moves the uncommitted array to the devices of the committed arrays.
-    If a program uses arrays that are committed to different devices, JAX raises an error.
-    """
-
-    HOST = "host"
-    DEFAULT_DEVICE = "default_device"
-
-
-Placement = Sharding | Local
 ShardingRule = Callable[[str, jax.ShapeDtypeStruct], "Sharding | PartitionSpec"]
 """A leaf's name and its shape and dtype -> its sharding; torchax's sharders have this signature."""
 

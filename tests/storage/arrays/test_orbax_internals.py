@@ -421,20 +421,29 @@ def test_an_orbax_without_an_internal_is_refused_with_its_version(
 
 
 @pytest.mark.slow
-def test_an_orbax_without_a_private_module_is_refused_as_one_without_an_attribute() -> None:
+def test_an_orbax_without_a_private_module_reads_but_says_that_it_cannot_save(
+    directory: Path,
+) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(3, state={"w": np.arange(4)})
     told = run_python(
         """
         import sys
         from orbax.checkpoint.experimental.v1._src import saving
         sys.modules["orbax.checkpoint.experimental.v1._src.saving.execution"] = None
         del saving.execution
-        import torchax_ckpt
+        from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, errors
         try:
-            torchax_ckpt.TorchaxCheckpointer
-        except torchax_ckpt.errors.BackendError as error:
+            TorchaxCheckpointer(sys.argv[1])
+        except errors.BackendError as error:
             print(error)
+        with TorchaxCheckpointer(sys.argv[1], options=CheckpointOptions(read_only=True)) as ckpt:
+            ckpt.verify()
+            print(ckpt.load()["w"].tolist())
         """,
+        str(directory),
         fresh=True,
     ).stdout
     assert "does not work as torchax_ckpt expects: " in told
     assert f"pip install '{orbax_internals.REQUIREMENT}'" in told
+    assert told.endswith("\n[0, 1, 2, 3]\n")

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from torchax_ckpt import torchax_backend
 from torchax_ckpt.errors import AttachError
 from torchax_ckpt.runtime import user_warnings
 from torchax_ckpt.storage.medium import assets
@@ -95,6 +94,8 @@ class ModelFiles:
                     self._of_tokenizer.add(f"{TOKENIZER}/{name}", path.read_bytes())
 
     def _add_model(self, found: _Collected, place: tuple[str, ...], model: Any) -> None:
+        from torchax_ckpt import torchax_backend  # not for reading the files
+
         root: Any
         root, _ = torchax_backend.unwrap_jittable(model)
         root = getattr(root, "_orig_mod", root)  # what torch.compile wraps

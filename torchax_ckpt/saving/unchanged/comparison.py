@@ -34,7 +34,7 @@ from torchax_ckpt.snapshot.host_array import HostArray, Start
 from torchax_ckpt.storage.arrays import block_digests
 from torchax_ckpt.storage.arrays.chunking import AnyArray
 from torchax_ckpt.storage.directory.committed_step import STATE
-from torchax_ckpt.storage.writing import databases, host_batches
+from torchax_ckpt.storage.writing import databases
 
 logger = logging.getLogger(__name__)
 
@@ -237,6 +237,8 @@ def _parts(array: AnyArray, block: tuple[int, ...]) -> Mapping[Start, np.ndarray
     """
     if isinstance(array, np.ndarray):
         return {(0,) * array.ndim: array}
+    from torchax_ckpt.storage.writing import host_batches  # not for reading
+
     parts = host_batches.fetched(array).parts
     if all(
         start % length == 0 and size % length == 0

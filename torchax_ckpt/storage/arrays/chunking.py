@@ -13,15 +13,14 @@ import collections
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
-import jax
 import numpy as np
-from jax.sharding import Sharding
 
+from torchax_ckpt.runtime.lazily import jax
 from torchax_ckpt.snapshot.host_array import HostArray, Start, start_of
 
-AnyArray = jax.Array | HostArray | np.ndarray
+AnyArray: TypeAlias = "jax.Array | HostArray | np.ndarray"
 
 # The most bytes that are read, checked and kept in memory as one piece. A piece is larger if its
 # dims cannot be divided so far.
@@ -143,7 +142,7 @@ def num_stored_bytes(array: jax.Array | HostArray) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def _replicas(sharding: Sharding, shape: tuple[int, ...]) -> Mapping[jax.Device, int]:
+def _replicas(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> Mapping[jax.Device, int]:
     """Returns for each device how many devices before it have the same shard."""
     seen: collections.Counter[Start] = collections.Counter()
     replicas = {}

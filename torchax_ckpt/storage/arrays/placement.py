@@ -16,12 +16,11 @@ import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
-from jax.sharding import Sharding, SingleDeviceSharding
 
 from torchax_ckpt.layout.manifest import Digests
-from torchax_ckpt.snapshot.sharding import Local, Placement
+from torchax_ckpt.runtime.lazily import jax
+from torchax_ckpt.snapshot.local import Local, Placement
 
 Index = tuple[slice, ...]
 Bounds = tuple[tuple[int, int], ...]
@@ -297,7 +296,7 @@ class Stack(Target):
         single: dict[str, np.ndarray] = {}
         for leaf, placement in self.wanted.placements.items():
             part = functools.partial(self._part, self._index[leaf])
-            if isinstance(placement, Sharding):
+            if not isinstance(placement, Local):
                 # Members are small and many: for four devices, this call takes a seventh of the
                 # time of a transfer to each and of making one array of the four.
                 array = jax.make_array_from_callback(shape, placement, part, dtype=self._dtype)
@@ -340,7 +339,7 @@ def _devices(placement: Placement, shape: tuple[int, ...]) -> list[tuple[Any, Bo
     A leaf that goes to the host or to the default device gives one pair: its placement, and the
     bounds of the whole leaf.
     """
-    if isinstance(placement, Sharding):
+    if not isinstance(placement, Local):
         memory = placement.memory_kind
         return [
             (_single(device, memory), bounds_of(index, shape))
@@ -351,7 +350,7 @@ def _devices(placement: Placement, shape: tuple[int, ...]) -> list[tuple[Any, Bo
 
 def _assemble(shape: tuple[int, ...], placement: Placement, shards: list[Any]) -> Any:
     """Returns a leaf made of its parts on this process's devices, or of one part on the host."""
-    if not isinstance(placement, Sharding):
+    if isinstance(placement, Local):
         return shards[0]
     return jax.make_array_from_single_device_arrays(
         shape, placement, shards, dtype=shards[0].dtype if shards else None
@@ -385,5 +384,5 @@ def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
 
 
 @functools.cache
-def _single(device: jax.Device, memory_kind: str | None) -> SingleDeviceSharding:
-    return SingleDeviceSharding(device, memory_kind=memory_kind)
+def _single(device: jax.Device, memory_kind: str | None) -> jax.sharding.SingleDeviceSharding:
+    return jax.sharding.SingleDeviceSharding(device, memory_kind=memory_kind)

@@ -14,7 +14,6 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 import tensorstore as ts
 
@@ -22,8 +21,8 @@ from torchax_ckpt.errors import CorruptCheckpointError
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.runtime import progress
 from torchax_ckpt.runtime.background import Flag
-from torchax_ckpt.snapshot.move_shards import sum_over_replicas
-from torchax_ckpt.storage.arrays import block_digests, locate_chunk, replica_reading
+from torchax_ckpt.runtime.lazily import jax
+from torchax_ckpt.storage.arrays import block_digests, locate_chunk
 from torchax_ckpt.storage.arrays.array_checks import stored_key
 from torchax_ckpt.storage.arrays.placement import (
     Checked,
@@ -51,21 +50,20 @@ def read_arrays(
     options: CheckpointOptions,
     agree: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Reads arrays of a step to the devices or the host, as their placements say.
-
-    Calls ``agree``, which raises if another process has failed, before devices communicate. Raises
-    CorruptCheckpointError, which names the leaf, if an array is missing, cannot be read, or differs
-    from what was stored; DirectoryError, which names the file, if storage is too slow.
-    """
+    """Returns the wanted leaves by name; calls ``agree`` before devices communicate."""
     leaves: dict[str, Any] = {}
     spread: dict[str, jax.ShapeDtypeStruct] = {}
     if options.single_replica_restore:
+        from torchax_ckpt.storage.arrays import replica_reading
+
         wanted, spread = replica_reading.split(wanted)
     targets = [
         (Stack if want.members else SingleLeaf)(n, want, leaves) for n, want in wanted.items()
     ]
     _read(committed, targets, options)
     if spread:
+        from torchax_ckpt.snapshot.move_shards import sum_over_replicas
+
         agree()
         sum_over_replicas(leaves, spread)
     return leaves
@@ -77,12 +75,7 @@ def stream_arrays(
     options: CheckpointOptions,
     is_asked: Callable[[str, Piece], bool] = lambda name, piece: True,
 ) -> Iterator[tuple[str, Piece, np.ndarray]]:
-    """Yields the stored name, the piece and its checked content for each piece of whole arrays.
-
-    The limit of bytes in memory is ``options.max_host_bytes``, or ``STREAMED_BYTES`` if that is
-    None; only a single piece can exceed it. Pieces for which ``is_asked`` returns False are not
-    read. Raises errors as ``read_arrays`` does.
-    """
+    """Yields stored name, piece and checked content of the pieces asked for, within the memory."""
     targets = [Checked(name, want, {}) for name, want in wanted.items()]
     pace = _pace(options)
     stores = _prepared(committed, wanted, pace)

@@ -42,8 +42,8 @@ from typing import Any
 
 from etils import epath
 
+from torchax_ckpt import policies
 from torchax_ckpt.errors import DirectoryError, StepNotFoundError
-from torchax_ckpt.policies import CheckpointInfo
 from torchax_ckpt.storage.directory import commit_record, lease, run_identity
 from torchax_ckpt.storage.directory.abandonment import Abandonment, Branches, Key
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
@@ -147,9 +147,9 @@ class RunDirectory:
         with self._translated("read"):
             return self._summaries.metrics(committed)
 
-    def info(self, committed: CommittedStep) -> CheckpointInfo:
+    def info(self, committed: CommittedStep) -> policies.CheckpointInfo:
         """Returns a step as a ``CheckpointInfo``, the form in which policies see it."""
-        return CheckpointInfo(
+        return policies.CheckpointInfo(
             committed.step,
             committed.path,
             metadata=None,

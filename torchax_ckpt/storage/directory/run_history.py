@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from torchax_ckpt.policies import CheckpointInfo
+from torchax_ckpt import policies
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.storage.directory import abandonment, committed_step
 from torchax_ckpt.storage.directory.abandonment import Branches, Key
@@ -46,11 +46,11 @@ class RunHistory:
         if durable is not None:
             durable._other_tier = self
         self.branches = Branches()
-        self._in_flight: CheckpointInfo | None = None
+        self._in_flight: policies.CheckpointInfo | None = None
         self._landed: CommittedStep | None = None
         # The steps as policies see them, in ascending order. Replaced as a whole, never
         # changed in place: training reads it at every step while the save's thread adds to it.
-        self._checkpoints: tuple[CheckpointInfo, ...] = ()
+        self._checkpoints: tuple[policies.CheckpointInfo, ...] = ()
         # Numbers of steps that will be abandoned by the next save, and have not been logged yet.
         self._leaving: list[int] = []
         self._is_open = False
@@ -118,7 +118,7 @@ class RunHistory:
                 history._go_back(step)
                 history._warn_of_leaving()
         now = time.time_ns()
-        self._in_flight = CheckpointInfo(
+        self._in_flight = policies.CheckpointInfo(
             step, self._directory.path, metadata=None, commit_timestamp_nsecs=now
         )
         self._checkpoints = (*self._checkpoints, self._in_flight)
@@ -182,7 +182,7 @@ class RunHistory:
                 return checkpoint.step == step
         return False
 
-    def checkpoints(self) -> Sequence[CheckpointInfo]:
+    def checkpoints(self) -> Sequence[policies.CheckpointInfo]:
         """Returns the branch's steps for policies, oldest first; a step being saved comes last."""
         return self._checkpoints
 
@@ -209,8 +209,8 @@ class RunHistory:
             self._leaving = []
 
 
-def _checkpoint_info(committed: CommittedStep) -> CheckpointInfo:
-    return CheckpointInfo(
+def _checkpoint_info(committed: CommittedStep) -> policies.CheckpointInfo:
+    return policies.CheckpointInfo(
         committed.step,
         committed.path,
         metadata=None,

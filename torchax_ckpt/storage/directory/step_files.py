@@ -7,8 +7,6 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
-
 from torchax_ckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -16,6 +14,7 @@ from torchax_ckpt.errors import (
     ForeignCheckpointError,
 )
 from torchax_ckpt.runtime.background import Task
+from torchax_ckpt.runtime.lazily import jax
 from torchax_ckpt.runtime.progress import Pace
 from torchax_ckpt.storage.directory import commit_record
 from torchax_ckpt.storage.directory.committed_step import (

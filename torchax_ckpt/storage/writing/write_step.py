@@ -23,7 +23,7 @@ from torchax_ckpt.storage.arrays.chunking import AnyArray
 from torchax_ckpt.storage.arrays.placed_array import Place
 from torchax_ckpt.storage.directory.committed_step import ASSETS, MANIFEST, STATE, SUMMARY
 from torchax_ckpt.storage.medium import fsync, permissions, seals
-from torchax_ckpt.storage.writing import host_batches
+from torchax_ckpt.storage.writing import host_batches, orbax_saving
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ def write_step(
         items[ASSETS] = assets
     with (
         permissions.closed_while_written(path, opens=processes.is_first) as mode,
-        orbax_context.for_saving(
+        orbax_saving.for_saving(
             path,
             arrays,
             batches,
