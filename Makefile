@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 # As many processes as tests/conftest.py says; tests that share a module's fixture stay together.
 PYTEST_FLAGS ?= -n auto --dist loadgroup --no-loadscope-reorder
 
-.PHONY: demo test test-slow test-long test-tpu test-all lint docs notebooks bench bench-accelerator torture torture-kill torture-hosts \
+.PHONY: demo test test-slow test-long test-tpu test-versions test-all lint docs notebooks bench bench-accelerator torture torture-kill torture-hosts \
     torture-flips torture-gcs torture-fuzz torture-endurance torture-power torture-lease clean
 .DEFAULT_GOAL := test
 
@@ -35,6 +35,11 @@ test-long: $(INSTALLED)
 # process, because libtpu serves only one process at a time.
 test-tpu: $(INSTALLED) $(VENV)/.installed-tpu-check
 	$(BIN)/python -m pytest -m tpu tests/tpu
+
+# Other releases: each set of tests/versions.toml in a venv under .venvs; all of them need 35 GB, or a
+# third of it from an index with PyTorch's CPU builds. SETS="oldest tpu-inference" tries some.
+test-versions:
+	$(PYTHON) tests/run_versions.py $(SETS)
 
 test-all: $(INSTALLED)
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m "not tpu"
@@ -108,5 +113,5 @@ $(VENV)/.installed-%: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) docs/notebooks .demo .pytest_cache .hypothesis .mypy_cache .ruff_cache build dist
+	rm -rf $(VENV) .venvs docs/notebooks .demo .pytest_cache .hypothesis .mypy_cache .ruff_cache build dist
 	find benchmarks examples tests torchax_ckpt -name __pycache__ -prune -exec rm -rf {} +

@@ -368,7 +368,6 @@ def _chunks(targets: Targets) -> Iterator[dict[str, jax.ShapeDtypeStruct]]:
         yield chunk
 
 
-@functools.cache
 def _moves_alone(dtype: np.dtype[Any]) -> bool:
     """Returns whether a leaf needs a program of its own: if ``to_bits`` changes its dtype to uint8.
 
@@ -376,5 +375,4 @@ def _moves_alone(dtype: np.dtype[Any]) -> bool:
     converts one of several arrays to bytes, moves all of them in collectives, and a dim is not a
     multiple of the compiler's tile.
     """
-    bits = jax.eval_shape(to_bits, jax.ShapeDtypeStruct((), dtype))
-    return bits.dtype == jnp.uint8 and dtype != jnp.uint8
+    return dtype.itemsize == 1 and dtype != np.uint8

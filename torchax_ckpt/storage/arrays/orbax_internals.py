@@ -36,15 +36,15 @@ from torchax_ckpt.storage.arrays import chunking, operations
 from torchax_ckpt.storage.arrays.operations import Operation
 from torchax_ckpt.storage.arrays.placed_array import Place, PlacedArray, PlacedHostArray
 
-# The same requirement as in pyproject.toml.
-REQUIREMENT = "orbax-checkpoint>=0.12.8,<0.13"
+# pyproject.toml has no upper bound, because a newer release may well work; these were tried.
+REQUIREMENT = "orbax-checkpoint>=0.12.5,<=0.12.8"
 
 
 def _incompatible(problem: object) -> BackendError:
     found = importlib.metadata.version("orbax-checkpoint")
     return BackendError(
         f"orbax-checkpoint {found} does not work as torchax_ckpt expects: {problem}. Install a "
-        f"release that torchax_ckpt was written for: pip install '{REQUIREMENT}'."
+        f"release that was tried: pip install '{REQUIREMENT}'."
     )
 
 

@@ -1,0 +1,165 @@
+"""Tries the package with sets of releases, and prints a table of those that pass.
+
+    python tests/run_versions.py [SET ...]
+
+tests/versions.toml says which sets there are and which tests they run. At the end, each set reads
+the steps that the others wrote. The table shows the last run of each set; with all sets in it, it
+replaces the one in docs/installation.md. It needs only Python: pip installs everything else.
+"""
+
+from __future__ import annotations
+
+import datetime
+import glob
+import itertools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+VENVS = ROOT / ".venvs"
+PAGE = ROOT / "docs" / "installation.md"
+PLAN = tomllib.loads((ROOT / "tests" / "versions.toml").read_text())
+SHOWN = ("torch", "jax", "torchax", "orbax-checkpoint", "numpy")
+DEPENDENCIES = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+# Where pyenv and uv keep the Pythons that are not on the PATH.
+KEPT = ("~/.pyenv/versions/{}.*/bin/python", "~/.local/share/uv/python/cpython-{}.*/bin/python")
+_VERSIONS = f"""
+import importlib.metadata as m, json
+print(json.dumps({{name: m.version(name) for name in {SHOWN!r}}}))
+"""
+
+
+def find_python(version: str) -> str | None:
+    """Returns a Python of this version that runs; a name on the PATH may lead to none."""
+    found = [f"python{version}"]
+    found += [path for kept in KEPT for path in glob.glob(os.path.expanduser(kept.format(version)))]
+    for python in found:
+        if shutil.which(python):
+            told = subprocess.run([python, "--version"], capture_output=True, text=True)
+            if told.returncode == 0 and told.stdout.startswith(f"Python {version}."):
+                return python
+    return None
+
+
+def run(*command: str | Path, **settings: Any) -> subprocess.CompletedProcess[str]:
+    """Runs a command in the checkout; what it prints to stderr is seen."""
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    return subprocess.run(list(map(str, command)), cwd=ROOT, env=env, text=True, **settings)
+
+
+def pip(venv: Path, *words: str) -> None:
+    """Installs into a venv; raises CalledProcessError if pip fails."""
+    run(venv / "bin/python", "-m", "pip", "install", "--quiet", *words, check=True)
+
+
+def install(name: str, chosen: dict[str, Any], python: str) -> Path:
+    """Returns the venv of a set, made anew unless it stands as the set asks."""
+    base = VENVS / f"torch-{chosen['torch']}-py{chosen['python']}"
+    venv, site = VENVS / name, f"lib/python{chosen['python']}/site-packages"
+    wanted = json.dumps([chosen, PLAN["requires"], DEPENDENCIES])
+    for folder, words in (
+        (base, [f"torch=={chosen['torch']}"]),
+        (venv, ["-e", ".[cli]", *PLAN["requires"], *chosen.get("pins", ())]),
+    ):
+        done = folder / "installed.json"
+        if not done.exists() or (folder == venv and done.read_text() != wanted):
+            shutil.rmtree(folder, ignore_errors=True)
+            run(python, "-m", "venv", folder, check=True)
+            if folder == venv:
+                (venv / site / "torch.pth").write_text(f"{base / site}\n")
+            pip(folder, *words)
+            done.write_text(wanted)
+    return venv
+
+
+def try_set(name: str, chosen: dict[str, Any], python: str) -> bool:
+    """Installs and tests a set; notes the result beside its venv."""
+    began = time.monotonic()
+    noted = VENVS / f"{name}.json"
+    noted.unlink(missing_ok=True)
+    shutil.rmtree(VENVS / "steps" / name, ignore_errors=True)
+    try:
+        venv = install(name, chosen, python)
+    except subprocess.CalledProcessError as error:
+        print(f"{name}: cannot be installed: {error}", flush=True)
+        return False
+    installed = time.monotonic()
+    python = str(venv / "bin/python")
+    flags = ["-q", "-n", "auto", "--dist", "loadgroup", "--durations=5"]
+    for marks, tests in (("not slow", PLAN["everyday"]), ("not long", PLAN["slow"])):
+        if run(python, "-m", "pytest", *flags, "-m", marks, *tests).returncode:
+            return False
+    tested = time.monotonic()
+    step = VENVS / "steps" / name
+    run(python, "tests/programs/step_of_versions.py", "write", step, check=True)
+    versions = json.loads(run(python, "-c", _VERSIONS, check=True, stdout=subprocess.PIPE).stdout)
+    seconds = [round(installed - began), round(tested - installed)]
+    today = datetime.date.today().isoformat()
+    noted.write_text(json.dumps([chosen["python"], versions, seconds, today]))
+    return True
+
+
+def exchange(names: list[str]) -> bool:
+    """Lets the sets that ran read, and compare, the steps of all sets that ever ran."""
+    steps = [path for path in sorted((VENVS / "steps").glob("*")) if path.name in PLAN["sets"]]
+    program = "tests/programs/step_of_versions.py"
+    pairs = itertools.product(names, steps)
+    codes = [run(VENVS / n / "bin/python", program, "read", step).returncode for n, step in pairs]
+    return not any(codes)
+
+
+def table() -> tuple[str, bool]:
+    """Returns the table of the sets that passed, and whether these are all."""
+    lines = ["| set | Python | " + " | ".join(SHOWN) + " | tried on |"]
+    lines.append("|---" * (len(SHOWN) + 3) + "|")
+    for name in PLAN["sets"]:
+        if (noted := VENVS / f"{name}.json").exists():
+            python, versions, _, day = json.loads(noted.read_text())
+            found = [versions[library].partition("+")[0] for library in SHOWN]
+            lines.append("| " + " | ".join([name, python, *found, day]) + " |")
+    return "\n".join(lines), len(lines) == len(PLAN["sets"]) + 2
+
+
+def main() -> int:
+    """Tries the sets that the arguments name, or all; returns the exit code."""
+    names = sys.argv[1:] or list(PLAN["sets"])
+    pythons = {PLAN["sets"][name]["python"]: None for name in names}
+    found = {version: find_python(version) for version in pythons}
+    if missing := [version for version, python in found.items() if python is None]:
+        print(f"This machine lacks Python {' and '.join(missing)}, which pyenv and uv install.")
+        return 1
+    VENVS.mkdir(exist_ok=True)
+    passed = []
+    for name in names:
+        chosen = PLAN["sets"][name]
+        print(f"{name}: {chosen}", flush=True)
+        if try_set(name, chosen, str(found[chosen["python"]])):
+            passed.append(name)
+    is_exchanged = exchange(passed)
+    rows, is_complete = table()
+    print(rows)
+    for name in passed:
+        install_secs, test_secs = json.loads((VENVS / f"{name}.json").read_text())[2]
+        print(f"{name}: {install_secs} s to install, {test_secs} s to test")
+    failed = [name for name in names if name not in passed]
+    if failed or not is_exchanged:
+        print("failed: " + ", ".join(failed or ["reading the steps of other sets"]))
+        return 1
+    if is_complete and PAGE.exists():
+        text = re.sub(
+            r"(?s)(<!-- versions -->\n).*?(\n<!-- end -->)", rf"\1{rows}\2", PAGE.read_text()
+        )
+        PAGE.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
