@@ -68,7 +68,7 @@ def check_internals() -> None:
     except (AssertionError, AttributeError, TypeError) as error:
         raise BackendError(
             f"torchax {torchax.__version__} does not work as torchax_ckpt expects: {error}. "
-            "Install a release that was tried: pip install 'torchax>=0.0.11,<=0.0.13'."
+            "Install a release that was tried: pip install 'torchax>=0.0.12,<=0.0.13'."
         ) from error
 
 

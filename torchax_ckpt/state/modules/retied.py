@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -159,13 +160,11 @@ def _is_held(tensors: Sequence[torch.Tensor], root: torch.nn.Module, own: Sequen
     An optimizer, a JittableModule or a dict of parameters that holds a tensor would go on with one
     that the module no longer has. Nothing in a parameter leads to them, and a warm start is given
     only the model, so the garbage collector is asked. It does not see what ``gc.freeze`` put aside;
-    then every tensor counts as held.
-
-    Args:
-      tensors: the tensors.
-      root: the module.
-      own: lists of the caller that hold tensors of the module.
+    then every tensor counts as held. ``own`` are lists of the caller that hold tensors.
     """
+    # Python 3.12 begins with a few frozen objects; a program that freezes has frozen its modules.
+    if gc.get_freeze_count() < len(sys.modules):
+        gc.unfreeze()
     if gc.get_freeze_count():
         return True
     gc.collect()  # what was dropped in a cycle holds nothing
