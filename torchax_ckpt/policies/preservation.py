@@ -71,8 +71,9 @@ def default_preservation_policy() -> PreservationPolicy:
 
 def keeps_one(policy: Any) -> bool:
     """Returns whether a policy keeps the newest step only: all its rules are ``LatestN(1)``."""
-    rules = (r for r in with_children(policy) if not isinstance(r, AnyPreservationPolicy))
-    return all(isinstance(r, LatestN) and r.n is not None and r.n <= 1 for r in rules)
+    of_orbax = orbax.v1.training.preservation_policies
+    rules = (r for r in with_children(policy) if not isinstance(r, of_orbax.AnyPreservationPolicy))
+    return all(isinstance(r, of_orbax.LatestN) and r.n is not None and r.n <= 1 for r in rules)
 
 
 def best_rules(policy: Any) -> Iterator[BestN]:

@@ -16,7 +16,7 @@ import pytest
 from etils import epath
 from support.waiting import wait_until
 
-from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
+from torchax_ckpt import TorchaxCheckpointer, policies
 from torchax_ckpt.errors import SaveError
 from torchax_ckpt.processes.coordination import SINGLE_PROCESS
 from torchax_ckpt.storage.directory.abandonment import Branches
@@ -180,18 +180,6 @@ def test_a_save_below_the_newest_step_abandons_what_is_newer(directory: Path) ->
     history.begin(2)
     assert [c.step for c in history.checkpoints()] == [1, 2]
     assert [s.step for s in history.branches.abandoned] == [3, 4]
-
-
-@pytest.mark.parametrize("read_only", [False, True])
-def test_a_reader_that_goes_back_is_not_told_that_steps_will_be_set_aside(
-    read_only: bool, directory: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with TorchaxCheckpointer(directory) as ckpt:
-        for step in (1, 2):
-            ckpt.save(step, state={"w": np.zeros(2)}, force=True)
-    ckpt = TorchaxCheckpointer(directory, options=CheckpointOptions(read_only=read_only))
-    ckpt._tiers.go_on_from(1)  # as a restore of it does
-    assert ("set aside" in caplog.text) == (not read_only)
 
 
 def test_what_some_host_lacks_is_removed_but_no_summary_says_it_is_abandoned(

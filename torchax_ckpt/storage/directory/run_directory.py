@@ -77,9 +77,7 @@ class RunDirectory:
       read_only: whether to refuse writes; a bucket then need not grant permission to write.
       durable: for a local tier, the durable directory of the run.
 
-    Raises:
-      DirectoryError: ``directory`` is a file or not a path, or a bucket that does not exist or that
-        this account may not use.
+    Raises DirectoryError if ``directory`` is a file, no path, or a bucket that cannot be used.
     """
 
     def __init__(
