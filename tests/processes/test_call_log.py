@@ -209,3 +209,54 @@ def test_who_waits_for_a_decision_learns_what_process_0_called_instead() -> None
         named = [a for a in answers if "process 0 called restore(1), but process" in a]
         assert named, answers[-1]
     assert time.monotonic() - began < 25, "the timeout is 30 s"
+
+
+def save_all(member: Processes, step: int) -> int:
+    """Saves a step as a saver does; the parts that process 0 gets are all of this save."""
+    call = member.log.publish("durable", f"save({step})", Kind.SAVE, step)
+    with member.round(f"saving step {step}", call, is_met=False) as saved:
+        saved.value = [part.decode() for part in member.gather(str(step).encode())]
+    assert saved.value == [str(step)] * member.count
+    return step
+
+
+def call_all(member: Processes, text: str) -> str:
+    with member.log.calling(text, Kind.CALL), member.round("beginning"):
+        assert member.share(text.encode()) == text.encode()
+    if text.startswith("restore"):
+        member.log.go_on_from(0)
+    return text
+
+
+@pytest.mark.parametrize("odd", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("calls", "of_odd", "num_done"),
+    [
+        ([1, 3, 4, 5, 6], [1, 5, 6], 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ([1, 3, 4, 5], [1, 4, 5], 1),
+                ([3, 4, 5, 6, "verify(1)", 7], [6, "verify(1)", 7], 1),
+                ([1, "verify(1)", 2, 3], [1, 2, 3], 1),
+                (["verify(1)", "verify(2)", "load(1)", 2], ["verify(2)", "load(1)", 2], 2),
+                # Once all have gone back, the steps are others.
+                ([3, "restore(0)", 3, 4], [4, "restore(0)", 3, 4], 3),
+            )
+        ),
+    ],
+)
+def test_who_leaves_calls_out_stalls_nobody(
+    calls: Sequence[Any], of_odd: Sequence[Any], num_done: int, odd: int
+) -> None:
+    def act(member: Processes) -> list[tuple[str, float]]:
+        def timed(each: Any) -> tuple[str, float]:
+            began = time.monotonic()
+            action = save_all if isinstance(each, int) else call_all
+            return outcome(lambda: action(member, each)), time.monotonic() - began
+
+        return [timed(each) for each in (of_odd if member.index == odd else calls)]
+
+    for told in with_logs(Group())(act):
+        assert max(secs for _, secs in told) < 5, "the timeout is 30 s"
+        assert [text for text, _ in told[-num_done:]] == [repr(c) for c in calls[-num_done:]]

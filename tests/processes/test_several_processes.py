@@ -305,3 +305,19 @@ def test_calls_that_differ_are_named_at_once(tmp_path: Path) -> None:
         assert "no checkpoint at step 1" in told["found"][0]
     assert [told["found"] for told in found["after"]] == [["False", "False"]] * 2
     assert all(told["secs"] < 40 for pair in found.values() for told in pair)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "cases"), [(2, "10,11,20,21"), (3, "10,21,22")])
+def test_a_save_that_one_process_leaves_out_stalls_nobody(
+    tmp_path: Path, count: int, cases: str
+) -> None:
+    run = run_processes(PROGRAMS / "left_out_calls.py", count, str(tmp_path), cases)
+    for told in (told for reports in run for told in reports):
+        secs, errors = zip(*told["told"].values(), strict=True)
+        assert max(secs) < 10, f"process_timeout_secs is 60: {told}"
+        assert [errors[0], *errors[-2:]] == [""] * 3, told
+        assert told["steps"] == told["local"]
+        assert {1, 6, 7} <= set(told["steps"])
+        assert set(told["whole"]) == {True}
+    assert "process 0 called save(4), but process 1 called save(3)" in str(run[1][0]["told"])

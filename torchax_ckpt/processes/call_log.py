@@ -6,6 +6,15 @@ process that waits compares the calls of the processes that it waits for with it
 process made a call that rules out the awaited one, waiting is in vain. A process whose newest call
 is one that this process made before is behind, and is waited for.
 
+A call is its text and how often it was made: the first ``save(12)``. Its work is done by processes
+that make this same call, and by no others. After calls have differed:
+
+- A ``save`` that was in vain stays so until all restore a step. Who comes to it later finds that it
+  has failed, and goes on to the next one at once.
+- The next call of any other text is the second one on all processes, also on those that did not
+  make the first, which was in vain.
+- A process that catches up on what this process has made already is behind, and is waited for.
+
 Saves run in the background, so calls of different kinds may be made in one another's time: a
 ``load`` on a thread beside the training rules out no save.
 """
@@ -20,11 +29,12 @@ import functools
 import inspect
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from torchax_ckpt.errors import ProcessError
-from torchax_ckpt.processes.messages import Messages
+from torchax_ckpt.processes.messages import POLL_SECS, Messages
 from torchax_ckpt.runtime.lazily import jax
 
 P = ParamSpec("P")
@@ -60,16 +70,23 @@ class Call:
     Attributes:
       lane: what has one call at a time, such as the saves to one tier.
       text: the call as in a program: ``save(12)``.
-      number: how many calls of this text the process has made in this lane, with this one.
+      number: how many calls of this text the processes have made in this lane, with this one.
       kind: see ``Kind``.
       step: the step of a save; for other calls, ``CallLog.step`` of the process, or None.
+      has_failed: whether the process waits for nobody in this call any more, because it failed.
     """
 
     lane: str
     text: str
     number: int
     kind: Kind
-    step: int | None
+    step: int | None = dataclasses.field(compare=False)
+    has_failed: bool = dataclasses.field(default=False, compare=False)
+
+    @property
+    def before(self) -> Call:
+        """The call of the same text before this one."""
+        return dataclasses.replace(self, number=self.number - 1)
 
 
 class _HasLog(Protocol):
@@ -81,36 +98,33 @@ S = TypeVar("S", bound=_HasLog)
 
 
 class CallLog:
-    """Publishes the calls of this process, and compares them with those of other processes.
-
-    Args:
-      channel: carries the messages; None, or a channel of one process, for no messages.
+    """Publishes the calls of this process on ``channel``, and compares them with others' calls.
 
     Attributes:
       step: the last step for which this process called ``save`` or ``should_save``, or which it
         restored after that.
-      has_differed: whether a call of this process differed from one of another process, or may have
-        without this process being told.
+      num_restores: how often all processes together have gone on from a step, or from the start.
+      has_differed: whether a call of this process failed because of another process, or differed
+        from its call, or may have without this process being told.
     """
 
     def __init__(self, channel: Messages | None = None) -> None:
         self._channel = channel if channel is not None and channel.count > 1 else None
         self.step: int | None = None
         self.has_differed = False
+        self.num_restores = 0
         self._lock = threading.Lock()
         self._numbers: collections.Counter[tuple[str, str]] = collections.Counter()
         self._made: collections.deque[Call] = collections.deque(maxlen=_REMEMBERED)
         self._told_step: int | None = None  # the step at the newest published call
-        self._named: set[tuple[int, Call]] = set()
+        # Of each call of a process: at which call of this process it was named first, and when.
+        self._named: dict[tuple[int, Call], tuple[str, float]] = {}
+        self._in_vain: list[Call] = []
         self._of_thread = threading.local()
 
     @contextlib.contextmanager
     def calling(self, text: str, kind: Kind) -> Iterator[None]:
-        """Makes ``text`` the call of this thread within the ``with`` block.
-
-        Publishes the call; but a save, only if ``current`` is read, because most calls of ``save``
-        concern no other process.
-        """
+        """Makes ``text`` the call of this thread; publishes a save only if ``current`` is read."""
         self._of_thread.call = (text, kind, self.step)
         self._of_thread.published = None
         try:
@@ -131,7 +145,7 @@ class CallLog:
         return self._of_thread.published
 
     def publish(self, lane: str, text: str, kind: Kind, step: int | None) -> Call:
-        """Publishes a call; ``lane``, ``text``, ``kind`` and ``step`` are those of ``Call``."""
+        """Publishes and returns a call."""
         if self._channel is None:  # nobody reads it, and the texts of a long run would pile up
             return Call(lane, text, 1, kind, step)
         with self._lock:
@@ -140,24 +154,49 @@ class CallLog:
     def _publish(
         self, channel: Messages, lane: str, text: str, kind: Kind, step: int | None
     ) -> Call:
+        if self.has_differed and kind is not Kind.AT:
+            self._numbers[lane, text] = self._made_by_any(channel, lane, text, kind)
         self._numbers[lane, text] += 1
         call = Call(lane, text, self._numbers[lane, text], kind, step)
         if kind is Kind.AT and self._made and self._made[-1].kind is Kind.AT:
             self._made.pop()  # only the newest counts, and many would displace the other calls
         self._made.append(call)
         self._told_step = self.step
+        self._put_latest(channel)
+        return call
+
+    def _put_latest(self, channel: Messages) -> None:
         message = json.dumps([channel.index, *map(dataclasses.astuple, self._latest)])
         # If the service does not answer, the round that follows says so.
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             channel.put_note(f"{_FOLDER}/{channel.index}", message.encode())
-        return call
+
+    def fail(self, call: Call) -> None:
+        """Publishes that a call has failed: until the next one, this process is behind."""
+        self.has_differed = True  # or may have
+        with self._lock:
+            if self._channel is not None and call in self._made:
+                self._made[self._made.index(call)] = dataclasses.replace(call, has_failed=True)
+                self._put_latest(self._channel)
+
+    def _made_by_any(self, channel: Messages, lane: str, text: str, kind: Kind) -> int:
+        """Returns how many calls of a text this process has made, or any process in vain."""
+        found = [(self._numbers[lane, text], -1)]
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            found += [json.loads(note) for note in channel.notes(_in_vain(lane, text))]
+        return max(n for n, era in found if kind is not Kind.SAVE or era < self.num_restores)
+
+    def go_on_from(self, step: int | None) -> None:
+        """Records that all processes have restored a step, or none of them has one."""
+        self.step = step
+        self.num_restores += 1
+        self._named.clear()
+        self._in_vain.clear()
 
     def tell_step(self) -> None:
         """Publishes the last step for which this process called ``save``, unless others know it.
 
-        Most calls of ``save`` save nothing and are not published. A process that waits for process
-        0 in another call asks for this, and so learns that process 0 goes on without it. May be
-        called on any thread.
+        Most calls of ``save`` are not published. A process that waits for process 0 asks for this.
         """
         with self._lock:
             # A later call of another kind, once published, has told the step too.
@@ -182,10 +221,8 @@ class CallLog:
         return latest[::-1]
 
     def difference(self, mine: Call, others: Sequence[int]) -> ProcessError | None:
-        """Returns an error if one of ``others`` made a call that rules out the call ``mine``.
-
-        Each call of another process is named once, so that it costs no later call.
-        """
+        """Returns an error if one of ``others`` made a call that rules out the call ``mine``."""
+        error = None
         if self._channel is None:
             return None
         with contextlib.suppress(jax.errors.JaxRuntimeError):
@@ -198,27 +235,56 @@ class CallLog:
                     self._channel.liveness.ask()
             for message in sent:
                 index, *fields = json.loads(message)
-                theirs = [Call(lane, text, n, Kind(kind), s) for lane, text, n, kind, s in fields]
+                theirs = [Call(lane, text, n, Kind(k), *more) for lane, text, n, k, *more in fields]
                 if index not in others:
                     continue
                 if index == 0 and mine not in theirs:
                     self._channel.liveness.ask()
                 other = _instead(mine, list(self._made), theirs)
-                if other is not None and (index, other) not in self._named:
-                    self._named.add((index, other))
-                    self.has_differed = True
-                    return different(self._channel.index, mine.text, index, other.text)
-        return None
+                if other is None or self._is_behind(mine, other):
+                    continue
+                now = time.monotonic()
+                named_at, since = self._named.setdefault((index, other), (mine.text, now))
+                # Named at an earlier call, it fails too, unless the process waits there for others.
+                is_waiting = now - since > 2 * POLL_SECS and not (
+                    other.has_failed or other.kind is Kind.AT
+                )
+                is_left = mine.kind is Kind.SAVE and other.kind in (Kind.SAVE, Kind.AT)
+                is_left = is_left and (mine.step or 0) < (other.step or 0)
+                if mine.text in (named_at, other.text) or is_waiting or is_left:
+                    self._in_vain.append(mine)
+                    text = other.text + " out of turn" * (other.text == mine.text)
+                    error = error or different(self._channel.index, mine.text, index, text)
+            if error is not None:
+                self.has_differed = True
+                spent = json.dumps([mine.number, self.num_restores]).encode()
+                folder = _in_vain(mine.lane, mine.text)
+                self._channel.put_note(f"{folder}/{self._channel.index}", spent)
+        return error
+
+    def refuse(self, text: str, step: int | None) -> Call:
+        """Publishes a ``save`` that this process alone makes fail, at a step or at none."""
+        call = self.publish("refused", text, Kind.SAVE, step)
+        self._in_vain.append(call)
+        self.fail(call)
+        return call
+
+    def _is_behind(self, mine: Call, other: Call) -> bool:
+        """Returns whether a process with another call catches up on those that differed before."""
+        if (other.lane, other.text) == (mine.lane, mine.text):
+            return other.number < mine.number
+        if mine.number > 1 and mine.before not in list(self._made):
+            return False  # ``mine`` makes up for a call too, and each would wait for the other
+        in_vain = [call for call in list(self._in_vain) if call.text != mine.text]
+        if other.kind in (Kind.SAVE, Kind.AT) and other.step is not None:
+            return other.step <= max([call.step or -1 for call in in_vain], default=-1)
+        return other.before in in_vain
 
 
 def called(
     kind: Kind | Callable[[Any], Kind],
 ) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Concatenate[S, P], R]]:
-    """Returns a decorator; a decorated method publishes its calls.
-
-    Args:
-      kind: the kind of call; or a function that returns it for the object of the method.
-    """
+    """Returns a decorator: the method publishes its calls, of ``kind`` or ``kind(self)``."""
 
     def decorate(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
         name = getattr(method, "__name__", "a method")
@@ -247,13 +313,7 @@ def different(index: int, call: str, other_index: int, other: str) -> ProcessErr
 
 
 def _instead(mine: Call, own: Sequence[Call], theirs: Sequence[Call]) -> Call | None:
-    """Returns the call of another process that rules out that the process will make ``mine``.
-
-    Args:
-      mine: the call of this process that waits for the other process.
-      own: the calls that this process has made, oldest first.
-      theirs: the latest calls of the other process, oldest first.
-    """
+    """Returns which of the calls ``theirs``, oldest first, rules out that they make ``mine``."""
     if mine in theirs:
         return None
     for other in reversed(theirs):
@@ -281,3 +341,8 @@ def _is_past(mine: Call, other: Call, own: Sequence[Call]) -> bool:
     if other.kind is Kind.SAVE:
         return other.step != mine.step
     return other.step is None or (mine.step or 0) > other.step
+
+
+def _in_vain(lane: str, text: str) -> str:
+    """Returns the folder of notes on calls of a text that processes made in vain."""
+    return f"{_FOLDER} in vain/{lane} {text.encode().hex()}"

@@ -128,9 +128,8 @@ class Processes(Exchanges):
 
         Args:
           what: the work of the round, the same on all processes: ``saving step 12``. The n-th round
-            of some work on one process meets the n-th round of that work on the others. So if one
-            process omits a round, rounds of other work are not affected. A process that was told
-            that its calls differed does not count the rounds that others entered in vain.
+            of some work of a call on one process meets the n-th round of it on the others. So if
+            one process omits a round, rounds of other work or calls are not affected.
           call: the call that the work belongs to; default: the call of this thread, whose text then
             precedes ``what``.
           is_met: whether process 0 waits at the end until all processes have come there. False
@@ -154,7 +153,7 @@ class Processes(Exchanges):
         if call is None and (call := self.log.current) is not None:
             what = f"{call.text}: {what}"
         with self._one_round:
-            self._enter(what)
+            self._enter(what, call)
             self._call, self._is_in_vain = call, False
             try:
                 yield outcome
@@ -168,44 +167,33 @@ class Processes(Exchanges):
             if self._verdict is not None:
                 outcome.value = json.loads(self._verdict[len(_SUCCESS) :])
 
-    def refuse(self, what: str, error: BaseException) -> None:
-        """Makes the round ``what`` fail on the other processes.
-
-        Waits neither for them nor for a round of this channel that runs on another thread.
-        """
+    def refuse(self, what: str, error: BaseException, call: Call | None) -> None:
+        """Makes the round ``what`` of a call fail on the other processes, without any wait."""
         if self.count == 1:
             return
-        place = self._next_place(what)
+        place = self._next_place(what, call)
         kind = "verdict/0" if self.is_first else f"failed/{self.index}"
         self._set(f"{place}/{kind}", to_json(error, self.index))
         self._refused.append(place)
 
-    def _enter(self, what: str) -> None:
+    def _enter(self, what: str, call: Call | None) -> None:
         self._work = what
         if not self.is_first:  # process 0 deletes the messages of earlier rounds
             self._rounds.clear()
-        self._rounds += [*self._refused, self._next_place(what)]
+        self._rounds += [*self._refused, self._next_place(what, call)]
         self._refused.clear()
         self._messages = 0
         self._verdict = None
 
-    def _next_place(self, what: str) -> str:
+    def _next_place(self, what: str, call: Call | None) -> str:
         """Returns the key prefix of the next round of this work, and counts this round."""
-        digest = _digest(what)
-        work = f"{self._place}/{digest:016x}"
-        left_out = []
-        if self.log.has_differed:
-            found = self._client.key_value_dir_get_bytes(f"{work}/left out/")
-            left_out = [int(message) for _, message in found]
+        digest = _digest(what if call is None else f"{what} of call {call.number}")
         with self._counting:
-            self._entered[digest] = max(self._entered[digest], *left_out, 0) + 1
-            return f"{work}/{self._entered[digest] - 1}"
+            self._entered[digest] += 1
+            return f"{self._place}/{digest:016x}/{self._entered[digest] - 1}"
 
     def _end(self, value: Any, *, is_met: bool) -> None:
-        """Waits for the verdict, which process 0 publishes with a value.
-
-        If ``is_met``, process 0 does so after all processes have called ``_end``.
-        """
+        """Waits for the verdict, which process 0 publishes; if ``is_met``, once all are here."""
         if is_met:
             self.gather(topic="the end")
         if not self.is_first:
@@ -225,14 +213,7 @@ class Processes(Exchanges):
     def _get(
         self, key: str, deadline: float, place: str, senders: Sequence[int] | None = None
     ) -> bytes:
-        """Returns the message ``key`` when it arrives; raises if a process fails or time runs out.
-
-        Args:
-          key: the key of the message.
-          deadline: the ``time.monotonic()`` until which to wait.
-          place: the folder of keys that shows which processes have not arrived.
-          senders: the processes that are waited for; default: the missing ones at ``place``.
-        """
+        """Implements ``Exchanges._get``."""
         while True:
             self.liveness.connect()
             message = self._wait(key, min(deadline - time.monotonic(), POLL_SECS))
@@ -254,12 +235,7 @@ class Processes(Exchanges):
 
     def _difference(self, others: Sequence[int]) -> ProcessError | None:
         """Returns an error if one of ``others`` made a call that rules out this round."""
-        error = None if self._call is None else self.log.difference(self._call, others)
-        if error is not None:  # the processes that left out this round make up for it
-            work, _, number = self._here.rpartition("/")
-            key, message = f"{work}/left out/{self.index}", str(int(number) + 1).encode()
-            self._client.key_value_set_bytes(key, message, allow_overwrite=True)
-        return error
+        return None if self._call is None else self.log.difference(self._call, others)
 
     def _is_decided(self) -> bool:
         """Returns whether another process failed (on process 0) or a verdict exists (on others)."""
@@ -322,6 +298,8 @@ class Processes(Exchanges):
         Returns None if process 0 had published success before it received the report.
         """
         message = to_json(error, self.index)
+        if self._call is not None:
+            self.log.fail(self._call)
         try:
             if self.is_first:
                 verdict = self._verdict or message

@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from torchax_ckpt.errors import ClosedError, PolicyError, ProcessError
-from torchax_ckpt.processes.call_log import Kind, different
+from torchax_ckpt.processes.call_log import different
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.processes.error_messages import from_json, to_json
 from torchax_ckpt.processes.messages import POLL_SECS
@@ -51,7 +51,7 @@ class _Window:
 
     ``saved`` lists the steps of the window that are to be saved. If process 0 could not decide,
     ``error`` is the error, as JSON, which every process raises instead. If not ``is_predicted``,
-    process 0 has asked for the step ``first``.
+    process 0 has asked for the step ``first``, after ``num_restores`` restores.
     """
 
     first: int
@@ -60,6 +60,7 @@ class _Window:
     saved: Sequence[int]
     error: str = ""
     is_predicted: bool = False
+    num_restores: int = 0
 
     def holds(self, step: int) -> bool:
         return self.first <= step <= self.last and (step - self.first) % self.stride == 0
@@ -82,6 +83,7 @@ class DecisionWindows:
         self._decide = decide
         self._background = ThreadPoolExecutor(1, "decisions")
         self._asked, self._answer = -1, False
+        self._num_restores = 0  # at the newest step that was asked for
         self._stride: int | None = None
         self._window = _NOTHING
         self._error: Exception | None = None  # why process 0 could not decide
@@ -112,8 +114,10 @@ class DecisionWindows:
                 f"step {step}: the processes cannot agree whether to save it, because this "
                 "checkpointer is closed; call save before close()"
             )
-        if step == self._asked:
+        restores = self._processes.log.num_restores
+        if (restores, step) == (self._num_restores, self._asked):
             return self._answer
+        self._num_restores = restores
         left = self._window
         if step < self._asked or not self._window.holds(step):
             self._go_on(step)
@@ -149,15 +153,12 @@ class DecisionWindows:
         if following is None or step < self._asked or not self._window.holds(step):
             # The steps differ from the prediction, so the decisions are void.
             self._stride = step - self._asked if 0 <= self._asked < step else None
-            self._window = self._result(self._begin(step, step, []), step)
-            while not self._window.holds(step):  # never so on process 0
-                is_behind = self._window.is_predicted or (
-                    self._has_differed and self._window.last < step
-                )
-                if not is_behind:
-                    self._has_differed = True
-                    raise self._differing(step, self._window.first)
+            is_new = False
+            while not (is_new and self._window.holds(step)):  # once on process 0
+                if self._rules_out(step, is_new=is_new):
+                    raise self._differing(step)
                 self._window = self._result(self._begin(step, step, []), step)
+                is_new = True
             self._has_differed = False
         if self._stride is not None and not self._window.error:
             (last_step, last_time), now = self._window_began, time.monotonic()
@@ -175,10 +176,7 @@ class DecisionWindows:
     ) -> Future[_Window]:
         """Returns a future of the next window: process 0 decides and publishes it, others read it.
 
-        Args:
-          first, last: the first and the last step of the window; used on process 0 only.
-          saved: earlier steps that will be saved, but whose saves have not begun.
-          is_predicted: whether process 0 has not asked for the step ``first`` yet.
+        Process 0 alone uses the steps; ``saved`` are earlier ones whose saves have not begun.
         """
         number = self._num_windows
         self._num_windows += 1
@@ -186,7 +184,10 @@ class DecisionWindows:
             self._background.submit(self._acknowledge, number)
         if not self._processes.is_first:
             return self._background.submit(self._look_up, number)
-        window = dataclasses.replace(self._decided(first, last, saved), is_predicted=is_predicted)
+        restores = self._processes.log.num_restores
+        window = dataclasses.replace(
+            self._decided(first, last, saved), is_predicted=is_predicted, num_restores=restores
+        )
         message = json.dumps(dataclasses.astuple(window)).encode()
         self._background.submit(self._processes.put_note, str(number), message)
         known: Future[_Window] = Future()
@@ -233,17 +234,25 @@ class DecisionWindows:
                 )
         return window.result()
 
-    def _differing(self, step: int, first: int) -> ProcessError:
+    def _rules_out(self, step: int, *, is_new: bool) -> bool:
+        """Returns whether process 0, which asked for another step, asks for ``step`` no more.
+
+        A window that this process has not come to yet is kept until then.
+        """
+        window = self._window
+        if window.is_predicted or window.num_restores < self._processes.log.num_restores:
+            return False
+        is_left_out = self._asked < window.first > step
+        return is_left_out or (is_new and not (self._has_differed and window.last < step))
+
+    def _differing(self, step: int) -> ProcessError:
         """Returns the error for a step other than process 0's, and tells process 0 of the step."""
-        self._processes.log.has_differed = True
-        mine = self._processes.log.publish("calls", f"save({step})", Kind.SAVE, step)
-        return different(self._processes.index, mine.text, 0, f"save({first})")
+        self._has_differed = True
+        mine = self._processes.log.refuse(f"save({step})", step)
+        return different(self._processes.index, mine.text, 0, f"save({self._window.first})")
 
     def _acknowledge(self, number: int) -> None:
-        """Reports that this process has read all windows before ``number``.
-
-        On process 0, deletes the published windows that all processes have read.
-        """
+        """Reports which windows this process has read; process 0 deletes those that all have."""
         if not self._processes.is_first:
             self._processes.put_note(f"known/{self._processes.index}", str(number).encode())
             return

@@ -55,17 +55,12 @@ class PerHostProcesses(Processes):
         if failure is not None:
             raise failure
 
-    def refuse(self, what: str, error: BaseException) -> None:
+    def refuse(self, what: str, error: BaseException, call: Call | None) -> None:
         """Makes the round ``what`` fail on the other processes; does not wait for them."""
-        self._processes.refuse(what, error)
+        self._processes.refuse(what, error, call)
 
     def combine(self, value: bytes, combined: Callable[[list[bytes]], bytes]) -> bytes:
-        """Returns, on all processes, what process 0 makes of the values of all processes.
-
-        Args:
-          value: the value of this process.
-          combined: called on process 0, with the values in the order of the processes.
-        """
+        """Returns, on all processes, what process 0 makes of their values, in order."""
         values = self._processes.gather(value)
         return self._processes.share(combined(values) if self._processes.is_first else b"")
 

@@ -86,8 +86,7 @@ class SaveCalls:
             self._log.step = number = as_step(step)
             self._loop.require_not_passed(number, self._durable.directory.path)
         except StepError:  # the others learn that this process comes to no step that they save
-            self._log.publish("calls", f"save({step!r:.40})", Kind.SAVE, None)
-            self._log.has_differed = True
+            self._log.refuse(f"save({step!r:.40})", None)
             raise
         with self._log.calling(f"save({number})", Kind.SAVE):
             return self._save(number, attached, state, metrics, force=force)
@@ -117,11 +116,12 @@ class SaveCalls:
             self._tiers.check_for_errors(SaveError)
         refusal = _Refusal(is_alone=self._is_alone)
         pending: Mapping[str, Any] = {}
+        if must_save:
+            self._durable.saver.announce(step)
         with refusal:
             _require_state(attached, state, step)
             pending = self._loop.take_metrics(metrics)
             if must_save:
-                self._durable.saver.announce(step)
                 self._durable.saver.wait()  # a save of this step may be in flight, and may fail
         due = self._due(step, is_forced=force, is_preempted=is_preempted)
         if not due:

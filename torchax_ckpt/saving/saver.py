@@ -213,7 +213,7 @@ class Saver:
 
     def _not_begun(self, save: SaveInFlight, error: BaseException) -> None:
         """Records that a save failed before its thread ran."""
-        self._saves.refuse(_round_of(save.step), error)
+        self._saves.refuse(_round_of(save.step), error, self._call)
         self._writer.failed()
         self._in_flight = None
         self._history.end(None)
@@ -222,7 +222,7 @@ class Saver:
 
     def abstain(self, step: int, error: BaseException) -> None:
         """Makes the save of a step fail on all processes: this process could not begin the save."""
-        self._saves.refuse(_round_of(step), error)
+        self._saves.refuse(_round_of(step), error, self._call)
         if not self.is_saving:  # an overdue save is not to be touched
             self._history.begin(step)
             self._fail(step, 0.0, error)

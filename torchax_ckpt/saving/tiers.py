@@ -350,7 +350,7 @@ class Tiers:
     def go_on_from(self, step: int | None) -> None:
         """Continues the run from ``step`` (None: from the start), and abandons all newer steps."""
         self._compare_local_steps()
-        self.call_log.step = step
+        self.call_log.go_on_from(step)
         for tier in self._tiers:
             tier.history.go_on_from(step)
         self._forget_what_others_lack()
