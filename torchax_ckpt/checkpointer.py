@@ -191,8 +191,7 @@ class TorchaxCheckpointer:
           UnsupportedLeafError: an attached value cannot be stored.
           ForeignCheckpointError: the newest step was not written by this package.
           CorruptCheckpointError, OutOfMemoryError: all steps are damaged; too little host memory.
-          DirectoryError: a step cannot be read now; it may be intact, so it is not skipped. Or the
-            directory is a bucket mounted with FUSE, and ``read_only`` was not given.
+          DirectoryError: a step cannot be read now, or a bucket is mounted with FUSE.
         """
         self._require_open()
         with self._processes.round("beginning"):

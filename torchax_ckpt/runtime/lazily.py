@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 
@@ -11,7 +12,8 @@ class _Library:
         self._module = module
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(importlib.import_module(self._module), name)
+        module = sys.modules.get(self._module) or importlib.import_module(self._module)
+        return getattr(module, name)
 
 
 if TYPE_CHECKING:
