@@ -40,7 +40,7 @@ def conditional(act: Any, name_of: Any) -> Any:
     return checked
 
 
-objects._media_upload = conditional(objects._media_upload, lambda r: r.query["name"][0])
+objects._multipart_upload = conditional(objects._multipart_upload, lambda r: r.query["name"][0])
 objects.delete = conditional(objects.delete, lambda r: r.params["object_id"])
 
 

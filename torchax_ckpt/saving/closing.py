@@ -108,9 +108,7 @@ class Closing:
 
         Starts no thread if the checkpointer has no background work. The garbage collector calls
         ``drop`` when it collects the checkpointer, at any point of the program and on any thread.
-
-        Args:
-          hook: the user's event hook, which gets the remaining events; None without a hook.
+        The user's event hook gets the remaining events.
         """
         if self._has_ended or self._pid != os.getpid():
             return
@@ -213,13 +211,7 @@ def take_over(saver: _Saver) -> None:
     """Closes unused checkpointers of this process that may still write to the saver's directory.
 
     A checkpointer is unused if it was garbage-collected, or if its ``close`` was called but has not
-    finished.
-
-    Args:
-      saver: a saver of the checkpointer that is about to write.
-
-    Raises:
-      SaveTimeoutError: a save of another checkpointer takes too long; it continues.
+    finished. Raises SaveTimeoutError if a save of one takes too long; it continues.
     """
     with _lock:
         others = [c for c in {*_unfinished, *_dropped} if c.concerns(saver)]

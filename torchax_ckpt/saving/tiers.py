@@ -168,14 +168,7 @@ class Tiers:
 
         If both tiers have a step with the same number, the step of the local tier comes after the
         step of the durable tier. Callers try the steps from the end of the list to its start.
-
-        Args:
-          step: returns only steps with this number; None returns all.
-          name: returns only steps in this tier; None returns those of all tiers.
-
-        Raises:
-          StepNotFoundError: there is no such step.
-          TierError: there is no such tier.
+        Raises StepNotFoundError or TierError if there is no such step or tier.
         """
         found = self.steps(name)
         if chosen := [s for s in found if step is None or s.step == step]:

@@ -133,16 +133,9 @@ def permute_over_processes(
     """Sends shards between processes; ``rounds`` says which process sends to which process.
 
     The shard on the k-th device of the sending process goes to the k-th device of the receiving
-    process. The devices of each process are numbered in the order of the mesh.
-
-    Args:
-      leaves: leaf -> an array of the shards on the devices of this process; empty if the process
-        has no shards. The results are stored in this mapping.
-      targets: see ``Targets``; the meshes have devices of all processes.
-      rounds: the permutes. A process that receives nothing keeps its shards.
-
-    Raises:
-      ValueError: a mesh has more devices of one process than of another, or none of some process.
+    process. The devices of each process are numbered in the order of the mesh, which must have
+    equally many of each. ``leaves`` has this process's shards, none if it only receives, and gets
+    the results. A process that receives nothing keeps its shards.
     """
     grids = {name: process_grid(_sharding(target).mesh) for name, target in targets.items()}
     _move_on_grids(leaves, targets, grids, lambda grid: permute_program(grid, rounds))

@@ -57,14 +57,8 @@ class StoredModule:
         """Returns the selected tensors and extra state, under their names in the program.
 
         A tied tensor is included if one of its names is selected. The first selected name becomes
-        the tensor's name, and the other selected names become its aliases.
-
-        Args:
-          selection: the selection.
-          prefix: keys before the module's names, if several modules are attached.
-
-        Raises:
-          SelectionError: two tensors would have one name, or one tensor would change its module.
+        the tensor's name, and the other selected names become its aliases. Raises SelectionError if
+        two tensors would have one name, or one tensor would change its module.
         """
 
         def taken(fqns: Iterable[str], ties: Mapping[str, str]) -> dict[str, str]:
@@ -105,16 +99,7 @@ class StoredModule:
     def differing_ties(
         self, every_name: Iterable[str], sources: Iterable[str], used: Collection[str]
     ) -> tuple[str, str] | None:
-        """Returns the ties of a live tensor and of its sources as texts; None if the ties agree.
-
-        Args:
-          every_name: the live tensor's names.
-          sources: the stored tensors that these names refer to.
-          used: the stored tensors that other live tensors already take.
-
-        Returns:
-          The expected (live) and the found (stored) ties, for messages.
-        """
+        """Returns the ties of a live tensor and of its sources as texts; None if the ties agree."""
         groups = [{s, *(alias for alias, fqn in self.ties.items() if fqn == s)} for s in sources]
         expected = set(every_name)
         if self.are_ties_known:

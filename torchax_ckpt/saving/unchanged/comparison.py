@@ -129,19 +129,11 @@ def answer(
     processes: Processes,
     known: Sequence[Mapping[str, Content]] | None,
 ) -> Answer:
-    """Returns what this process knows about the offers.
+    """Returns what this process knows about the offers, which are the same on all processes.
 
-    Fetches the arrays of the databases that the save could take over, one after another.
-
-    Args:
-      offers: the offers, the same on all processes.
-      plan: the storage plan.
-      arrays: stored name -> array.
-      taken: stored name -> digests, for arrays that need not be fetched.
-      directory: the directory of the run.
-      processes: the processes of the run, which read the databases in turn.
-      known: on process 0, for each offer the content of the database. If the part of an array that
-        this process has is another one, the database is not read.
+    Fetches the arrays of the databases that the save could take over, one after another, but those
+    in ``taken``. ``known`` has on process 0 the content of each offer's database: if the part of an
+    array that this process has is another one, the database is not read.
     """
     live: list[_Digests] = []
     stored: list[_Digests] = []

@@ -64,13 +64,7 @@ def merged(
     ``requires_grad`` differ, if ``takes`` is false for a name, or if anything else holds the tensor
     that would be replaced, such as an optimizer, a JittableModule or a dict of parameters. In a
     JittableModule they stay separate too: optimizer state may exist for each of its params.
-
-    Args:
-      module: the module, or a JittableModule around it.
-      live: the module's slots.
-      stored: the source's tensors.
-      takes: returns whether the warm start takes the tensor of this name.
-      own: lists of the caller that hold tensors of the module.
+    ``own`` are the lists of the caller that hold tensors of the module.
     """
     root, overrides = torchax_backend.unwrap_jittable(module)
     lost = {} if overrides else lost_ties(module)
