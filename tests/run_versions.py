@@ -28,7 +28,8 @@ VENVS = ROOT / ".venvs"
 PAGE = ROOT / "docs" / "installation.md"
 PLAN = tomllib.loads((ROOT / "tests" / "versions.toml").read_text())
 SHOWN = ("torch", "jax", "torchax", "orbax-checkpoint", "numpy")
-DEPENDENCIES = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+DEPENDENCIES = PROJECT["dependencies"] + PROJECT["optional-dependencies"]["cli"]
 # Where pyenv and uv keep the Pythons that are not on the PATH.
 KEPT = ("~/.pyenv/versions/{}.*/bin/python", "~/.local/share/uv/python/cpython-{}.*/bin/python")
 _VERSIONS = f"""
@@ -70,7 +71,8 @@ def install(name: str, chosen: dict[str, Any], python: str) -> Path:
         (venv, ["-e", ".[cli]", *PLAN["requires"], *chosen.get("pins", ())]),
     ):
         done = folder / "installed.json"
-        if not done.exists() or (folder == venv and done.read_text() != wanted):
+        is_there = done.exists() and (folder / "bin/python").exists()
+        if not is_there or (folder == venv and done.read_text() != wanted):
             shutil.rmtree(folder, ignore_errors=True)
             run(python, "-m", "venv", folder, check=True)
             if folder == venv:
@@ -99,7 +101,8 @@ def try_set(name: str, chosen: dict[str, Any], python: str) -> bool:
             return False
     tested = time.monotonic()
     step = VENVS / "steps" / name
-    run(python, "tests/programs/step_of_versions.py", "write", step, check=True)
+    if run(python, "tests/programs/step_of_versions.py", "write", step).returncode:
+        return False
     versions = json.loads(run(python, "-c", _VERSIONS, check=True, stdout=subprocess.PIPE).stdout)
     seconds = [round(installed - began), round(tested - installed)]
     today = datetime.date.today().isoformat()
@@ -109,7 +112,8 @@ def try_set(name: str, chosen: dict[str, Any], python: str) -> bool:
 
 def exchange(names: list[str]) -> bool:
     """Lets the sets that ran read, and compare, the steps of all sets that ever ran."""
-    steps = [path for path in sorted((VENVS / "steps").glob("*")) if path.name in PLAN["sets"]]
+    steps = [p.parent for p in sorted((VENVS / "steps").glob("*/expected.json"))]
+    steps = [path for path in steps if path.name in PLAN["sets"]]
     program = "tests/programs/step_of_versions.py"
     pairs = itertools.product(names, steps)
     codes = [run(VENVS / n / "bin/python", program, "read", step).returncode for n, step in pairs]

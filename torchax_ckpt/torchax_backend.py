@@ -21,11 +21,23 @@ import numpy as np
 import torch
 import torch.utils._mode_utils
 import torchax
-from torchax.interop import JittableModule, call_jax
-from torchax.tensor import Environment, RuntimeProperty, Tensor
-from torchax.view import View
 
 from torchax_ckpt.errors import BackendError
+
+
+def _incompatible(problem: object) -> BackendError:
+    return BackendError(
+        f"torchax {torchax.__version__} does not work as torchax_ckpt expects: {problem}. "
+        "Install a release that was tried: pip install 'torchax>=0.0.12,<=0.0.13'."
+    )
+
+
+try:
+    from torchax.interop import JittableModule, call_jax
+    from torchax.tensor import Environment, RuntimeProperty, Tensor
+    from torchax.view import View
+except ImportError as error:
+    raise _incompatible(error) from error
 
 # torch dtype that numpy lacks -> (torch's integer dtype of the same width, ml_dtypes' same dtype).
 _BIT_TWINS: Mapping[torch.dtype, tuple[torch.dtype, np.dtype[Any]]] = {
@@ -66,10 +78,7 @@ def check_internals() -> None:
         for name in ("jax", "update"):
             getattr(View, name)
     except (AssertionError, AttributeError, TypeError) as error:
-        raise BackendError(
-            f"torchax {torchax.__version__} does not work as torchax_ckpt expects: {error}. "
-            "Install a release that was tried: pip install 'torchax>=0.0.12,<=0.0.13'."
-        ) from error
+        raise _incompatible(error) from error
 
 
 @contextlib.contextmanager

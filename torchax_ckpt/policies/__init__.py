@@ -63,3 +63,7 @@ def __getattr__(name: str) -> Any:  # at first use, because all but BestN import
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = "save_decision" if name in _OWN else "orbax_policies"
     return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

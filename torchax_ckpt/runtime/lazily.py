@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from typing import TYPE_CHECKING, Any
 
 
 class _Library:
-    def __init__(self, module: str) -> None:
-        self._module = module
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._module: Any = None
 
     def __getattr__(self, name: str) -> Any:
-        module = sys.modules.get(self._module) or importlib.import_module(self._module)
-        return getattr(module, name)
+        if self._module is None:
+            self._module = importlib.import_module(self._name)  # waits for imports on other threads
+        return getattr(self._module, name)
 
 
 if TYPE_CHECKING:

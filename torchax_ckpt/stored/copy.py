@@ -45,16 +45,7 @@ def copy_steps(
     when the step was saved. The comparison also reveals damage of the original. A step that is
     damaged, or that another program deletes meanwhile, is not copied; the other steps are. A file
     that several steps share is copied once, and their copies share it too, except on a bucket.
-
-    Args:
-      steps: the steps, of one directory.
-      target: the directory to copy to, which must have none of the steps.
-      options: memory bounds of reading.
-      on_bytes: called with the number of bytes just copied.
-      on_left_out: called with the reason why a step was not copied: it is damaged or was deleted.
-
-    Returns:
-      The copies.
+    ``on_left_out`` gets the reason why a step was not copied: it is damaged or was deleted.
 
     Raises:
       DirectoryError: the target has one of the steps or cannot be written, or a step cannot be read
@@ -100,11 +91,7 @@ def _copy(
     first_copies: dict[File, epath.Path],
     on_bytes: Callable[[int], None],
 ) -> CommittedStep:
-    """Copies a step.
-
-    Args:
-      first_copies: the copies of files that several steps have; gets those of this step.
-    """
+    """Copies a step; ``first_copies``, of files that several steps have, gets those of this one."""
     path = target.path_for(committed.step)
     try:
         with still_there(committed), permissions.closed_while_written(path) as mode:

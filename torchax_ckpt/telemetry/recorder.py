@@ -104,13 +104,9 @@ class Telemetry:
 
     @_logs_errors
     def saving(self, step: int, began: float) -> None:
-        """Records that a save has begun; must not be called on the training thread.
+        """Records that a save began at ``began``, of ``time.perf_counter()``.
 
         On the training thread, ``saving`` would make training wait while other threads wake up.
-
-        Args:
-          step: the step that is saved.
-          began: ``time.perf_counter()`` when the training thread began the save.
         """
         values: dict[str, Any] = {}
         if self._saving is not None:
@@ -131,12 +127,7 @@ class Telemetry:
 
         Process 0 looks here which files of the step are links to files of earlier steps. Later,
         these steps may be deleted. The event thread then measures how many bytes the step takes on
-        storage.
-
-        Args:
-          cost: the times of the save.
-          path: the folder of the step.
-          copied_bytes: the bytes of the step that the save copied within a bucket.
+        storage; the save copied ``copied_bytes`` of them within a bucket.
         """
         values: dict[str, Any] = {
             "blocking_secs": cost.blocking_secs,

@@ -421,6 +421,24 @@ def test_an_orbax_without_an_internal_is_refused_with_its_version(
 
 
 @pytest.mark.slow
+def test_a_torchax_without_a_private_name_is_refused_with_what_to_install() -> None:
+    told = run_python(
+        """
+        import torchax.tensor
+        del torchax.tensor.RuntimeProperty
+        from torchax_ckpt import errors
+        try:
+            from torchax_ckpt import TorchaxCheckpointer
+        except errors.BackendError as error:
+            print(error)
+        """,
+        fresh=True,
+    ).stdout
+    assert "cannot import name 'RuntimeProperty'" in told
+    assert "pip install 'torchax>=0.0.12,<=0.0.13'" in told
+
+
+@pytest.mark.slow
 def test_an_orbax_without_a_private_module_reads_but_says_that_it_cannot_save(
     directory: Path,
 ) -> None:

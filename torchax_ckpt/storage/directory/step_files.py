@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -75,9 +76,11 @@ def as_corrupt(committed: CommittedStep, what: str) -> Iterator[None]:
     """
     try:
         yield
-    except (CheckpointError, MemoryError, jax.errors.JaxRuntimeError):
+    except (CheckpointError, MemoryError):
         raise
     except Exception as error:  # Orbax wraps failures in many types, Exception among them
+        if type(error).__name__ == "JaxRuntimeError":  # by name, because JAX may not be there
+            raise
         cause = storage_errors.said(error)
         if storage_errors.is_unavailable(error):
             advice = storage_errors.advice(error, is_bucket=location.is_bucket(committed.path))
@@ -109,8 +112,11 @@ def await_read(
     """
     while not pace.wait(read):
         got = f"{pace.bytes} bytes in {pace.secs:.0f} s"
+        # A program that only reads steps must not start JAX, nor take the host's accelerators.
+        is_one_of_several = "jax" in sys.modules and jax.distributed.is_initialized()
+        process = jax.process_index() if is_one_of_several else 0
         problem = (
-            f"step {committed.step} in {committed.path}: process {jax.process_index()} waits for "
+            f"step {committed.step} in {committed.path}: process {process} waits for "
             f"{name} in {_soon(place) or committed.path / STATE}; all its reads together got {got}"
         )
         if location.is_bucket(committed.path):
