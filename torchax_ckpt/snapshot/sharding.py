@@ -1,7 +1,6 @@
 """Computes with shardings, and evaluates the user's ``shardings`` rule.
 
-The module imports neither torch nor the
-code that accesses storage.
+The module imports neither torch nor the code that accesses storage.
 """
 
 from __future__ import annotations
