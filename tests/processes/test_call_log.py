@@ -242,6 +242,13 @@ def call_all(member: Processes, text: str) -> str:
                 (["verify(1)", "verify(2)", "load(1)", 2], ["verify(2)", "load(1)", 2], 2),
                 # Once all have gone back, the steps are others.
                 ([3, "restore(0)", 3, 4], [4, "restore(0)", 3, 4], 3),
+                # Who left the call out makes it later, and was never told.
+                ([1, "verify(1)", 2, 3, "verify(1)", 4], [1, 2, 3, "verify(1)", 4], 3),
+                (
+                    ["restore(0)", 3, 4, "restore(1)", 3, 4],
+                    ["restore(0)", 4, "restore(1)", 3, 4],
+                    3,
+                ),
             )
         ),
     ],

@@ -154,7 +154,9 @@ class CallLog:
     def _publish(
         self, channel: Messages, lane: str, text: str, kind: Kind, step: int | None
     ) -> Call:
-        if self.has_differed and kind is not Kind.AT:
+        # A process that left a call out may not know that the others made it in vain.
+        is_asked = self.has_differed or kind is not Kind.SAVE or self.num_restores > 1
+        if is_asked and kind is not Kind.AT:
             self._numbers[lane, text] = self._made_by_any(channel, lane, text, kind)
         self._numbers[lane, text] += 1
         call = Call(lane, text, self._numbers[lane, text], kind, step)

@@ -34,9 +34,9 @@ def watch(save: SaveInFlight, limit_secs: float, path: Any) -> None:
     def run() -> None:
         secs = limit_secs
         while not save.ended.wait(secs - save.age_secs):
-            frame = sys._current_frames().get(save.thread_id)
-            if frame is not None and save.age_secs >= secs:
-                stack = "".join(traceback.format_stack(frame))
+            if save.age_secs >= secs:
+                frame = sys._current_frames().get(save.thread_id)
+                stack = "".join(traceback.format_stack(frame)) if frame is not None else "unknown"
                 logger.error("%s Stack of its thread:\n%s", timeout_error(save, path), stack)
                 secs *= 2
 

@@ -224,3 +224,13 @@ def test_no_process_lists_a_step_that_process_0_cannot_take_back(directory: Path
     assert [told[0]["steps"] for told in found] == [[2, 3]] * 2
     assert "4" in found[0][0]["names"]
     assert [told[1]["steps"] for told in found] == [[3, 9]] * 2
+
+
+def test_a_commit_that_finds_no_folder_costs_no_later_save(directory: Path) -> None:
+    run = RunDirectory(directory)
+    run.claim()
+    written = run.path_for(4)
+    with pytest.raises(FileNotFoundError):
+        run.commit(4, written)
+    run.recover()
+    run.release()

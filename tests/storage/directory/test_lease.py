@@ -312,6 +312,18 @@ def test_the_lease_of_a_running_process_in_a_copy_of_its_directory_refuses_nobod
     assert written(run).pid == process.pid
 
 
+def test_an_unknown_kernel_is_not_taken_for_this_one(directory: Path, clock: Clock) -> None:
+    directory.mkdir(exist_ok=True)
+    holder = LeaseHolder("t", "other", os.getpid(), None, None, T0 - 600, T0 - 10)
+    write(directory, holder)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(lease, "this_kernel", lambda: None)
+        held = Lease(directory, clock=clock, sleep=clock.sleep)
+        held.hold()
+    assert clock.waited_secs >= 40
+    held.release()
+
+
 def test_a_lease_follows_its_directory_under_whatever_name(
     tmp_path: Path, clock: Clock, leased: Lease
 ) -> None:

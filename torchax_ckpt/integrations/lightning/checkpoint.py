@@ -227,12 +227,14 @@ class TorchaxCheckpoint(Checkpoint):
         Raises:
           SaveError: the newest save failed.
         """
-        if isinstance(self._position, LoopPosition):
-            self._position.unwatch()
-            sigterm.end_lightnings(trainer)
-        self._position = None
-        if self.checkpointer is not None:
-            self.checkpointer.close()
+        try:
+            if isinstance(self._position, LoopPosition):
+                self._position.unwatch()
+                sigterm.end_lightnings(trainer)
+            self._position = None
+        finally:
+            if self.checkpointer is not None:
+                self.checkpointer.close()
 
     # --- saving --------------------------------------------------------------------------------
 

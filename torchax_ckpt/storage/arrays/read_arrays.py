@@ -170,7 +170,7 @@ def _open(
 
 
 def _pace(options: CheckpointOptions) -> progress.Pace:
-    limit_secs = 0.9 * options.process_timeout_secs  # the others then still wait for the reason
+    limit_secs = 0.9 * options.process_timeout_secs  # the others may still wait
     return progress.Pace(options.min_read_bytes_per_sec, limit_secs)
 
 

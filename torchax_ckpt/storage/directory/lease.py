@@ -161,7 +161,7 @@ class Lease:
 
     def _refused(self, other: LeaseHolder | None, place: str, now: float) -> LeaseError:
         who = other.describe(now) if other else "unknown"
-        if other is not None and other.kernel == this_kernel() and other.pid == os.getpid():
+        if other is not None and _is_here(other):
             who = f"another checkpointer of this very process ({who}), which is still referenced"
             what_to_do = (
                 "Close that one first. If no variable refers to it any more, a notebook's Out and "
@@ -187,8 +187,7 @@ class Lease:
 def _unconnected(other: LeaseHolder | None) -> str:
     """Returns advice for processes of one run that know nothing of each other; "" if not these."""
     jax = sys.modules.get("jax")  # not imported: steps are copied without it, too
-    is_here = other is not None and other.kernel == this_kernel() and other.pid == os.getpid()
-    if jax is None or jax.distributed.is_initialized() or is_here:
+    if jax is None or jax.distributed.is_initialized() or (other and _is_here(other)):
         return ""
     return (
         " If both are processes of one run, call jax.distributed.initialize() first in each: "
@@ -209,9 +208,13 @@ def _is_torn(seen: Seen) -> bool:
 _tokens: set[str] = set()
 
 
+def _is_here(other: LeaseHolder) -> bool:
+    is_known = other.kernel is not None and other.kernel == this_kernel()
+    return is_known and other.pid == os.getpid()
+
+
 def _is_interrupted(other: LeaseHolder) -> bool:
-    is_here = other.kernel == this_kernel() and other.pid == os.getpid()
-    return is_here and other.token not in _tokens
+    return _is_here(other) and other.token not in _tokens
 
 
 class _Hold:

@@ -236,8 +236,7 @@ class RunDirectory:
             self.fence()
             self.run_name.write_again()
         if not self._is_bucket:
-            # Each save gets a unique name. Late writes of a failed save, or of a stalled writer
-            # that lost its lease, then never end up in the step of a later save.
+            # A unique name: no late write of a failed save or a stalled writer joins a later step.
             self._num_writes += 1
             return self.path / f"writing-{step}-{self._lease.token}-{self._num_writes}"
         more = (f"incoming-{step}-{count}" for count in itertools.count(2))
@@ -291,7 +290,8 @@ class RunDirectory:
             if self._is_bucket:
                 bucket.remove(path / commit_record.MARK)
             elif not os.path.lexists(written):  # else the folder did not get the other name
-                path.rename(written)
+                with contextlib.suppress(FileNotFoundError):  # somebody has removed it
+                    path.rename(written)
             fsync.sync(self.path)  # before its files are removed
             del self._uncommitted[path]
 

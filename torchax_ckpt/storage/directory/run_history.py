@@ -147,7 +147,8 @@ class RunHistory:
         save, self._in_flight = self._in_flight, None
         landed, self._landed = self._landed, None
         if durable is None:
-            self._checkpoints = self._checkpoints[:-1]
+            if save is not None:
+                self._checkpoints = self._checkpoints[:-1]
             if landed is not None:
                 self._directory.failed.add(landed.key)
                 self.branches = self.branches.leaving((landed,))
