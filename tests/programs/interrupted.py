@@ -6,6 +6,7 @@ Arguments: a directory, and where it waits: wait, close, with, again, exit or tw
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -96,12 +97,20 @@ elif where == "again":  # the cell of a notebook that is run again
     report(steps=ckpt.all_steps(), lease=lease())
 elif where in ("exit", "twice"):
 
+    is_logged = threading.Event()
+
+    class Logged(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "at the program's end" in record.msg:
+                is_logged.set()
+
     def at_exit() -> None:
         interrupt()
+        is_logged.wait(60)  # before the save may end
         if where == "twice":
-            time.sleep(0.2)
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(1)
+            time.sleep(10)
         go_on.set()
 
+    logging.getLogger("torchax_ckpt").addHandler(Logged())
     threading.Thread(target=at_exit, daemon=True).start()

@@ -153,18 +153,22 @@ def finish_at_exit(task: Task, lost: Callable[[], str]) -> None:
       task: what the program has to finish before it ends.
       lost: returns what is lost if the program does not wait.
     """
-    is_interrupted = False
+    interrupt: BaseException | None = None
     while not task.ended.is_set and task.pid == os.getpid():
-        try:
+        try:  # also around the warning, because the second interrupt may come while it is logged
+            if interrupt is not None:
+                name = type(interrupt).__name__
+                text = "%s at the program's end: still waiting for %s. Once more ends the program."
+                logger.warning(text, name, lost())
             task.ended.wait()
         except BaseException as error:
-            name = type(error).__name__
-            if is_interrupted:
-                logger.error("%s again: ending at once. Lost: %s", name, lost())
-                for stream in (sys.stdout, sys.stderr):
-                    with contextlib.suppress(Exception):
-                        stream.flush()
-                os._exit(_INTERRUPTED)
-            is_interrupted = True
-            text = "%s at the program's end: still waiting for %s. Once more ends the program now."
-            logger.warning(text, name, lost())
+            if interrupt is not None:
+                try:
+                    name = type(error).__name__
+                    logger.error("%s again: ending at once. Lost: %s", name, lost())
+                    for stream in (sys.stdout, sys.stderr):
+                        with contextlib.suppress(Exception):
+                            stream.flush()
+                finally:
+                    os._exit(_INTERRUPTED)
+            interrupt = error
