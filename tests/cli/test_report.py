@@ -182,7 +182,8 @@ def test_a_hostile_journal_of_links_is_read_in_time() -> None:
         curve = bytes_over_time(runs_of({"a": events}, is_running=False))
         secs[count] = min(secs.get(count, 60.0), time.process_time() - began)
         assert curve[-1][1] == 0
-    assert secs[40_000] < 40 * secs[5_000], "8 times as many steps; each against each would be 64 times"
+    text = "8 times as many steps; each against each would be 64 times"
+    assert secs[40_000] < 40 * secs[5_000], text
 
 
 @hypothesis.given(

@@ -96,7 +96,6 @@ elif where == "again":  # the cell of a notebook that is run again
     ckpt.close()
     report(steps=ckpt.all_steps(), lease=lease())
 elif where in ("exit", "twice"):
-
     is_logged = threading.Event()
 
     class Logged(logging.Handler):
