@@ -3,8 +3,8 @@
     python benchmarks/topologies.py
 
 This program measures nothing, and needs no TPU, but libtpu, the TPU's compiler (the extra
-``tpu-check``). What it calls compiled was reported by the compiler; what it calls estimated follows
-from published bandwidths.
+``tpu-check``). What it calls compiled was reported by the compiler; what it calls computed follows
+from compiled sizes.
 """
 
 from __future__ import annotations
@@ -35,11 +35,9 @@ COLUMNS = (
     "state on a chip (compiled)",
     "of that, replicated (compiled)",
     "copies beside it (compiled)",
-    "`auto` copies if training takes at most (estimated)",
+    "`auto` copies if training takes at most (computed)",
     "else a host needs at most, to offload all (compiled)",
     "programs (compiled)",
-    "copying takes (estimated)",
-    "transferring takes (estimated)",
 )
 
 
@@ -95,8 +93,6 @@ def row(model: str, name: str) -> list[str]:
         gb(room_bytes) if plan.snapshot == "copy" else f"never: it takes a {plan.snapshot}",
         gb(full.offload_host_bytes),
         f"{plan.num_programs}, in {plan.compile_secs:.1f} s",
-        f"{1000 * (plan.copy_secs or 0):.1f} ms",
-        f"{plan.transfer_secs:.2f} s",
     ]
 
 

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis
+import jax
 import pytest
 import torch
 import torchax
@@ -131,6 +132,14 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
         torchax.disable_globally()
     while torch._C._len_torch_function_stack() < depth:
         torchax.enable_globally()
+
+
+@pytest.fixture
+def eight_chips(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the eight CPU devices stand for the chips of every topology, without libtpu."""
+    monkeypatch.setattr(
+        "torchax_ckpt.planning.topology.devices", lambda *args, **options: tuple(jax.devices())
+    )
 
 
 @pytest.fixture

@@ -1,108 +1,98 @@
-"""``torchax-ckpt plan``: the same numbers as the library's, and from what a run has recorded."""
+"""``torchax-ckpt plan``: the library's numbers, with CPU devices in place of a topology's chips."""
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
 import re
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from support import synthetic
-from support.commands import run, run_json
+from support.commands import WITHOUT_TORCH_AND_JAX, run, run_json
+from support.processes import run_python
+from typer.testing import CliRunner
 
 from torchax_ckpt import LocalTier, TorchaxCheckpointer, planning
 from torchax_ckpt.cli import exit_codes
+from torchax_ckpt.cli.app import app
 from torchax_ckpt.telemetry.events import Event
 
-LARGE = (
-    *("plan", "--params", "70B", "--chips", 4096, "--slices", 2, "--host-mtbf", "365d"),
-    *("--blocking", "1s", "--durable", "2min", "--slowdown", 0.05, "--restart", "5min"),
-)
+TIMES = ("--blocking", "1s", "--durable", "2min", "--slowdown", 0.05, "--restart", "5min")
+LARGE = ("plan", "--params", "70B", "--chips", 4096, "--slices", 2, *TIMES)
+SAVE = {"blocking_secs": 1.0, "durable_secs": 120.0, "slowdown": 0.05}
 
 
 def test_a_plan_says_what_the_library_says() -> None:
-    said = run_json(*LARGE)
-    assert said["checkpoint_bytes"] == planning.state_bytes(70_000_000_000).total_bytes
-    assert (said["hosts"], said["hosts_per_slice"]) == (1024, 512)
-    assert said["ramdisk_bytes_per_host"] == planning.ramdisk_bytes_per_host(
-        840_000_000_000, hosts_per_slice=512, num_copies=LocalTier("ramdisk").keep + 1
-    )
-    assert said["write_bytes_per_sec_and_host"] == 840_000_000_000 / 1024 / 120
-    assert said["mtbf_secs"] == 365 * 86_400 / 1024
-    tier = planning.Tier(blocking_secs=1, durable_secs=120, slowdown=0.05)
-    assert said["save_cost_secs"] == tier.cost_secs
-    best = planning.best_interval(
-        blocking_secs=1, durable_secs=120, slowdown=0.05, mtbf_secs=said["mtbf_secs"]
-    )
-    assert said["best_interval_secs"] == best.interval_secs
-    assert said["best_is_continuous"] is best.is_continuous is False
-    assert said["expected_goodput"] == planning.expected_goodput(
-        blocking_secs=1,
-        durable_secs=120,
-        slowdown=0.05,
-        interval_secs=best.interval_secs,
-        mtbf_secs=said["mtbf_secs"],
-        restart_secs=300 + 120,  # and reading takes as long as writing, unless it is said
-    )
-    simulated = {row["policy"]: row for row in said["simulated"]}
-    assert list(simulated) == ["continuous", "best interval", "every 10 min", "every hour"]
-    found = simulated["best interval"]
-    assert found["goodput"] == pytest.approx(said["expected_goodput"], rel=0.005)
-    assert found["goodput_least"] <= found["goodput"] <= found["goodput_greatest"]
-    parts = sum(found[f"{part}_fraction"] for part in ("saving", "lost", "down"))
-    assert found["goodput"] + parts == pytest.approx(1, abs=0.001)
-    assert found["goodput"] > max(
-        simulated["continuous"]["goodput"], simulated["every hour"]["goodput"]
-    )
+    mtbf_secs = 365 * 86_400 / 1024
+    best = planning.best_interval(mtbf_secs=mtbf_secs, **SAVE)
+    assert run_json(*LARGE) == {
+        "checkpoint_bytes": planning.state_bytes(70_000_000_000).total_bytes,
+        "hosts": 1024,
+        "hosts_per_slice": 512,
+        "ramdisk_bytes_per_host": planning.ramdisk_bytes_per_host(
+            840_000_000_000, hosts_per_slice=512, num_copies=LocalTier("ramdisk").keep + 1
+        ),
+        "write_bytes_per_sec_and_host": 840_000_000_000 / 1024 / 120,
+        "mtbf_secs": mtbf_secs,
+        "restart_secs": 300,
+        "restore_secs": 120,  # reading takes as long as writing, unless it was measured
+        **SAVE,
+        "save_cost_secs": planning.save_cost_secs(**SAVE),
+        "best_interval_secs": best.interval_secs,
+        "best_is_continuous": False,
+        "expected_goodput": planning.expected_goodput(
+            interval_secs=best.interval_secs, mtbf_secs=mtbf_secs, restart_secs=300 + 120, **SAVE
+        ),
+        "measured": [],
+    }
+    assert run_json(*LARGE, "--mtbf", "2.5h")["mtbf_secs"] == 9000
 
 
-def test_two_tiers_are_compared_where_their_times_are_given() -> None:
-    said = run_json(*LARGE, "--local-durable", "10s", "--cluster-fraction", 0.02)
-    tiers = said["simulated"][-1]
-    assert tiers["policy"] == "two tiers, bucket hourly"
-    assert tiers["local_interval_secs"] < tiers["interval_secs"]
-    assert tiers["goodput"] > said["simulated"][1]["goodput"]
+def test_a_plan_from_parameters_needs_neither_torch_nor_jax(directory: Path) -> None:
+    program = WITHOUT_TORCH_AND_JAX + (
+        "from torchax_ckpt.cli.main import main\n"
+        f"sys.argv = {['torchax-ckpt', *map(str, LARGE)]!r}\n"
+        "main()\n"
+    )
+    assert "best interval" in run_python(program, fresh=True).stdout
 
 
 def test_a_table_for_people() -> None:
-    lines = run(*LARGE).splitlines()
-    said = dict(re.split(r" {2,}", line.strip(), maxsplit=1) for line in lines[1:12])
+    said = dict(re.split(r" {2,}", line.strip()) for line in run(*LARGE).splitlines()[1:])
     assert said["one checkpoint"] == "840 GB"
     assert said["ramdisk of each host, keep=2"] == "5.66 GB"
     assert said["each host writes"] == "6.84 MB/s"
     assert said["restart, then restore"] == "5 min + 2 min"
     assert said["best interval"] == "11 min"
     assert said["a save costs, with slower steps"] == "6.67 s"
-    assert any(line.startswith("continuous ") for line in lines)
-
-
-def test_saving_continuously_is_named_where_it_is_best() -> None:
-    text = run("plan", "--size", "1GB", "--chips", 4, "--mtbf", "1h", "--blocking", "5ms",
-               "--durable", "30s")  # fmt: skip
-    assert re.search(r"best interval +30 s, which is to save continuously", text)
+    often = run("plan", "--params", "1M", "--mtbf", "1h", "--blocking", "5ms", "--durable", "30s")
+    assert re.search(r"best interval +30 s, which is to save continuously", often)
 
 
 def test_a_plan_from_what_a_run_has_recorded(directory: Path) -> None:
     synthetic.three_runs(directory)
-    said = run_json("plan", "--measured", directory, "--chips", 64)
+    said = run_json("plan", "--run", directory, "--chips", 64)
     assert said["measured"] == ["blocking_secs", "durable_secs", "num_bytes", "restore_secs"]
     assert said["restore_secs"] == 21.5
     assert 1.49e9 < said["checkpoint_bytes"] < 1.5e9
     assert 30 < said["durable_secs"] < 50
     # What is said counts.
-    assert run_json("plan", "--measured", directory, "--durable", "60")["durable_secs"] == 60
-    assert "(measured)" in run("plan", "--measured", directory)
+    assert run_json("plan", "--run", directory, "--durable", "60")["durable_secs"] == 60
+    assert "(measured)" in run("plan", "--run", directory)
 
 
 def test_what_saves_did_not_write_is_not_counted_as_written(directory: Path) -> None:
     sizes = {"num_bytes": 10_000, "new_bytes": 100, "linked_bytes": 9_900}
     values = {"blocking_secs": 0.1, "durable_secs": 2.0, **sizes}
     synthetic.write(directory, [[Event("durable", synthetic.BEGAN_SECS, 1, values)]])
-    said = run_json("plan", "--measured", directory, "--chips", 4)
+    said = run_json("plan", "--run", directory)
     assert said["checkpoint_bytes"] == 10_000
     assert said["write_bytes_per_sec_and_host"] * said["hosts"] == 50
-    said = run_json("plan", "--measured", directory, "--chips", 4, "--size", "1GB")
-    assert said["write_bytes_per_sec_and_host"] * said["hosts"] == 5e8
+    said = run_json("plan", "--run", directory, "--params", "1B")
+    assert said["write_bytes_per_sec_and_host"] * said["hosts"] == 6e9
 
 
 def test_what_a_local_tier_restored_says_nothing_of_the_durable_one(directory: Path) -> None:
@@ -112,39 +102,106 @@ def test_what_a_local_tier_restored_says_nothing_of_the_durable_one(directory: P
         for back in (1, 2, 3)
     ]
     synthetic.write(directory, [[*local, *told]])
-    assert run_json("plan", "--measured", directory)["restore_secs"] == 21.5
+    assert run_json("plan", "--run", directory)["restore_secs"] == 21.5
 
 
-def test_a_plan_from_a_real_run(directory: Path) -> None:
-    with TorchaxCheckpointer(directory) as ckpt:
-        for step in (1, 2, 3):
-            ckpt.save(step, state={"w": np.zeros(1000)}, force=True)
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose newest step has arrays on devices and on the host."""
+    path = tmp_path_factory.mktemp("run") / "a"
+    with TorchaxCheckpointer(path) as ckpt:
+        for step in (10, 20):
+            weights = jax.numpy.ones((64, 16 * step // 10), jax.numpy.bfloat16)
+            state = {"weights": weights, "on_host": np.ones((1024, 1024)), "count": step}
+            ckpt.save(step, state=state, force=True)
             ckpt.wait_until_finished()
-        stats = ckpt.stats()
-    said = run_json("plan", "--measured", directory)
-    assert stats.durable_secs is not None
-    assert said["durable_secs"] == pytest.approx(stats.durable_secs.p50, abs=1e-9)
-    assert said["restore_secs"] == said["durable_secs"]  # none was recorded
+    return path
+
+
+def test_a_plan_from_a_real_run(saved: Path) -> None:
+    said = run_json("plan", "--run", saved)
+    assert {"blocking_secs", "durable_secs", "num_bytes"} <= set(said["measured"])
+    assert said["checkpoint_bytes"] > 8 << 20
+    assert said["restore_secs"] == said["durable_secs"] > 0  # no restore was recorded
+
+
+@pytest.mark.usefixtures("eight_chips")
+def test_the_newest_step_or_the_chosen_step_is_planned_on_a_topology(saved: Path) -> None:
+    said = run_json("plan", "--topology", "v5e:2x4", "--run", saved, "--training", "1GiB")
+    leaves = {
+        "state/weights": jax.ShapeDtypeStruct((64, 32), jax.numpy.bfloat16),
+        "random/jax": jax.ShapeDtypeStruct((2,), jax.numpy.uint32),  # the library's own
+    }
+    plan = dataclasses.asdict(planning.on_topology(leaves, "v5e:2x4", training_bytes=1 << 30))
+    del plan["compile_secs"]
+    assert said.pop("compile_secs") > 0
+    assert said == {"step": 20, **plan}
+    assert said["state_bytes"] == 64 * 32 * 2 + 8
+    said = run_json("plan", "--topology", "v5e:2x2", "--run", saved / "10", "--slices", 2)
+    assert (said["step"], said["axes"]) == (10, {"slice": 2, "fsdp": 4})
+
+
+@pytest.mark.usefixtures("eight_chips")
+def test_a_table_of_a_topology_says_where_figures_come_from(saved: Path) -> None:
+    asked = ("plan", "--topology", "v5e:2x4", "--run", saved)
+    said = {r[0]: r[1:] for r in (re.split(r" {2,}", x.strip()) for x in run(*asked).splitlines())}
+    assert said["v5e:2x4"] == ["source"]
+    assert said["chips"] == ["8, 8 on each host; fsdp=8", "given"]
+    assert said["state of step 20"] == ["4.1 kB in 2 leaves", "stored"]
+    assert said["HBM of a chip"] == ["17.2 GB", "published"]
+    assert said["state on a chip"] == ["520 B", "compiled"]
+    assert said["copies of a save on a chip"] == ["520 B, made if 650 B are free", "compiled"]
+    assert said['snapshot="auto" takes'] == ["a snapshot by copy", "computed"]
+    assert said["programs of a save"][0].startswith("2, compiled in ")
+    full = (16_125 << 20) - 520  # nothing is free beside the state
+    lines = run(*asked, "--training", full).splitlines()
+    rows = [re.split(r" {2,}", line.strip()) for line in lines]
+    assert ['snapshot="auto" takes', "a snapshot by offload", "computed"] in rows
+    assert ["its memory of a host", "at most 8.26 kB", "compiled"] in rows
+
+
+@pytest.mark.usefixtures("eight_chips")
+def test_a_state_that_does_not_fit_is_found(saved: Path) -> None:
+    asked = ["plan", "--topology", "v5e:2x4", "--run", str(saved), "--training", "20GiB"]
+    assert run_json(*asked, code=exit_codes.FOUND)["fits"] is False
+    result = CliRunner().invoke(app, asked)
+    assert "snapshot" not in result.stdout
+    missing = (20 << 30) + 520 - (16_125 << 20)
+    assert f"fit on v5e:2x4: it and the training need {missing} bytes more" in result.stderr
+    assert "take as many chips of a generation with more memory (v4, v5p, v6e)" in result.stderr
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ((), "--params 70B"),
-        (("--params", "70B", "--size", "1GB"), "not both"),
-        (("--params", "many"), "expected a number such as 70B"),
-        (("--params", "1B"), "give --durable"),
-        (("--params", "1B", "--durable", "2min"), "give --blocking"),
-        (("--params", "1B", "--durable", "soon", "--blocking", "1"), "expected a time such as"),
-        (("--params", "1B", "--durable", "1", "--blocking", "2"), "durable_secs"),
-        (("--params", "1B", "--durable", "0", "--blocking", "0"), "expected a time above 0"),
-        (("--params", "1B", "--durable", "2", "--blocking", "1", "--chips", "6"), "num_chips"),
-        (("--params", "1B", "--optimizer", "best"), "optimizer: expected one of"),
-        (("--params", "1B", "--durable", "2", "--blocking", "1", "--slowdown", "-1"), "slowdown"),
-        (("--measured", "{tmp}"), "no durable save is recorded"),
-        (("--measured", "{tmp}/nowhere"), "no such directory"),
+        ("", "give --params 70B, or --run DIRECTORY"),
+        ("--params many", "--params: expected a number such as 70B"),
+        ("--params 1B", "give --durable"),
+        ("--params 1B --durable 2min", "give --blocking"),
+        ("--params 1B --durable soon --blocking 1", "--durable: expected a time such as"),
+        ("--params 1B --durable 1 --blocking 2", "durable_secs"),
+        ("--params 1B --durable 0 --blocking 0", "expected a time above 0"),
+        ("--params 1B --durable 2 --blocking 1 --chips 7 --slices 2", "of the 2 slices, found 7"),
+        ("--params 1B --durable 2 --blocking 1 --slices 3", "of the 3 slices, found 4"),
+        ("--params 1B --durable 2 --blocking 1 --slowdown -1", "slowdown"),
+        ("--run {tmp}", "no durable save is recorded"),
+        ("--run {tmp}/nowhere", "no such directory"),
+        ("--params 1B --training 1GB", "--training: expected --topology too"),
+        ("--topology v5e:2x4", "--topology: expected --run DIRECTORY too"),
+        ("--topology v5e:2x4 --run a --params 7B --mtbf 1h", "expected no --params and no --mtbf"),
+        ("--topology v5e:2x4 --run {tmp}/nowhere", "no such directory"),
+        ("--topology v5e:2x4 --run {saved} --training much", "--training: expected a size such as"),
+        ("--topology v5p-128 --run {saved}", "name of a product"),
+        ("--topology v5e:2x4 --run {saved}", "libtpu is not installed: "),
     ],
 )
-def test_wrong_use_is_told(args: tuple[str, ...], message: str, tmp_path: Path) -> None:
-    filled = [arg.format(tmp=tmp_path) for arg in args]
+def test_wrong_use_is_told(
+    args: str, message: str, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "libtpu" else find(name)
+    )
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+    filled = args.format(tmp=tmp_path, saved=saved).split()
     assert message in run("plan", *filled, code=exit_codes.USAGE)

@@ -25,8 +25,6 @@ from torchax_ckpt import (
     torchax_backend,
 )
 from torchax_ckpt.cli import exit_codes
-from torchax_ckpt.cli.convert import parsed_size
-from torchax_ckpt.cli.exit_codes import UsageError
 from torchax_ckpt.errors import (
     CorruptCheckpointError,
     MismatchError,
@@ -347,20 +345,6 @@ def test_a_name_that_safetensors_reserves_is_refused(directory: Path, tmp_path: 
         ckpt.save(1, state={"__metadata__": np.zeros(1)}, force=True)
     said = run("export", directory, 1, tmp_path / "x", "--at", "state", code=exit_codes.USAGE)
     assert "no tensor can have the name __metadata__" in said
-
-
-@pytest.mark.parametrize(
-    ("text", "nbytes"),
-    [("5GB", 5 * 10**9), ("1.5 MiB", 3 << 19), ("600", 600), ("2k", 2000), ("1gib", 1 << 30)],
-)
-def test_sizes_are_read(text: str, nbytes: int) -> None:
-    assert parsed_size(text) == nbytes
-
-
-@pytest.mark.parametrize("text", ["", "GB", "-1", "0", "0.1", "5XB", "nan"])
-def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="expected a size"):
-        parsed_size(text)
 
 
 def test_wrong_use_of_export_is_told(trained: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from torchax import interop
 
 from torchax_ckpt import TorchaxCheckpointer
 from torchax_ckpt.errors import PlanError
-from torchax_ckpt.planning import StepPlan, compiled_step, step_on_topology
-from torchax_ckpt.planning.chips import CHIPS
+from torchax_ckpt.planning import StepPlan, step_on_topology, topology_plan
+from torchax_ckpt.planning.topology import CHIPS
 
 ROWS, WHOLE = (NamedSharding(fsdp_mesh(), spec) for spec in (P("fsdp"), P()))
 USABLE = CHIPS["v5e"].usable_bytes
@@ -52,14 +52,16 @@ def test_donated_arguments_are_counted_once() -> None:
 def test_a_snapshot_takes_copies_and_stacks_of_the_state() -> None:
     state = state_of() | {"scale": jax.ShapeDtypeStruct((), jnp.float32, sharding=WHOLE)}
     found = step_on_topology("v5e:2x4", jax.jit(shifted), state, state=state)
-    assert found.state_bytes == found.copy_bytes == found.part_bytes == 3 * LEAF_BYTES + 4
+    assert found.state_bytes == found.part_bytes == 3 * LEAF_BYTES + 4
     assert (found.snapshot, found.offload_host_bytes) == ("copy", 0)
 
 
-def test_a_program_of_torchax_is_compiled_like_one_of_jax() -> None:
+def test_a_program_of_torchax_on_one_chip_is_planned_too() -> None:
     step = interop.jax_jit(lambda x: x + 1, {"donate_argnums": (0,)})
-    found = step_on_topology("v5e:2x4", step, LEAF, state=[LEAF])
-    assert found.donated_bytes == LEAF_BYTES
+    chip = SingleDeviceSharding(jax.devices()[1])
+    leaf = jax.ShapeDtypeStruct((1024,), jnp.float32, sharding=chip)
+    found = step_on_topology("v5e:2x4", step, leaf, state=[leaf])
+    assert (found.donated_bytes, found.state_bytes, found.num_chips) == (4096, 4096, 1)
 
 
 def test_state_that_is_no_argument_counts_beside_the_step() -> None:
@@ -73,13 +75,13 @@ def test_leaves_are_stacked_as_a_save_stacks_them(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
-    forecast = compiled_step.forecast
+    forecast = topology_plan.forecast
 
     def noting(names: Any, arrays: Any, **options: Any) -> Any:
         asked.extend(names)
         return forecast(names, arrays, **options)
 
-    monkeypatch.setattr(compiled_step, "forecast", noting)
+    monkeypatch.setattr(topology_plan, "forecast", noting)
     abstract = [state_of(), {"a/b": (LEAF, LEAF)}]
     step_on_topology("v5e:2x4", jax.jit(shifted), state_of(), state=abstract)
     arrays = jax.tree.map(
@@ -94,32 +96,23 @@ def test_leaves_are_stacked_as_a_save_stacks_them(
 
 
 @pytest.mark.parametrize(
-    ("snapshot", "part_bytes", "host_bytes", "said"),
+    ("snapshot", "part_bytes", "said"),
     [
-        (*("copy", 2500, 0), "2,500 bytes for copies of 2,000 bytes of state"),
-        (
-            *("offload", 1000, 4000),
-            "1,000 bytes, and 4,000 of the host, for copies of 2,000 bytes of state",
-        ),
-        (*("transfer", 0, 0), "none; training waits until 2,000 bytes of state are on the host"),
+        ("copy", 2500, "2,500 bytes for copies of 2,000 bytes of state"),
+        ("offload", 0, "0 bytes, and 4,000 of the host, for copies of 2,000 bytes of state"),
+        ("transfer", 0, "none; training waits until 2,000 bytes of state are on the host"),
     ],
 )
-def test_a_plan_reads_as_a_table(
-    snapshot: str, part_bytes: int, host_bytes: int, said: str
-) -> None:
+def test_a_plan_reads_as_a_table(snapshot: str, part_bytes: int, said: str) -> None:
+    sizes = {"argument_bytes": 3000, "donated_bytes": 2000, "step_bytes": 5000}
+    sizes |= {"state_bytes": 2000, "part_bytes": part_bytes, "usable_bytes": 16000}
     plan = StepPlan(
         topology="v5e:2x4",
         num_chips=8,
         versions="jax 1 and libtpu 2",
-        argument_bytes=3000,
-        donated_bytes=2000,
-        step_bytes=5000,
-        state_bytes=2000,
-        copy_bytes=2500,
         snapshot=snapshot,
-        part_bytes=part_bytes,
-        offload_host_bytes=host_bytes,
-        usable_bytes=16000,
+        offload_host_bytes=4000,
+        **sizes,
     )
     assert str(plan).splitlines() == [
         "compiled:        with jax 1 and libtpu 2; nothing was measured",
@@ -139,17 +132,14 @@ def test_a_snapshot_without_memory_for_copies_is_offloaded_or_transferred(
     small = dataclasses.replace(CHIPS["v5e"], usable_bytes=needed + LEAF_BYTES)
     monkeypatch.setitem(CHIPS, "v5e", small)
 
-    def planned(host_memory_bytes: int | None) -> StepPlan:
-        return step_on_topology(
-            *("v5e:2x4", jax.jit(shifted), LEAF),
-            state=[LEAF],
-            host_memory_bytes=host_memory_bytes,
-        )
+    def planned(num_bytes: int | None) -> StepPlan:
+        settings: dict[str, Any] = {"state": [LEAF], "host_memory_bytes": num_bytes}
+        return step_on_topology("v5e:2x4", jax.jit(shifted), LEAF, **settings)
 
     wanted = 8 * LEAF_BYTES * 2 * 5 // 4  # eight chips; pinned and ordinary; a quarter more
     for found in (planned(None), planned(wanted)):
         assert found.snapshot == "offload"  # a quarter more than the copies must be free
-        assert (found.part_bytes, found.copy_bytes) == (0, LEAF_BYTES)
+        assert found.part_bytes == 0
         assert found.offload_host_bytes == 8 * LEAF_BYTES * 2
     found = planned(wanted - 1)
     assert (found.snapshot, found.part_bytes, found.offload_host_bytes) == ("transfer", 0, 0)
@@ -172,21 +162,16 @@ def test_an_argument_that_no_chip_can_hold_is_named(argument: Any, said: str) ->
         step_on_topology("v5e:2x4", jax.jit(shifted), argument, state=[LEAF])
 
 
-def test_the_state_is_checked_too() -> None:
+def test_the_other_arguments_are_checked_too() -> None:
+    step = jax.jit(shifted)
     with pytest.raises(PlanError, match=r"state\['w'\]: .*found ndarray"):
-        step_on_topology("v5e:2x4", jax.jit(shifted), LEAF, state={"w": np.zeros(3)})
+        step_on_topology("v5e:2x4", step, LEAF, state={"w": np.zeros(3)})
     with pytest.raises(PlanError, match="state: expected at least one abstract array, found none"):
-        step_on_topology("v5e:2x4", jax.jit(shifted), LEAF, state={"step": 3})
-
-
-def test_a_function_that_is_not_jitted_is_refused() -> None:
+        step_on_topology("v5e:2x4", step, LEAF, state={"step": 3})
     with pytest.raises(PlanError, match=r"step: expected a jitted function, .*found <function"):
         step_on_topology("v5e:2x4", shifted, LEAF, state=[LEAF])
-
-
-def test_an_unknown_topology_is_refused() -> None:
     with pytest.raises(PlanError, match="unknown TPU topology: .*'v9:2x4'"):
-        step_on_topology("v9:2x4", jax.jit(shifted), LEAF, state=[LEAF])
+        step_on_topology("v9:2x4", step, LEAF, state=[LEAF])
 
 
 @pytest.mark.parametrize(
@@ -217,10 +202,3 @@ def test_errors_of_the_step_itself_stay_as_they_are() -> None:
     with pytest.raises(ValueError, match="of the model") as caught:
         step_on_topology("v5e:2x4", jax.jit(wrong), LEAF, state=[LEAF])
     assert not isinstance(caught.value, PlanError)
-
-
-def test_a_program_of_one_chip_is_planned_for_one() -> None:
-    chip = SingleDeviceSharding(jax.devices()[1])
-    leaf = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=chip)
-    found = step_on_topology("v5e:2x4", jax.jit(shifted), leaf, state=[leaf])
-    assert (found.num_chips, found.state_bytes) == (1, 16)

@@ -46,7 +46,7 @@ assert (first["num_durable"], first["closed"], first["last_step"]) == (2, True, 
 assert (second["num_durable"], second["closed"], second["last_step"]) == (1, True, 3), second
 assert "durable saves" in Path(page).read_text()
 assert command("ls", run)["steps"][1]["kept_by"] == ["LatestN(3)", "newest"]
-assert command("plan", "--measured", run)["checkpoint_bytes"] > 4096
+assert command("plan", "--run", run)["checkpoint_bytes"] > 4096
 
 assert command("verify", run, 2)["steps"][0]["marked"]
 listed = command("ls", run)["steps"]

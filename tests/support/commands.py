@@ -30,6 +30,13 @@ def run_json(*args: Any, code: int = 0) -> Any:
     return json.loads(run(*args, "--json", code=code))
 
 
+WITHOUT_TORCH_AND_JAX = """
+import sys
+for library in ("torch", "jax", "jaxlib", "orbax", "torchax"):
+    sys.modules[library] = None  # importing it raises
+"""
+"""The beginning of a program for a fresh process, in which these libraries cannot be imported."""
+
 BLOCK = re.compile(r"^(```|<!-- )(?P<kind>[a-z{}-]*)\n(?P<body>.*?)^(```|-->)$", re.M | re.S)
 
 

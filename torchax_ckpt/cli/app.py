@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from torchax_ckpt.cli import plan_arguments
+from torchax_ckpt.cli import plan
 from torchax_ckpt.cli.converting import merge_arguments, shared_options
 from torchax_ckpt.cli.converting.shared_options import (
     Config,
@@ -174,7 +174,7 @@ def report(
 
 
 app.command("watch", epilog=EPILOG)(ends_well(watch_arguments.watch))
-app.command("plan", epilog=EPILOG)(ends_well(plan_arguments.plan))
+app.command("plan", epilog=EPILOG)(ends_well(plan.plan))
 app.command("follow", epilog=EPILOG)(ends_well(follow_arguments.follow))
 
 

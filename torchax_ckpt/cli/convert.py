@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from torchax_ckpt.cli import output
 from torchax_ckpt.cli.exit_codes import OK, UsageError
+from torchax_ckpt.cli.quantities import parsed_size
 from torchax_ckpt.cli.step_arguments import existing, step_named
 from torchax_ckpt.errors import DirectoryError, MismatchError, SelectionError
 from torchax_ckpt.formats.huggingface.model_folder import FolderFiles, assets_of
@@ -22,10 +23,8 @@ from torchax_ckpt.runtime import progress
 from torchax_ckpt.stored.scratch import room_for
 from torchax_ckpt.stored.stored_step import StoredLeaf, StoredStep, about
 
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]?)(i?)B?", re.IGNORECASE)
 _PICKLED = (".pt", ".pth", ".bin")  # suffixes of torch.save's files
 _FOLDERS, _FOR_TORCH = ("hf", "peft"), ("pt", "dcp")
-_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +69,9 @@ class Exported:
                 format=cast(Format, self.format) if is_folder else "safetensors",
                 dtype=cast(Dtype | None, self.dtype),
                 config=self.config,
-                max_shard_bytes=None if size is None else parsed_size(size),
+                max_shard_bytes=None
+                if size is None
+                else parsed_size(size, f"{self.command}: --max-shard-size"),
                 at=self.at,
                 include=self.include,
                 exclude=self.exclude,
@@ -353,23 +354,3 @@ def require_local(path: Path) -> None:
             f"{path}: expected a local path, found a URL; export and import read and write files "
             "of other programs locally only: give a path on this host"
         )
-
-
-def parsed_size(text: str, option: str = "--size or --max-shard-size") -> int:
-    """Parses a size such as ``5GB``, ``500 MiB`` or a plain number of bytes.
-
-    Args:
-      text: the size.
-      option: the option that has this size, for the message of an error.
-
-    Raises:
-      UsageError: the text is not a size, or the size is below one byte.
-    """
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise UsageError(f"{option}: expected a size such as 5GB or 500MiB, found {text!r}")
-    number, prefix, binary = match.groups()
-    nbytes = int(float(number) * (1024 if binary else 1000) ** _POWERS[prefix.upper()])
-    if nbytes < 1:
-        raise UsageError(f"{option}: expected a size of at least one byte, found {text!r}")
-    return nbytes

@@ -1,17 +1,8 @@
 """Planning: computes checkpoint sizes, the best save interval and the expected goodput.
 
-All of this package except ``on_topology`` and ``step_on_topology`` only does arithmetic: it starts
-no backend, reads no directory and imports neither torch, JAX nor Orbax.
-
-- ``sizes``: bytes of a training state, and of the ramdisk that two-tier saving needs;
-- ``intervals``: the intervals of Young and of Daly, and the goodput in closed form;
-- ``runs``: the input of a simulation: the cluster, its storage tiers, the policies;
-- ``schedule``: when snapshots begin and become durable between two failures;
-- ``simulation``: draws or replays failures, and adds up how the run spent its time;
-- ``topology_plan``: what saves need on a TPU topology, with the TPU's compiler and without TPUs;
-- ``compiled_step``: what a training step and its saves need on a topology, in the same way;
-- ``topology``, ``chips``: the devices of a topology, and published figures of their chips;
-- ``arguments``: checks of the arguments of all these modules.
+``on_topology`` and ``step_on_topology`` ask the TPU's compiler what fits a TPU topology. All other
+functions only do arithmetic: they start no backend, read no directory and import neither torch, JAX
+nor Orbax.
 
 Terms: *goodput* is the fraction of wall time spent on training that no failure undoes. *MTBF* is
 the mean time between failures. A save *blocks* the training thread at its start, and is *durable*
@@ -31,25 +22,6 @@ from torchax_ckpt.planning.intervals import (
     save_cost_secs,
     young_interval_secs,
 )
-from torchax_ckpt.planning.runs import (
-    Cluster,
-    Continuous,
-    FailureKind,
-    FixedInterval,
-    OptimalInterval,
-    Policy,
-    Run,
-    Tier,
-    TwoTier,
-)
-from torchax_ckpt.planning.simulation import (
-    Comparison,
-    Failure,
-    Outcome,
-    compare,
-    draw_failures,
-    simulate,
-)
 from torchax_ckpt.planning.sizes import (
     StateBytes,
     module_state_bytes,
@@ -63,31 +35,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BestInterval",
-    "Cluster",
-    "Comparison",
-    "Continuous",
-    "Failure",
-    "FailureKind",
-    "FixedInterval",
-    "OptimalInterval",
-    "Outcome",
-    "Policy",
-    "Run",
     "StateBytes",
     "StepPlan",
-    "Tier",
     "TopologyPlan",
-    "TwoTier",
     "best_interval",
-    "compare",
     "daly_training_secs",
-    "draw_failures",
     "expected_goodput",
     "module_state_bytes",
     "on_topology",
     "ramdisk_bytes_per_host",
     "save_cost_secs",
-    "simulate",
     "state_bytes",
     "step_on_topology",
     "young_interval_secs",

@@ -16,11 +16,9 @@ from jax.sharding import Sharding
 from torchax_ckpt import torchax_backend
 from torchax_ckpt.errors import PlanError
 from torchax_ckpt.layout import names
-from torchax_ckpt.options import Layout
-from torchax_ckpt.planning import topology
+from torchax_ckpt.planning import topology, topology_plan
 from torchax_ckpt.snapshot.device_memory import is_exhausted
 from torchax_ckpt.snapshot.device_sizes import shard_bytes
-from torchax_ckpt.snapshot.forecast import forecast
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,12 +38,10 @@ class StepPlan:
         memory of arguments, temporary memory, code, and the arrays of the state that are no
         arguments.
       state_bytes: the state that is saved.
-      copy_bytes: the copies and stacks of the state, which exist until the save has ended;
-        None if the compiler refuses them, because they exceed the chip.
       snapshot: how ``CheckpointOptions(snapshot="auto")`` takes snapshots, if the step donates the
         state.
-      part_bytes: what this snapshot takes on the chip: ``copy_bytes`` for a copy, the copies of the
-        arrays that fit for an offload, 0 for a transfer.
+      part_bytes: what this snapshot takes on the chip until the save has ended: all copies and
+        stacks for a copy, the copies of the arrays that fit for an offload, 0 for a transfer.
       offload_host_bytes: the memory of the first host that the offloaded arrays of all its chips
         take: pinned memory, in tiles, and ordinary memory; 0 if nothing is offloaded.
       usable_bytes: the memory of the chip that programs can use.
@@ -58,7 +54,6 @@ class StepPlan:
     donated_bytes: int
     step_bytes: int
     state_bytes: int
-    copy_bytes: int | None
     snapshot: str
     part_bytes: int
     offload_host_bytes: int
@@ -95,7 +90,6 @@ def step_on_topology(
     *arguments: Any,
     state: Any,
     host_memory_bytes: int | None = None,
-    layout: Layout = "auto",
 ) -> StepPlan:
     """Plans a training step and its saves on a TPU topology; needs libtpu, but no TPU.
 
@@ -111,7 +105,6 @@ def step_on_topology(
         equal arrays, no more than the step takes are arguments.
       host_memory_bytes: the memory that a host has available for a save. None assumes that it
         suffices.
-      layout: which leaves of the state are stacked (``CheckpointOptions.layout``).
 
     Raises:
       PlanError: libtpu is missing or cannot be used, the topology is unknown, an argument is no
@@ -157,16 +150,11 @@ def step_on_topology(
         + others_bytes
     )
     state_bytes = sum(sizes.values())
-    stats = {
-        "bytes_limit": chip.usable_bytes,
-        "bytes_in_use": state_bytes,
-        "peak_bytes_in_use": step_bytes,
-    }
-    found = forecast(
-        list(leaves),
-        [*leaves.values()],
-        layout=layout,
-        stats=lambda device: stats,
+    found = topology_plan.snapshot_forecast(
+        leaves,
+        chip,
+        state_bytes=state_bytes,
+        peak_bytes=step_bytes,
         host_bytes=host_memory_bytes,
     )
     return StepPlan(
@@ -177,7 +165,6 @@ def step_on_topology(
         donated_bytes=memory.alias_size_in_bytes,
         step_bytes=step_bytes,
         state_bytes=state_bytes,
-        copy_bytes=found.copy_bytes,
         snapshot=found.way,
         part_bytes=found.part_bytes,
         offload_host_bytes=found.offloaded_bytes,
@@ -190,17 +177,7 @@ def _spec(leaf: Any) -> tuple[Any, ...]:
 
 
 def _abstract(what: str, tree: Any) -> dict[str, Any]:
-    """Returns the arrays of a pytree of abstract arrays, by the names that a save gives them.
-
-    Leaves without a shape, such as Python's numbers, are left out.
-
-    Args:
-      what: what the pytree is, for errors.
-      tree: the pytree.
-
-    Raises:
-      PlanError: an array is not abstract, or cannot be sharded as it says.
-    """
+    """Returns the arrays of a pytree by the names that a save gives them; leaves out numbers."""
     leaves = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if not hasattr(leaf, "shape"):

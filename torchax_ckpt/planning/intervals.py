@@ -33,7 +33,16 @@ def save_cost_secs(*, blocking_secs: float, durable_secs: float, slowdown: float
     Raises:
       PlanError: a time is negative, or P is less than b.
     """
-    arguments.save_times(blocking_secs, durable_secs, slowdown)
+    hint = "give the seconds that one save blocks training"
+    arguments.at_least("blocking_secs", blocking_secs, 0, hint)
+    arguments.at_least(
+        "durable_secs",
+        durable_secs,
+        blocking_secs,
+        f"it lasts from the snapshot to the commit, so it includes the {blocking_secs:g} s of "
+        "blocking_secs; both are equal if saves are synchronous",
+    )
+    arguments.at_least("slowdown", slowdown, 0, "0.05: steps take 5 % longer during a save")
     return blocking_secs + (durable_secs - blocking_secs) * slowdown / (1 + slowdown)
 
 
@@ -87,13 +96,11 @@ class BestInterval:
 
     Attributes:
       interval_secs: T, wall time from one snapshot to the next.
-      training_secs: training at full speed within the interval: T minus the cost of a save.
       is_continuous: True if it is best to begin each save as soon as the previous save is durable,
         so that T is the time from a snapshot to its commit.
     """
 
     interval_secs: float
-    training_secs: float
     is_continuous: bool
 
 
@@ -126,10 +133,8 @@ def best_interval(
             "best_interval: blocking_secs and durable_secs: expected at least one time above 0, "
             "found 0 and 0; measure one save and give its times"
         )
-    interval_secs = max(durable_secs, wanted_secs)
     return BestInterval(
-        interval_secs=interval_secs,
-        training_secs=interval_secs - cost_secs,
+        interval_secs=max(durable_secs, wanted_secs),
         is_continuous=durable_secs >= wanted_secs,
     )
 
@@ -142,7 +147,6 @@ def expected_goodput(
     mtbf_secs: float,
     restart_secs: float = 0.0,
     slowdown: float = 0.0,
-    restart_can_fail: bool = False,
 ) -> float:
     """Returns the goodput of a long run that saves periodically.
 
@@ -153,7 +157,8 @@ def expected_goodput(
     probability that no failure undoes the T - b seconds of training before the k-th snapshot. An
     uptime is the time from a restart to the next failure. Over all k, the sum of
     (T - b) exp(-(k T + P - b) / M) is the training of one uptime that is kept on average. On
-    average, one uptime begins M + R seconds after the previous uptime began.
+    average, one uptime begins M + R seconds after the previous uptime began: failures during a
+    restart do not count.
 
     Args:
       interval_secs: T, wall time from one snapshot to the next.
@@ -163,8 +168,6 @@ def expected_goodput(
       restart_secs: R, seconds from a failure until training continues, which includes reading the
         checkpoint.
       slowdown: s, the fraction by which steps take longer while a save is in flight.
-      restart_can_fail: if True, failures also happen during R, and start the restart again; on
-        average, uptimes then begin M exp(R / M) apart.
 
     Raises:
       PlanError: a time is negative, P is less than b, or T is less than P.
@@ -178,11 +181,9 @@ def expected_goodput(
     )
     arguments.positive("mtbf_secs", mtbf_secs, _MTBF_HINT)
     arguments.at_least("restart_secs", restart_secs, 0, "give the seconds from failure to training")
-    kept_per_uptime_secs = (
+    kept_secs_of_uptime = (
         (interval_secs - cost_secs)
         * math.exp(-(interval_secs + durable_secs - cost_secs) / mtbf_secs)
         / -math.expm1(-interval_secs / mtbf_secs)
     )
-    if restart_can_fail:
-        return kept_per_uptime_secs / mtbf_secs * math.exp(-restart_secs / mtbf_secs)
-    return kept_per_uptime_secs / (mtbf_secs + restart_secs)
+    return kept_secs_of_uptime / (mtbf_secs + restart_secs)

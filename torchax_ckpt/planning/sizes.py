@@ -13,19 +13,9 @@ if TYPE_CHECKING:
     import torch
 
 MOMENTS: dict[str, int] = {
-    "adadelta": 2,
-    "adagrad": 1,
-    "adam": 2,
-    "adamw": 2,
-    "asgd": 1,
-    "muon": 1,
-    "nadam": 2,
-    "none": 0,
-    "radam": 2,
-    "rmsprop": 1,
-    "rprop": 2,
-    "sgd": 0,
-    "sgd_momentum": 1,
+    **dict.fromkeys(("none", "sgd"), 0),
+    **dict.fromkeys(("adagrad", "asgd", "muon", "rmsprop", "sgd_momentum"), 1),
+    **dict.fromkeys(("adadelta", "adam", "adamw", "nadam", "radam", "rprop"), 2),
 }
 """Number of values that an optimizer keeps for each trained parameter.
 
@@ -120,8 +110,9 @@ def module_state_bytes(
     parameters = list(module.parameters())
     trained = [p for p in parameters if p.requires_grad]
     # keep_vars gives the module's own tensors, so tied ones are the same object. A state dict has
-    # persistent buffers only.
-    stored = {id(t): t for t in module.state_dict(keep_vars=True).values() if _is_tensor(t)}
+    # persistent buffers only, and extra state that need not be a tensor.
+    values = module.state_dict(keep_vars=True).values()
+    stored = {id(t): t for t in values if hasattr(t, "numel") and hasattr(t, "dtype")}
     for parameter in parameters:
         stored.pop(id(parameter), None)
     return StateBytes(
@@ -133,21 +124,18 @@ def module_state_bytes(
     )
 
 
-def ramdisk_bytes_per_host(
-    total_bytes: int, *, hosts_per_slice: int, num_copies: int = 2, headroom: float = 0.15
-) -> int:
+def ramdisk_bytes_per_host(total_bytes: int, *, hosts_per_slice: int, num_copies: int = 2) -> int:
     """Returns the bytes that two-tier saving needs on the ramdisk of each host.
 
     Each slice holds the whole state, spread over the hosts of the slice. The ramdisks of a slice
     hold ``num_copies`` checkpoints at a time, because a checkpoint is deleted only after the next
-    checkpoint is complete. The defaults of ``num_copies`` and ``headroom`` follow a rule that the
-    makers of Orbax published, 1.15 times the bytes of two checkpoints.
+    checkpoint is complete. The result has 15 % on top, for metadata and for hosts that hold more
+    than their share: the makers of Orbax published 1.15 times the bytes of two checkpoints.
 
     Args:
       total_bytes: bytes of one checkpoint.
       hosts_per_slice: number of hosts over which one checkpoint is spread.
       num_copies: number of checkpoints that exist at the same time; 3 with ``LocalTier(keep=2)``.
-      headroom: fraction added for metadata, and for hosts that hold more than their share.
 
     Raises:
       PlanError: a number is out of range.
@@ -159,28 +147,21 @@ def ramdisk_bytes_per_host(
         num_copies,
         "the checkpoints that stay plus the one being written, by default 2",
     )
-    arguments.at_least("headroom", headroom, 0, "0.15 means 15 % on top")
-    exact = total_bytes * num_copies * (1 + headroom) / hosts_per_slice
-    return math.ceil(round(exact, 3))  # the rounding error of 1.15 in binary must not add a byte
+    return -(-total_bytes * num_copies * 115 // (100 * hosts_per_slice))
 
 
 def _num_moments(optimizer: str | float) -> float:
     if isinstance(optimizer, str):
         if optimizer not in MOMENTS:
             raise PlanError(
-                f"optimizer: expected one of {', '.join(MOMENTS)}, found {optimizer!r}; for "
-                "any other optimizer give an int: how many values it keeps per parameter"
+                f"optimizer: expected one of {', '.join(sorted(MOMENTS))}, found {optimizer!r}; "
+                "for any other optimizer give an int: how many values it keeps per parameter"
             )
         return MOMENTS[optimizer]
     arguments.at_least(
         "optimizer", optimizer, 0, "give its name, or its number of values per parameter"
     )
     return optimizer
-
-
-def _is_tensor(value: object) -> bool:
-    """Returns whether a value of a state dict is a tensor; extra state need not be one."""
-    return hasattr(value, "numel") and hasattr(value, "dtype")
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

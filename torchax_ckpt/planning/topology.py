@@ -1,10 +1,15 @@
 """Loads the devices of a TPU topology from libtpu, the TPU's compiler, on a machine without TPUs.
 
 The devices compile programs for the chips of the topology, but run none, and hold no arrays.
+
+The memory of a chip is published: https://cloud.google.com/tpu/docs/v4, /v5e, /v5p and /v6e.
+``usable_bytes`` comes from the TPU compiler (libtpu 0.0.42): it refuses programs that need more. It
+is the whole number of MiB below that limit.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
@@ -21,11 +26,47 @@ from jax.sharding import Mesh
 
 from torchax_ckpt.errors import PlanError
 from torchax_ckpt.planning import arguments
-from torchax_ckpt.planning.chips import CHIPS, Chip, named
 
 _TOPOLOGY = re.compile(r"(v\w+):([1-9][0-9]*(?:x[1-9][0-9]*){1,2})")
 _PRODUCT = re.compile(r"(v\w+?)-([1-9][0-9]*)")
 _EXAMPLES = '"v5e:16x16" (256 chips), "v6e:8x8" (64 chips) or "v5p:4x4x4" (64 chips)'
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """A generation of TPU chips.
+
+    Attributes:
+      name: the name of the generation in the names of topologies: ``v5e``.
+      product_names: how the names of products begin: ``v5litepod`` in ``v5litepod-16``.
+      named_cores_per_chip: how many units of the number in a product's name one chip has. A v5p
+        chip has two cores, and ``v5p-128`` counts cores; ``v5e-256`` counts chips.
+      num_dims: the number of dims of a topology.
+      hbm_bytes, usable_bytes: the memory of a chip, and how much of it programs can use.
+      config: the name of the chip's configuration in libtpu; None for libtpu's default. By
+        default, libtpu describes each core of a v4 chip as a device, but JAX on a v4 has one
+        device per chip.
+    """
+
+    name: str
+    product_names: tuple[str, ...]
+    named_cores_per_chip: int
+    num_dims: int
+    hbm_bytes: int
+    usable_bytes: int
+    config: str | None = None
+
+
+CHIPS = {
+    chip.name: chip
+    for chip in (
+        Chip("v4", ("v4",), 2, 3, 32 << 30, 31_484 << 20, config="megacore"),
+        Chip("v5e", ("v5e", "v5litepod"), 1, 2, 16 << 30, 16_125 << 20),
+        Chip("v5p", ("v5p",), 2, 3, 95 << 30, 98_040 << 20),
+        Chip("v6e", ("v6e",), 1, 2, 32 << 30, 31_995 << 20),
+    )
+}
+"""Name of each generation -> its chip."""
 
 
 @functools.cache
@@ -89,34 +130,6 @@ def mesh(devices: Sequence[jax.Device], axes: Mapping[str, int]) -> Mesh:
     return Mesh(np.array(devices).reshape(*axes.values()), tuple(axes))
 
 
-def axes_for(
-    topology: str, num_slices: int = 1, *, fsdp: int | None = None, tp: int | None = None
-) -> dict[str, int]:
-    """Returns the mesh axes ``slice`` (if there are several), ``fsdp`` and ``tp`` (if it is given).
-
-    Without ``fsdp``, that axis has all chips of a slice that ``tp`` leaves. Along ``slice``, the
-    state is replicated. If ``fsdp`` and ``tp`` multiply to the chips of all slices, the mesh has no
-    axis ``slice``, and the state is sharded over all slices.
-
-    Raises:
-      PlanError: the name of the topology is unknown, a number is not positive, or ``tp`` does not
-        divide the chips of a slice.
-    """
-    chips = math.prod(_parsed(topology)[1])
-    arguments.count("num_slices", num_slices, "give the number of slices of the run")
-    arguments.count("tp", 1 if tp is None else tp, "give the length of the mesh axis tp")
-    if fsdp is None:
-        fsdp, rest = divmod(chips, tp or 1)
-        if rest:
-            raise PlanError(
-                f"the mesh does not fit the topology: expected a tp that divides the {chips} chips "
-                f"of a slice of {topology}, found {tp}; change tp, or give fsdp too"
-            )
-    axes = {"fsdp": fsdp} if tp is None else {"fsdp": fsdp, "tp": tp}
-    spans_slices = math.prod(axes.values()) == chips * num_slices
-    return axes if num_slices == 1 or spans_slices else {"slice": num_slices, **axes}
-
-
 def chip_of(topology: str) -> Chip:
     """Returns the generation of chips that the name of a topology begins with.
 
@@ -150,7 +163,6 @@ def _libtpu_version() -> str:
 
 
 def _parsed(topology: str) -> tuple[Chip, tuple[int, ...]]:
-    """Returns the chip and the lengths that the name of a topology states."""
     match = _TOPOLOGY.fullmatch(topology)
     chip = CHIPS.get(match[1]) if match else None
     if match is None or chip is None:
@@ -162,10 +174,10 @@ def _parsed(topology: str) -> tuple[Chip, tuple[int, ...]]:
 
 
 def _unknown(topology: str, also: str = "") -> PlanError:
-    """Returns the error for a text that is not the name of a topology."""
     text = f"unknown TPU topology: expected a name such as {_EXAMPLES}{also}, found {topology!r}; "
     match = _PRODUCT.fullmatch(topology)
-    chip = named(match[1]) if match else None
+    product = match[1] if match else None
+    chip = next((chip for chip in CHIPS.values() if product in chip.product_names), None)
     if match is not None and chip is not None:
         count = int(match[2])
         chips = max(1, count // chip.named_cores_per_chip)
@@ -198,7 +210,6 @@ def _usual_lengths(num_chips: int, num_dims: int) -> tuple[int, ...]:
 
 
 def _require_libtpu() -> None:
-    """Raises PlanError if JAX would find no libtpu."""
     path = os.environ.get("TPU_LIBRARY_PATH")
     if path is not None and os.path.isfile(path):
         return
@@ -212,7 +223,6 @@ def _require_libtpu() -> None:
 
 
 def _refused(topology: str, error: Exception) -> PlanError:
-    """Returns the error for a topology that libtpu did not describe."""
     said = " ".join(str(error).split())
     if "lockfile" in said:
         return PlanError(

@@ -1,51 +1,34 @@
 """Plans the saves of a training state on a TPU topology, with the TPU's compiler and without TPUs.
 
-"Compiled" means here: the compiler reported it, for the programs that a save runs. "Estimated"
-means: it follows from published bandwidths (see ``chips``). Nothing is measured on a TPU.
+"Compiled" means here: the compiler reported it, for the programs that a save runs. Nothing is
+measured on a TPU.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from torchax_ckpt.errors import PlanError
-from torchax_ckpt.options import Layout
 from torchax_ckpt.planning import arguments, topology
-from torchax_ckpt.planning.chips import CHIPS, Chip
+from torchax_ckpt.planning.topology import CHIPS, Chip
 from torchax_ckpt.snapshot.device_memory import is_exhausted
 from torchax_ckpt.snapshot.device_sizes import shard_bytes
 from torchax_ckpt.snapshot.forecast import Forecast, forecast
-
-Rule = Callable[[tuple[int, ...], Mapping[str, int]], PartitionSpec]
-"""The shape of a leaf, and name -> length of the mesh axes -> how the leaf is sharded."""
-
-
-class AbstractLeaf(Protocol):
-    """A leaf without elements, such as ``jax.ShapeDtypeStruct``."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The dims of the whole leaf."""
-
-    @property
-    def dtype(self) -> Any:
-        """The dtype, or its name."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TopologyPlan:
     """What saves of a training state need on a topology.
 
-    Sizes are in bytes. All chips hold equally much. The fields about copies and offloads are None
-    if the state does not fit, because no program of a save is compiled then.
+    Sizes are in bytes. All chips hold equally much. The fields from ``copy_bytes`` on are None if
+    the state does not fit, because no program of a save is compiled then.
 
     Attributes:
       topology, num_slices: as given.
@@ -80,10 +63,6 @@ class TopologyPlan:
       num_programs: how many different programs copy, stack and offload the state.
       compile_secs: how long compiling them took on this machine, or how long JAX took to find them
         if this process has compiled them before.
-      copy_secs: estimated: reading and writing ``copy_bytes`` in the memory of a chip.
-      host_bytes: estimated: the most that one host fetches from its chips in a save. Hosts share a
-        replicated leaf if the number of replicas divides a dim; else one of them fetches it.
-      transfer_secs: estimated: the transfer of ``host_bytes``, each chip's part over its own link.
     """
 
     topology: str
@@ -105,92 +84,74 @@ class TopologyPlan:
     free_bytes: int
     fits: bool
     advice: str
-    copy_bytes: int | None
-    wanted_bytes: int | None
-    snapshot: str | None
-    part_bytes: int | None
-    offload_host_bytes: int | None
-    num_programs: int | None
-    compile_secs: float | None
-    copy_secs: float | None
-    host_bytes: int
-    transfer_secs: float
+    copy_bytes: int | None = None
+    wanted_bytes: int | None = None
+    snapshot: str | None = None
+    part_bytes: int | None = None
+    offload_host_bytes: int | None = None
+    num_programs: int | None = None
+    compile_secs: float | None = None
 
 
 def fsdp_and_tp(shape: tuple[int, ...], axes: Mapping[str, int]) -> PartitionSpec:
-    """Shards a leaf over the mesh axes ``fsdp`` and ``tp``; other axes hold replicas of it.
-
-    ``tp`` shards the last dim that its length divides, of leaves with two dims or more. ``fsdp``
-    shards the first of the other dims that its length divides. An axis that divides no dim holds
-    replicas of the leaf.
-    """
+    """Shards a leaf over ``fsdp`` and ``tp``; an axis that divides no dim holds replicas of it."""
     spec: list[str | None] = [None] * len(shape)
-    tp, fsdp = axes.get("tp", 1), axes.get("fsdp", 1)
-    if tp > 1 and len(shape) > 1:
-        dim = next((i for i in reversed(range(len(shape))) if _divides(tp, shape[i])), None)
-        if dim is not None:
-            spec[dim] = "tp"
-    if fsdp > 1:
-        free = (i for i, length in enumerate(shape) if spec[i] is None and _divides(fsdp, length))
-        if (dim := next(free, None)) is not None:
-            spec[dim] = "fsdp"
+    dims = range(len(shape))
+    for axis, in_order in (("tp", reversed(dims) if len(dims) > 1 else ()), ("fsdp", dims)):
+        length = axes.get(axis, 1)
+        divided = (i for i in in_order if not spec[i] and shape[i] and shape[i] % length == 0)
+        if length > 1 and (dim := next(divided, None)) is not None:
+            spec[dim] = axis
     return PartitionSpec(*spec)
 
 
-def _divides(length: int, dim: int) -> bool:
-    return dim > 0 and dim % length == 0
-
-
 def on_topology(
-    abstract_state: Mapping[str, AbstractLeaf],
+    abstract_state: Mapping[str, Any],
     topology_name: str,
     *,
     num_slices: int = 1,
     axes: Mapping[str, int] | None = None,
-    rule: Rule = fsdp_and_tp,
     training_bytes: int = 0,
     host_memory_bytes: int | None = None,
-    layout: Layout = "auto",
 ) -> TopologyPlan:
     """Returns what saves of a state need on a TPU topology, and whether the state fits there.
 
     Needs libtpu, the TPU's compiler (extra ``tpu-check``), but no TPU. Nothing is measured.
 
     Args:
-      abstract_state: name of each leaf on devices -> its shape and dtype, as
-        ``jax.ShapeDtypeStruct`` has them. ``rule`` decides how a leaf is sharded, unless the leaf
-        has a ``NamedSharding``, whose partition spec is then used on the mesh of the topology.
+      abstract_state: name of each leaf on devices -> a value with its ``shape`` and ``dtype``, such
+        as ``jax.ShapeDtypeStruct``. If the leaf has a ``NamedSharding``, its partition spec is used
+        on the mesh of the topology. Else the mesh axis ``tp`` shards the last dim that it divides,
+        of leaves with two dims or more, and ``fsdp`` the first other dim that it divides.
       topology_name: the generation of the chips and the lengths of a slice: ``v5e:16x16``.
       num_slices: the number of slices.
       axes: name -> length of the mesh axes, slices first; their lengths multiply to the chips of
         all slices. None for the axis ``fsdp`` over the chips of a slice, before it, if there are
         several slices, the axis ``slice``, along which the state is replicated.
-      rule: takes the shape of a leaf and ``axes``, and returns how the leaf is sharded.
       training_bytes: the memory that training needs on a chip besides the state, at its peak:
         activations, gradients, code. The default 0 assumes that it needs none.
       host_memory_bytes: the memory that a host has available for a save. None assumes that it
         suffices.
-      layout: which leaves are stacked (``CheckpointOptions.layout``).
 
     Raises:
       PlanError: libtpu is missing or cannot be used, the topology is unknown, the mesh does not fit
-        it, or a leaf cannot be sharded as the rule says.
+        it, or a leaf cannot be sharded as its own sharding says.
     """
     chip = topology.chip_of(topology_name)
     arguments.at_least("training_bytes", training_bytes, 0, "give the bytes on one chip, or 0")
     if host_memory_bytes is not None:
         advice = "give the bytes that one host has available, or None"
         arguments.at_least("host_memory_bytes", host_memory_bytes, 0, advice)
+    hosts = [device.process_index for device in topology.devices(topology_name, num_slices)]
     if axes is None:
-        axes = topology.axes_for(topology_name, num_slices)
-    real = topology.mesh(topology.devices(topology_name, num_slices), axes)
-    hosts = [device.process_index for device in real.devices.flat]
+        axes = {"slice": num_slices} if num_slices > 1 else {}
+        axes["fsdp"] = len(hosts) // num_slices
     # The programs of arrays that span hosts run on one chip each, and are the same on every chip.
     # With one chip in each host, each of them is compiled once, and takes its part of the host.
     spans_hosts = len(set(hosts)) > 1
     chips = topology.devices(topology_name, num_slices, one_chip_per_host=spans_hosts)
     parts_of_host = hosts.count(0) if spans_hosts else 1
-    leaves = _placed(abstract_state, topology.mesh(chips, axes), rule)
+    leaves = _placed(abstract_state, topology.mesh(chips, axes))
     elements = {name: _elements_bytes(leaf) for name, leaf in leaves.items()}
     try:
         sizes = shard_bytes(leaves)
@@ -202,20 +163,24 @@ def on_topology(
     free_bytes = chip.usable_bytes - chip_bytes - training_bytes
     is_fitting = free_bytes >= 0
     replicated_bytes = sum(sizes[name] for name in leaves if _num_shards(leaves[name]) == 1)
-    found: Forecast | None = None
+    of_save: dict[str, Any] = {}
     if is_fitting:
-        stats = {
-            "bytes_limit": chip.usable_bytes,
-            "bytes_in_use": chip_bytes,
-            "peak_bytes_in_use": chip_bytes + training_bytes,
+        found = snapshot_forecast(
+            leaves,
+            chip,
+            state_bytes=chip_bytes,
+            peak_bytes=chip_bytes + training_bytes,
+            host_bytes=None if host_memory_bytes is None else host_memory_bytes // parts_of_host,
+        )
+        of_save = {
+            "copy_bytes": found.copy_bytes,
+            "wanted_bytes": found.wanted_bytes,
+            "snapshot": found.way,
+            "part_bytes": found.part_bytes,
+            "offload_host_bytes": found.offloaded_bytes * parts_of_host,
+            "num_programs": found.num_programs,
+            "compile_secs": found.compile_secs,
         }
-        host_bytes = None if host_memory_bytes is None else host_memory_bytes // parts_of_host
-        found = _forecast(leaves, layout, stats, host_bytes)
-    copy_bytes = None if found is None else found.copy_bytes
-    fetched = _fetched(leaves, sizes, real)
-    by_host: collections.Counter[int] = collections.Counter()
-    for device, num_bytes in fetched.items():
-        by_host[device.process_index] += num_bytes
     return TopologyPlan(
         topology=topology_name,
         num_slices=num_slices,
@@ -236,22 +201,37 @@ def on_topology(
         free_bytes=free_bytes,
         fits=is_fitting,
         advice="" if is_fitting else _advice(chip, chip_bytes, replicated_bytes, training_bytes),
-        copy_bytes=copy_bytes,
-        wanted_bytes=None if found is None else found.wanted_bytes,
-        snapshot=None if found is None else found.way,
-        part_bytes=None if found is None else found.part_bytes,
-        offload_host_bytes=None if found is None else found.offloaded_bytes * parts_of_host,
-        num_programs=None if found is None else found.num_programs,
-        compile_secs=None if found is None else found.compile_secs,
-        copy_secs=None if copy_bytes is None else 2 * copy_bytes / chip.hbm_bytes_per_sec,
-        host_bytes=max(by_host.values()),
-        transfer_secs=max(fetched.values()) / chip.link_bytes_per_sec,
+        **of_save,
     )
 
 
-def _placed(
-    abstract_state: Mapping[str, AbstractLeaf], mesh: Mesh, rule: Rule
-) -> dict[str, jax.ShapeDtypeStruct]:
+def snapshot_forecast(
+    leaves: Mapping[str, jax.ShapeDtypeStruct],
+    chip: Chip,
+    *,
+    state_bytes: int,
+    peak_bytes: int,
+    host_bytes: int | None,
+) -> Forecast:
+    """Asks the code of a save for its snapshot on chips with this memory in use."""
+    stats = {
+        "bytes_limit": chip.usable_bytes,
+        "bytes_in_use": state_bytes,
+        "peak_bytes_in_use": peak_bytes,
+    }
+    try:
+        return forecast(
+            list(leaves),
+            [*leaves.values()],
+            layout="auto",
+            stats=lambda device: stats,
+            host_bytes=host_bytes,
+        )
+    except jax.errors.JaxRuntimeError as error:
+        raise topology.unusable(error) from error
+
+
+def _placed(abstract_state: Mapping[str, Any], mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the leaves with shardings on the mesh."""
     if not abstract_state:
         raise PlanError(
@@ -270,7 +250,7 @@ def _placed(
                 key_path=name,
             ) from None
         given = getattr(leaf, "sharding", None)
-        spec = given.spec if isinstance(given, NamedSharding) else rule(shape, axes)
+        spec = given.spec if isinstance(given, NamedSharding) else fsdp_and_tp(shape, axes)
         try:
             sharding = NamedSharding(mesh, spec)
             sharding.shard_shape(shape)
@@ -285,70 +265,18 @@ def _placed(
     return leaves
 
 
-def _forecast(
-    leaves: Mapping[str, jax.ShapeDtypeStruct],
-    layout: Layout,
-    stats: Mapping[str, int],
-    host_bytes: int | None,
-) -> Forecast:
-    """Asks the code of a save how it would take a snapshot on chips with these statistics."""
-    try:
-        return forecast(
-            list(leaves),
-            [*leaves.values()],
-            layout=layout,
-            stats=lambda device: stats,
-            host_bytes=host_bytes,
-        )
-    except jax.errors.JaxRuntimeError as error:
-        raise topology.unusable(error) from error
-
-
 def _elements_bytes(leaf: jax.ShapeDtypeStruct) -> int:
-    """Returns the bytes of the elements of one shard."""
     sharding: Any = leaf.sharding
     return math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
 
 def _num_shards(leaf: jax.ShapeDtypeStruct) -> int:
-    """Returns into how many different shards a leaf is divided."""
     sharding: Any = leaf.sharding
     shard = sharding.shard_shape(leaf.shape)
     return math.prod(dim // part for dim, part in zip(leaf.shape, shard, strict=True) if part)
 
 
-def _fetched(
-    leaves: Mapping[str, jax.ShapeDtypeStruct], sizes: Mapping[str, int], mesh: Mesh
-) -> collections.Counter[jax.Device]:
-    """Returns the bytes that a save fetches from each chip of the mesh.
-
-    As in a save, all replicas of a shard fetch equal parts of it if the array spans hosts and the
-    number of replicas divides a dim of the shard; else the first replica fetches it. Stacks are not
-    considered.
-    """
-    groups: collections.Counter[tuple[Any, tuple[int, ...]]] = collections.Counter()
-    for name, leaf in leaves.items():
-        sharding: Any = leaf.sharding
-        groups[sharding.spec, leaf.shape] += sizes[name]
-    fetched: collections.Counter[jax.Device] = collections.Counter()
-    for (spec, shape), num_bytes in groups.items():
-        on_mesh = NamedSharding(mesh, spec)
-        replicas = mesh.size // _num_shards(jax.ShapeDtypeStruct(shape, bool, sharding=on_mesh))
-        is_shared = not on_mesh.is_fully_addressable and any(
-            dim % replicas == 0 for dim in on_mesh.shard_shape(shape)
-        )
-        if is_shared:
-            fetched.update(dict.fromkeys(mesh.devices.flat, math.ceil(num_bytes / replicas)))
-        else:
-            first: dict[str, jax.Device] = {}
-            for device, index in on_mesh.devices_indices_map(shape).items():
-                first.setdefault(str(index), device)
-            fetched.update(dict.fromkeys(first.values(), num_bytes))
-    return fetched
-
-
 def _advice(chip: Chip, chip_bytes: int, replicated_bytes: int, training_bytes: int) -> str:
-    """Returns what would hold a state that does not fit, in words."""
     needed = chip_bytes + training_bytes
     ways: list[str] = []
     sharded = chip_bytes - replicated_bytes

@@ -13,7 +13,7 @@ from typing import Any
 from torchax_ckpt.cli import output
 from torchax_ckpt.cli.convert import in_options
 from torchax_ckpt.cli.exit_codes import INTERRUPTED, OK, TERMINATED, UsageError
-from torchax_ckpt.cli.plan import parsed_secs
+from torchax_ckpt.cli.quantities import parsed_secs
 from torchax_ckpt.cli.step_arguments import existing
 from torchax_ckpt.errors import DirectoryError, MismatchError, OutOfMemoryError, SelectionError
 from torchax_ckpt.publishing import Best, Every, FolderForm, Follower, Published
@@ -72,7 +72,7 @@ class _Stopped(Exception):  # noqa: N818 - ends a publication from inside, and i
 
 def follow(asked: Asked, form: FolderForm) -> int:
     """Runs ``torchax-ckpt follow``; returns the exit code."""
-    poll_secs = parsed_secs("--poll", asked.poll, "follow")
+    poll_secs = parsed_secs(asked.poll, "follow: --poll")
     if poll_secs <= 0:
         raise UsageError(f"follow: --poll: expected more than 0 s, found {asked.poll!r:.80}")
     if asked.is_once or location.is_bucket(asked.run) or os.path.exists(asked.run):
@@ -87,7 +87,7 @@ def follow(asked: Asked, form: FolderForm) -> int:
                 asked.rule(),
                 form,
                 keep=asked.keep,
-                grace_secs=parsed_secs("--grace", asked.grace, "follow"),
+                grace_secs=parsed_secs(asked.grace, "follow: --grace"),
                 on_skipped=lambda error: output.note(f"skipped: {error}"),
                 on_bytes=signals.go_on,
             )

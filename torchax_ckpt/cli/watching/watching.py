@@ -12,7 +12,7 @@ from rich.text import Text
 
 from torchax_ckpt.cli import output
 from torchax_ckpt.cli.exit_codes import OK, UsageError
-from torchax_ckpt.cli.plan import parsed_secs
+from torchax_ckpt.cli.quantities import parsed_secs
 from torchax_ckpt.cli.step_arguments import existing
 from torchax_ckpt.cli.watching.running import is_held
 from torchax_ckpt.cli.watching.view import Seen, as_json_of, view
@@ -42,7 +42,7 @@ def watch(directory: str, poll: str | None, *, once: bool, as_json: bool) -> int
     """
     if poll is None:
         poll = _POLL_OF_BUCKET if location.is_bucket(directory) else _POLL
-    poll_secs = parsed_secs("--poll", poll, "watch")
+    poll_secs = parsed_secs(poll, "watch: --poll")
     if poll_secs <= 0:
         raise UsageError(f"watch: --poll: expected more than 0 s, found {poll!r:.80}")
     run = existing(directory)
