@@ -34,10 +34,9 @@ from torchax_ckpt.state import per_process_state
 from torchax_ckpt.state.component import Read
 from torchax_ckpt.state.leaf import Spec
 from torchax_ckpt.state.per_process_state import PerProcessState
-from torchax_ckpt.storage.arrays import orbax_context, orbax_internals
 from torchax_ckpt.storage.directory.abandonment import Abandonment
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
-from torchax_ckpt.storage.writing import write_step
+from torchax_ckpt.storage.writing import array_writer, step_writer
 
 # A path on which nothing is read, written or synced.
 _PATH: Any = epath.Path("gs://simulated/run")
@@ -203,20 +202,11 @@ _READS = {
 }
 
 
-def _write_step(path: Any, arrays: Any, manifest: Any, *args: Any, **settings: Any) -> None:
-    """Agrees as ``write_step`` does; Orbax's own barriers are left out."""
-    processes = settings["processes"]
-    with orbax_context.operation(processes), orbax_context.one_order(processes):
-        pass
-    manifest({})
-
-
 @contextlib.contextmanager
 def processes(
     clients: Sequence[Any], *, has_local_tier: bool
 ) -> Iterator[Callable[[Callable[[Simulated], Any]], None]]:
     """Yields a function that calls its argument with each simulated process, on threads."""
-    orbax_internals.check_internals()  # before the threads replace what it checks, as in a program
     before = threading.stack_size(512 << 10)
     count = len(clients)
     members = [
@@ -236,7 +226,10 @@ def processes(
     try:
         with (
             ThreadPoolExecutor(count) as pool,
-            mock.patch.object(write_step, "write_step", _write_step),
+            mock.patch.object(array_writer, "write_arrays", return_value={}),
+            mock.patch.multiple(
+                step_writer, begin=mock.DEFAULT, complete=mock.DEFAULT, mark=mock.DEFAULT
+            ),
             mock.patch.object(writer.retained, "remove"),
             mock.patch.object(local_tier.step_reader, "StoredLeaves", opened),
         ):

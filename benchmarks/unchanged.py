@@ -43,7 +43,7 @@ from states import gpt2, mesh, sharding
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
 from torchax_ckpt.policies import LatestN
 from torchax_ckpt.saving.unchanged import identities
-from torchax_ckpt.storage.writing import host_batches
+from torchax_ckpt.storage.writing import fetching
 
 Arrays = dict[str, Any]
 NUM_WARM_UPS, KEPT = 6, 3
@@ -147,13 +147,13 @@ PEERS: dict[str, Callable[[Path, Callable[[], Any]], Peer]] = {
 def counting_fetched() -> list[int]:
     """Lets the library count the bytes that it fetches from devices; returns the counts."""
     counts: list[int] = []
-    start = host_batches._start
+    start = fetching.start
 
     def counted(array: Any) -> Any:
         counts.append(array.nbytes)
         return start(array)
 
-    host_batches._start = counted
+    fetching.start = counted
     return counts
 
 

@@ -152,13 +152,13 @@ def identity_proves(monkeypatch: pytest.MonkeyPatch) -> None:
 def fetched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shapes of the arrays that saves fetch from the devices."""
     shapes: list[tuple[int, ...]] = []
-    from torchax_ckpt.storage.writing import host_batches
+    from torchax_ckpt.storage.writing import fetching
 
-    start = host_batches._start
+    start = fetching.start
 
     def counted(array: Any) -> Any:
         shapes.append(tuple(array.shape))
         return start(array)
 
-    monkeypatch.setattr(host_batches, "_start", counted)
+    monkeypatch.setattr(fetching, "start", counted)
     return shapes

@@ -43,7 +43,7 @@ GOLDEN = TESTS / "golden"
 STEP = 3
 KINDS: dict[str, CheckpointOptions] = {
     "attached": CheckpointOptions(),
-    "stacked": CheckpointOptions(layout="stacked"),
+    "stacked": CheckpointOptions(),
     "flat": CheckpointOptions(layout="flat"),
     "compressed": CheckpointOptions(compression="zstd"),
 }

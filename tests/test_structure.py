@@ -32,7 +32,7 @@ ROOMS: dict[str, set[str]] = {
     "storage/medium": set(),
     "storage/directory": {JAX},
     "storage/arrays": {JAX, ORBAX},
-    "storage/writing": {JAX, ORBAX},
+    "storage/writing": {JAX},
     "stored": set(),
     "formats": {TORCH},
     "telemetry": {JAX},
@@ -43,7 +43,7 @@ ROOMS: dict[str, set[str]] = {
     "cli": set(),
     "integrations": {TOP, TORCH, JAX},
 }
-MAX_FILES, MAX_FILES_AT_THE_TOP, MAX_LINES = 13, 6, 400
+MAX_FILES, MAX_FILES_AT_THE_TOP, MAX_LINES = 13, 6, 500
 MAX_LINES_OF = {"checkpointer.py": 560}
 
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -157,11 +157,10 @@ def test_private_torchax_is_met_in_one_file() -> None:
             assert "_jax_array" not in path.read_text(), path
 
 
-def test_private_orbax_is_met_in_one_file() -> None:
-    private = ("orbax.checkpoint._src", "experimental.v1._src", "_thread_runner", "_steps_set")
+def test_orbax_has_no_private_part_here() -> None:
+    """But in the names that a step records for Orbax's readers."""
     for path in FILES:
-        if path.name != "orbax_internals.py":
-            assert not [name for name in private if name in path.read_text()], path
+        assert not [name for name in imports(path) if "orbax" in name and "._" in name], path
 
 
 def test_private_jax_is_met_in_one_file() -> None:

@@ -92,10 +92,6 @@ class TorchaxCheckpointer:
     ) -> None:
         torchax_backend.check_internals()
         self._options = options or CheckpointOptions()
-        if not self._options.read_only:
-            from torchax_ckpt.storage.arrays import orbax_internals  # which not every Orbax has
-
-            orbax_internals.check_internals()
         self._keep_policy = preservation_policy or preservation.default_preservation_policy()
         snapshotter = Snapshotter(self._options.snapshot, self._options.layout)
         # Threads get only hook.call, which keeps neither on_event nor this checkpointer alive.

@@ -8,7 +8,7 @@ import os
 from typing import Any, Literal, get_args
 
 Codec = Literal["zstd", "blosc-lz4", "blosc-zstd"]
-Layout = Literal["auto", "stacked", "flat"]
+Layout = Literal["auto", "flat"]
 SnapshotMode = Literal["auto", "reference", "copy", "offload", "transfer"]
 Verify = Literal["restore", "never"]
 OnSaveError = Literal["continue", "raise"]
@@ -26,13 +26,11 @@ class CheckpointOptions:
         12 % of the bytes of float32 weights, 24 % of bfloat16, and 9 to 17 % of AdamW's moments.
         "blosc-zstd" removes 16 %, 32 %, and 16 to 19 %, and takes two to five times as long to
         compress. "zstd" is what Orbax itself writes; it removes 8 %, 22 %, and 7 to 10 %. True
-        means "blosc-lz4", False no compression. None: compresses like True, but only in a run of
-        one process, once saves show that the medium is slow: the median write rate of the latest
-        three saves is below 250 MB/s. A save counts if it writes at least 64 MiB in arrays of at
-        least 2 MiB on average.
+        means "blosc-lz4". False, the default, suits storage that takes more than some 250 MB/s;
+        slower storage makes a save shorter with compression.
       layout: which leaves are stored as stacks. A stack is one array that joins, along a new
         leading axis, leaves whose names differ only in indices. "auto" stacks the many small
-        leaves, "stacked" all leaves, "flat" none. Names and values do not depend on the layout,
+        leaves, "flat" none. Names and values do not depend on the layout,
         and a checkpointer with any layout reads steps of every other.
       snapshot: how a save protects device arrays from later changes. "auto" detects whether the
         program donates buffers; if it does, it copies on the devices what fits there and offloads
@@ -58,9 +56,7 @@ class CheckpointOptions:
         steps are deleted. The newest step shares no files with the step that is kept before it,
         except in a local tier that keeps one step. Works for device arrays and for host leaves
         of 16 KiB or more, in each tier by itself. Whether an array changed is decided by 128-bit
-        digests of its bytes, on all processes together. "one-copy" lets all steps share the same
-        files: a run then writes the unchanged arrays once instead of twice and, on a file system,
-        stores them once, but damage to one file can affect every step.
+        digests of its bytes, on all processes together.
       read_only: whether the checkpointer only reads. A bucket then need not grant write permission,
         and ``save`` and ``delete`` refuse.
       max_host_bytes: upper bound, in bytes per process, on array data in transit at one time: from
@@ -94,14 +90,14 @@ class CheckpointOptions:
         save takes.
     """
 
-    compression: bool | Codec | None = None
+    compression: bool | Codec = False
     layout: Layout = "auto"
     snapshot: SnapshotMode = "auto"
     restore_in_budget: bool = False
     verify: Verify = "restore"
     read_back: bool = False
     on_save_error: OnSaveError = "continue"
-    reuse: bool | Literal["one-copy"] = False
+    reuse: bool = False
     read_only: bool = False
     max_host_bytes: int | None = None
     preemption_grace_secs: float | None = 30.0
@@ -111,31 +107,22 @@ class CheckpointOptions:
     save_timeout_secs: float | None = None
 
     def __post_init__(self) -> None:
-        if self.compression is not None and not isinstance(self.compression, (bool, str)):
-            raise TypeError(
-                "CheckpointOptions: compression: expected None, a bool or the name of a codec, "
-                f"found {self.compression!r}"
-            )
-        if isinstance(self.compression, str) and self.compression not in get_args(Codec):
+        if not isinstance(self.compression, bool) and self.compression not in get_args(Codec):
             raise ValueError(
-                "CheckpointOptions: compression: expected one of None, False, True, "
+                "CheckpointOptions: compression: expected one of False, True, "
                 f"{', '.join(get_args(Codec))}, found {self.compression!r}"
             )
         for name in (
             "restore_in_budget",
             "read_back",
             "read_only",
+            "reuse",
             "single_replica_restore",
         ):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(
                     f"CheckpointOptions: {name}: expected a bool, found {getattr(self, name)!r}"
                 )
-        if not isinstance(self.reuse, bool) and self.reuse != "one-copy":
-            raise ValueError(
-                "CheckpointOptions: reuse: expected True, False or 'one-copy', found "
-                f"{self.reuse!r:.100}"
-            )
         if self.single_replica_restore and self.restore_in_budget:
             raise ValueError(
                 "CheckpointOptions: single_replica_restore restores all leaves together, but "

@@ -16,7 +16,7 @@ from support import PROGRAMS, ROOT
 from support.processes import run_processes, run_python
 
 from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
-from torchax_ckpt.storage.writing import write_step
+from torchax_ckpt.storage.writing import array_writer
 
 PAGE = ROOT / "docs" / "maxtext.md"
 ROWS = {
@@ -67,14 +67,14 @@ def test_enable_checkpointing(written: Any) -> None:
 def test_async_checkpointing(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wait, save = ROWS["async_checkpointing"]
     is_writing, may_write = threading.Event(), threading.Event()
-    write = write_step.write_step
+    write = array_writer.write_arrays
 
-    def held_open(*args: Any, **kwargs: Any) -> None:
+    def held_open(*args: Any, **kwargs: Any) -> Any:
         is_writing.set()
         assert may_write.wait(30), "whoever called save waited for the write"
-        write(*args, **kwargs)
+        return write(*args, **kwargs)
 
-    monkeypatch.setattr(write_step, "write_step", held_open)
+    monkeypatch.setattr(array_writer, "write_arrays", held_open)
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.attach(stateful={})
         names = {"ckpt": ckpt, "step": 1}

@@ -35,7 +35,7 @@ from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.run_history import RunHistory
 from torchax_ckpt.storage.directory.verified import Verified
 from torchax_ckpt.storage.medium import seals
-from torchax_ckpt.storage.writing import databases, retained
+from torchax_ckpt.storage.writing import retained
 
 JSON = "data.json"
 
@@ -108,10 +108,8 @@ class RunReaders:
             elsewhere = {name: array + 1 for name, array in self._arrays.items()}
             assert not self._taken_by(reuse, elsewhere).linked
             found = self._taken_by(reuse, self._arrays)
-            for place in found.places.values():
-                if isinstance(place, databases.Linked):
-                    for source, _ in place.folders:
-                        assert source.is_relative_to(self._reusing)
+            for source, _ in found.links:
+                assert source.is_relative_to(self._reusing)
         return set(found.linked)
 
     def _taken_by(self, reuse: Reuse, arrays: Mapping[str, Any]) -> Division:

@@ -22,7 +22,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import killed_run
@@ -41,11 +41,12 @@ from torchax_ckpt import (
 )
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.saving.tiers import Tiers
+from torchax_ckpt.saving.unchanged.copies import Copies
 from torchax_ckpt.saving.writer import Writer
 from torchax_ckpt.snapshot.sharding import shards_of
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.run_identity import RunName
-from torchax_ckpt.storage.writing import write_step
+from torchax_ckpt.storage.writing import array_writer
 
 DEVICES = 2  # of each process
 DURABLE_STEPS = 3  # a step is saved to the durable tier every so many
@@ -61,7 +62,7 @@ DEATHS: dict[str, tuple[Any, str, int]] = {
     "recover": (RunDirectory, "recover", 1),
     "naming the run": (Tiers, "_name_run", 1),
     "writing a name": (RunName, "write", 3),
-    "write_step": (write_step, "write_step", 6),
+    "write_step": (array_writer, "write_arrays", 6),
     "commit": (Writer, "_commit", 4),  # by process 0
     "committed": (Writer, "committed", 6),
     "commit of a part": (Writer, "_commit_part", 6),
@@ -123,7 +124,7 @@ class Start:
     trouble: dict[str, Any] = dataclasses.field(default_factory=dict)
     weakening: str | None = None
     durable_steps: int = DURABLE_STEPS
-    reuse: bool | Literal["one-copy"] | None = None
+    reuse: bool | None = None
 
 
 def initial(name: str, abstract: Any) -> np.ndarray:
@@ -325,17 +326,17 @@ def _prepare(directory: Path, phase: Phase, index: int, start: Start) -> None:
 
 def _delete_first(local: Path) -> None:
     """Has this process delete its local steps before it writes another one."""
-    write = write_step.write_step
+    write = array_writer.write_arrays
 
-    def delete_first(path: Any, *args: Any, **kwargs: Any) -> None:
-        if Path(path).parent == local:
+    def delete_first(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if Path(path).parent.parent == local:
             for child in local.iterdir():
                 if child.name.isdigit():
                     shutil.rmtree(child)
             time.sleep(0.2)
-        write(path, *args, **kwargs)
+        return write(path, *args, **kwargs)
 
-    write_step.write_step = delete_first
+    array_writer.write_arrays = delete_first  # type: ignore[assignment]
 
 
 def _die_in(name: str, number: int, when: str) -> None:
@@ -364,6 +365,9 @@ def _opened(directory: Path, index: int, start: Start) -> TorchaxCheckpointer:
     if start.has_local:
         place = directory.with_name("local") / str(index)
         local = LocalTier(place, save_decision_policy=every(1), keep=2)
+    if start.weakening == "one-copy":  # all steps share the files of unchanged arrays
+        init, kind = Copies.__init__, Copies
+        setattr(kind, "__init__", lambda self, _, steps: init(self, False, steps))  # noqa: B010
     return TorchaxCheckpointer(
         directory,
         save_decision_policy=every(start.durable_steps),

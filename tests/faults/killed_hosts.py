@@ -94,7 +94,7 @@ def torture(
             *(attempt, num_processes, port, False, choose.randrange(1 << 30), num_actions, BOUNDS),
             weakening=weakening,
             durable_steps=1,
-            reuse="one-copy" if weakening == "one-copy" else killed_run.reuses(attempt),
+            reuse=weakening == "one-copy" or killed_run.reuses(attempt),
         )
         Log(log_path)("starting", count=num_processes, has_local=False)
         return torture_hosts.Processes(directory, log_path, output, start, LIMIT_SECS)

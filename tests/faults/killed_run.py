@@ -38,7 +38,7 @@ from torchax_ckpt import (
 from torchax_ckpt.options import TierName
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import links
-from torchax_ckpt.storage.writing import write_step
+from torchax_ckpt.storage.writing import array_writer
 
 Lineage = tuple[tuple[int, int], ...]
 Key = tuple[int, Lineage]
@@ -248,7 +248,7 @@ class Phase:
         for owner, function, name in [
             (RunDirectory, "claim", "claiming"),
             (RunDirectory, "recover", "recovering"),
-            (write_step, "write_step", "writing"),
+            (array_writer, "write_arrays", "writing"),
             (links, "link_folder", "linking"),
             (RunDirectory, "commit", "committing"),
             (RunDirectory, "set_aside", "setting aside"),
@@ -351,43 +351,40 @@ def run(
 
 def weaken(how: str, directory: Path) -> None:
     """Has the program write worse than it does."""
-    write = write_step.write_step
+    write = array_writer.write_arrays
 
-    def copy(path: Any, *args: Any, **kwargs: Any) -> None:
-        # Written elsewhere and copied into place, file by file, as a script would.
-        elsewhere = directory.parent / "elsewhere"
-        shutil.rmtree(elsewhere, ignore_errors=True)
-        write(type(path)(elsewhere), *args, **kwargs)
-        final = directory / Path(path).name.split("-")[1]
+    def copied(self: RunDirectory, step: int, written: Any) -> Any:
+        # Copied into place, file by file, as a script would.
+        final = directory / str(step)
         shutil.rmtree(final, ignore_errors=True)
-        for source in sorted(p for p in elsewhere.rglob("*") if p.is_file()):
-            target = final / source.relative_to(elsewhere)
+        for source in sorted(p for p in Path(written).rglob("*") if p.is_file()):
+            target = final / source.relative_to(written)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(source, target)
             time.sleep(0.01)
-
-    def committed(self: RunDirectory, step: int, written: Any, at: Any = None) -> Any:
         return self.find(step)
 
-    def delete_first(*args: Any, **kwargs: Any) -> None:
+    def delete_first(*args: Any, **kwargs: Any) -> Any:
         for child in directory.iterdir():
             if child.name.isdigit():
                 shutil.rmtree(child)
         time.sleep(0.05)
-        write(*args, **kwargs)
+        return write(*args, **kwargs)
 
     previous: dict[str, Any] = {}
 
-    def mixed(path: Any, arrays: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+    def mixed(path: Any, arrays: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         # One array is still the one of the step before.
         name = min(arrays)
         stale = {name: previous.get(name, arrays[name])}
         previous.update(arrays)
-        write(path, {**arrays, **stale}, *args, **kwargs)
+        return write(path, {**arrays, **stale}, *args, **kwargs)
 
-    write_step.write_step = {"copy": copy, "delete-first": delete_first, "mixed": mixed}[how]
     if how == "copy":
-        RunDirectory.commit = committed  # type: ignore[method-assign]
+        RunDirectory.commit = copied  # type: ignore[method-assign]
+    else:
+        how_to_write: dict[str, Any] = {"delete-first": delete_first, "mixed": mixed}
+        array_writer.write_arrays = how_to_write[how]
 
 
 # --- the oracle ----------------------------------------------------------------------------------

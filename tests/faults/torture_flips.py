@@ -50,7 +50,7 @@ from torchax_ckpt.stored.stored_step import StoredStep
 
 # Everything attached; functional state, in place of modules and optimizers.
 ATTACHED, FUNCTIONAL = STEPS = (7, 8)
-KINDS: list[tuple[Any, Any]] = [*itertools.product(("stacked", "flat"), (False, *get_args(Codec)))]
+KINDS: list[tuple[Any, Any]] = [*itertools.product(("auto", "flat"), (False, *get_args(Codec)))]
 METRICS = {"loss": 0.125, "note": "as written"}
 Read = Callable[[Path], Any]
 

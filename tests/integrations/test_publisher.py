@@ -19,7 +19,7 @@ from support.waiting import wait_until
 from torchax_ckpt import TorchaxCheckpointer, policies
 from torchax_ckpt.errors import SaveError
 from torchax_ckpt.integrations.huggingface import Publisher
-from torchax_ckpt.storage.writing import write_step
+from torchax_ckpt.storage.writing import array_writer
 
 SETTINGS: dict[str, Any] = {"format": "safetensors", "poll_secs": 0.01}
 
@@ -109,7 +109,7 @@ def test_the_error_of_a_save_is_left_for_the_program(
         train(ckpt, mlp(), 1)
         ckpt.wait_until_finished()
         with monkeypatch.context() as failing, Publisher(ckpt, tmp_path / "out", **SETTINGS):
-            failing.setattr(write_step, "write_step", fail)
+            failing.setattr(array_writer, "write_arrays", fail)
             ckpt.save(2, force=True)
         assert (tmp_path / "out" / "latest").read_text() == "step-1\n"
         with pytest.raises(SaveError, match="saving step 2"):

@@ -7,18 +7,15 @@ import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from etils import epath
-from orbax.checkpoint import v1 as ocp
-from support.group import Group, Service
+from support.group import Group
 
-from torchax_ckpt import CheckpointOptions, errors
+from torchax_ckpt import errors
 from torchax_ckpt.errors import (
     CorruptCheckpointError,
     MismatchError,
@@ -32,13 +29,9 @@ from torchax_ckpt.processes import coordination
 from torchax_ckpt.processes.coordination import SINGLE_PROCESS, Processes
 from torchax_ckpt.processes.liveness import Liveness
 from torchax_ckpt.processes.per_host import PerHostProcesses
-from torchax_ckpt.restoring.load import load_state
 from torchax_ckpt.state import per_process_state
 from torchax_ckpt.state.component import Captured, Form
-from torchax_ckpt.storage.arrays import block_digests, orbax_context
-from torchax_ckpt.storage.directory import step_files
-from torchax_ckpt.storage.directory.committed_step import CommittedStep
-from torchax_ckpt.storage.writing import write_step
+from torchax_ckpt.storage.arrays import block_digests
 
 
 def test_process_0_gathers_and_shares() -> None:
@@ -622,50 +615,3 @@ def test_what_each_process_has_for_itself_goes_into_one_document(
         warnings.simplefilter("error")
         assert per_process_state.document_of(document, place_of_two, "step 1") == expected
     assert sum(re.search(left_out, text) is not None for text in caplog.messages) == 1
-
-
-@pytest.mark.slow
-def test_a_step_of_bare_orbax_is_loaded_while_a_save_begins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One process comes to the save first, the other to the load."""
-    ocp.save(tmp_path / "1", {"w": np.arange(3)})
-    committed = CommittedStep(1, epath.Path(tmp_path / "1"), 0)
-    service, here = Service(), threading.local()
-    locks = [threading.RLock(), threading.RLock()]
-
-    class OfThisProcess:
-        def __enter__(self) -> None:
-            locks[here.index].acquire()
-
-        def __exit__(self, *_: object) -> None:
-            locks[here.index].release()
-
-    together = {kind: threading.Barrier(2) for kind in ("saving", "loading")}
-    load = ocp.load
-
-    def load_together(*args: Any) -> Any:
-        together["loading"].wait(60)
-        return load(*args)
-
-    monkeypatch.setattr(orbax_context, "one_at_a_time", OfThisProcess())
-    monkeypatch.setattr(write_step.ocp, "load", load_together)
-
-    def act(index: int, kind: str, delay_secs: float) -> Any:
-        here.index = index
-        time.sleep(delay_secs)
-        processes = Processes(kind, 30, index=index, count=2, client=service)
-        processes._place = kind
-        with processes.round(kind):
-            if kind == "loading":
-                options = CheckpointOptions()
-                return load_state(committed, step_files.read_manifest, None, options, processes)
-            with orbax_context.one_order(processes):
-                together["saving"].wait(60)
-            return None
-
-    tasks = [(0, "saving", 0), (1, "loading", 0), (1, "saving", 0.3), (0, "loading", 0.3)]
-    with ThreadPoolExecutor(4) as pool:
-        saved, loaded, *others = pool.map(lambda task: act(*task), tasks)
-    assert (saved, others[0]) == (None, None)
-    assert loaded["w"].tolist() == others[1]["w"].tolist() == [0, 1, 2]

@@ -5,10 +5,8 @@ python assets_of_processes.py INDEX COUNT PORT DIRECTORY LOCAL
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from pathlib import Path
-from typing import Any
 
 import torchax
 from processes_program import INDEX, init, report, rule
@@ -16,20 +14,8 @@ from support.described import Described, Tokenizer
 
 from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
-from torchax_ckpt.storage.writing import orbax_saving
 from torchax_ckpt.stored.stored_step import StoredStep
 
-write = orbax_saving._EncodedJson._write
-
-
-async def later(self: Any, folder: Any, content: bytes) -> None:
-    """Writes last on process 1, so that what it writes by mistake stays."""
-    await asyncio.sleep(0.3 * INDEX)
-    await write(self, folder, content)
-
-
-handler: Any = orbax_saving._EncodedJson
-handler._write = later
 directory, local = sys.argv[4], Path(sys.argv[5], f"host-{INDEX}")
 tokenizer = Tokenizer({"tokenizer.json": "{}"}) if INDEX == 0 else None
 model = Described(hidden_size=INDEX).to("meta")

@@ -22,7 +22,7 @@ import torchax
 from torchax_ckpt import TorchaxCheckpointer, policies
 from torchax_ckpt.errors import CallError
 from torchax_ckpt.runtime import preemption
-from torchax_ckpt.storage.writing import write_step
+from torchax_ckpt.storage.writing import array_writer
 
 torchax.enable_globally()
 
@@ -86,15 +86,15 @@ assert preemption._watch.noticed_at is None
 assert not ckpt.reached_preemption(1)
 
 # A child that runs to the end of the program while a save is in flight.
-write = write_step.write_step
+write = array_writer.write_arrays
 
 
-def slow(*args: Any, **kwargs: Any) -> None:
+def slow(*args: Any, **kwargs: Any) -> Any:
     time.sleep(1.5)
-    write(*args, **kwargs)
+    return write(*args, **kwargs)
 
 
-write_step.write_step = slow
+array_writer.write_arrays = slow
 ckpt.save(2, state=STATE)
 pid = os.fork()
 if pid == 0:

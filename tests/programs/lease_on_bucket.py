@@ -97,7 +97,7 @@ try:
     from torchax_ckpt.errors import LeaseError, SaveError
     from torchax_ckpt.storage.directory.compare_and_swap import Conflict, record_at
     from torchax_ckpt.storage.directory.lease_holder import LeaseHolder
-    from torchax_ckpt.storage.writing import write_step
+    from torchax_ckpt.storage.writing import array_writer
 
     def raises(kind: Any, call: Any) -> Any:
         try:
@@ -131,20 +131,20 @@ try:
     # Lost while a step is being written: the commit mark is never set.
     lease = epath.Path(url) / "lease"
     other = LeaseHolder("t", "tpu-vm-7", 4711, "another kernel", 1, 0.0, time.time())
-    write = write_step.write_step
+    write = array_writer.write_arrays
 
-    def lose(*args: Any, **kwargs: Any) -> None:
+    def lose(*args: Any, **kwargs: Any) -> Any:
         lease.write_bytes(other.to_bytes())
-        write(*args, **kwargs)
+        return write(*args, **kwargs)
 
-    write_step.write_step = lose
+    array_writer.write_arrays = lose
     a.save(2, state=state, force=True)
     assert "held by host tpu-vm-7" in raises(SaveError, a.wait_until_finished)
     assert (epath.Path(url) / "2" / "state").exists()
     assert a.all_steps() == [1]
     raises(LeaseError, lambda: a.save(3, state=state, force=True))
     raises(SaveError, a.close)
-    write_step.write_step = write
+    array_writer.write_arrays = write
 
     # That one has died elsewhere: taken over when its time is over.
     b.close()

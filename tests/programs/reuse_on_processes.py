@@ -38,7 +38,7 @@ from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, erro
 from torchax_ckpt.processes.messages import Messages
 from torchax_ckpt.saving.unchanged import identities
 from torchax_ckpt.storage.medium import links
-from torchax_ckpt.storage.writing import host_batches
+from torchax_ckpt.storage.writing import fetching
 
 SPECS = {"all": P(), "columns": P(None, "data"), "rows": P("model"), "sharded": P("data", "model")}
 SHAPE = (512, 1024)  # 2 MiB
@@ -171,13 +171,13 @@ def changed_here(array: jax.Array) -> jax.Array:
 def fetched() -> dict[str, int]:
     """Counts the arrays that this process fetches from its devices, but small ones."""
     counts = {"arrays": 0}
-    start = host_batches._start
+    start = fetching.start
 
     def counting(array: Any) -> Any:
         counts["arrays"] += array.size >= 1 << 16
         return start(array)
 
-    host_batches._start = counting
+    fetching.start = counting
     return counts
 
 

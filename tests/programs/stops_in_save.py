@@ -14,25 +14,22 @@ import numpy as np
 import torchax
 
 from torchax_ckpt import TorchaxCheckpointer
-from torchax_ckpt.storage.writing import write_step
+from torchax_ckpt.storage.writing import step_writer
 
 torchax.enable_globally()
 
-write = write_step.write_step
+complete = step_writer.complete
 
 
-def slow(path: Any, *args: Any, before_commit: Any, **kwargs: Any) -> None:
-    def stay(folder: Any) -> None:
-        print("writing", flush=True)
-        sys.stdin.readline()
-        before_commit(folder)
-
-    write(path, *args, before_commit=stay, **kwargs)
+def slow(*args: Any, **kwargs: Any) -> None:
+    complete(*args, **kwargs)
+    print("writing", flush=True)
+    sys.stdin.readline()
 
 
 ckpt = TorchaxCheckpointer(sys.argv[1])
 ckpt.save(1, state={"w": np.arange(3)})
 ckpt.wait_until_finished()
-write_step.write_step = slow  # type: ignore[assignment]
+step_writer.complete = slow
 ckpt.save(2, state={"w": np.arange(3)}, force=True)
 ckpt.wait_until_finished()

@@ -15,18 +15,18 @@ import numpy as np
 import torchax
 
 from torchax_ckpt import TorchaxCheckpointer
-from torchax_ckpt.storage.writing import write_step
+from torchax_ckpt.storage.writing import array_writer
 
 torchax.enable_globally()
-write = write_step.write_step
+write = array_writer.write_arrays
 
 
-def slow(*args: Any, **kwargs: Any) -> None:
+def slow(*args: Any, **kwargs: Any) -> Any:
     time.sleep(float(sys.argv[3]))
-    write(*args, **kwargs)
+    return write(*args, **kwargs)
 
 
-write_step.write_step = slow
+array_writer.write_arrays = slow
 ckpt = TorchaxCheckpointer(sys.argv[1])
 ckpt.save(int(sys.argv[2]), state={"w": np.arange(3)})
 if sys.argv[4] == "raise":

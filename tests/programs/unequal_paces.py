@@ -23,7 +23,7 @@ from torchax_ckpt import policies
 from torchax_ckpt.policies.save_decision import decision_context
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.processes.decision_windows import DecisionWindows
-from torchax_ckpt.storage.arrays.orbax_context import coordination_service
+from torchax_ckpt.processes.liveness import coordination_service
 
 index, port, pace = int(sys.argv[1]), sys.argv[3], json.loads(sys.argv[4])[int(sys.argv[1])]
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, index)

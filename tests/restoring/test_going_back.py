@@ -14,13 +14,12 @@ import pytest
 import torch
 from support import PROGRAMS
 from support.compare import assert_trees_identical, training_state
-from support.damage import edit_json, killed_before_setting_aside
+from support.damage import edit_json, killed_before_setting_aside, set_commit_time
 from support.processes import run_python
 from support.training import adamw, mlp, train_step
 
 from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
 from torchax_ckpt.errors import StepError
-from torchax_ckpt.storage.directory import commit_record
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 
 KEEP_ALL = policies.PreserveAll()
@@ -227,7 +226,7 @@ def test_an_abandoned_step_from_a_host_whose_clock_is_ahead_does_not_come_back(
     killed_before_setting_aside(directory)
     record = directory / "30" / "_CHECKPOINT_METADATA"
     ahead = json.loads(record.read_text())["commit_timestamp_nsecs"] + 60 * 10**9
-    commit_record.set_time(directory / "30", ahead)
+    set_commit_time(directory / "30", ahead)
     summary = directory / "11" / "summary" / "data.json"
 
     def set_time(content: Any) -> None:

@@ -23,7 +23,7 @@ from support.waiting import wait_until
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
 from torchax_ckpt.errors import CallError, SaveTimeoutError
-from torchax_ckpt.storage.writing import write_step
+from torchax_ckpt.storage.writing import array_writer
 
 STATE = {"w": np.arange(3)}
 
@@ -32,13 +32,13 @@ STATE = {"w": np.arange(3)}
 def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Storage that hangs until the event is set."""
     opened = threading.Event()
-    write = write_step.write_step
+    write = array_writer.write_arrays
 
-    def stuck_in_storage(*args: Any, **kwargs: Any) -> None:
+    def stuck_in_storage(*args: Any, **kwargs: Any) -> Any:
         assert opened.wait(60)
-        write(*args, **kwargs)
+        return write(*args, **kwargs)
 
-    monkeypatch.setattr(write_step, "write_step", stuck_in_storage)
+    monkeypatch.setattr(array_writer, "write_arrays", stuck_in_storage)
     yield opened
     opened.set()
 
@@ -293,8 +293,8 @@ def test_the_programs_end_gives_up_a_stuck_save_with_its_name(directory: Path) -
         import torchax; torchax.enable_globally()
         import numpy as np
         from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
-        from torchax_ckpt.storage.writing import write_step
-        write_step.write_step = lambda *args, **kwargs: time.sleep(600)
+        from torchax_ckpt.storage.writing import array_writer
+        array_writer.write_arrays = lambda *args, **kwargs: time.sleep(600)
         ckpt = TorchaxCheckpointer(
             sys.argv[1], options=CheckpointOptions(save_timeout_secs=0.5)
         )

@@ -14,6 +14,7 @@ import termios
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from torchax_ckpt.cli.convert import Exported, export
 from torchax_ckpt.cli.prune import copy
 from torchax_ckpt.runtime import progress
 from torchax_ckpt.runtime.background import Task
-from torchax_ckpt.storage.writing import write_step
+from torchax_ckpt.storage.writing import array_writer
 
 
 class Terminal(io.StringIO):
@@ -159,13 +160,13 @@ def test_restores_and_verifying_show_a_bar(
 
 def test_waiting_at_the_end_says_what_for(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = watched(monkeypatch)
-    write = write_step.write_step
+    write = array_writer.write_arrays
 
-    def slow(*args: object, **kwargs: object) -> None:
+    def slow(*args: Any, **kwargs: Any) -> Any:
         time.sleep(0.3)
-        write(*args, **kwargs)  # type: ignore[arg-type]
+        return write(*args, **kwargs)
 
-    monkeypatch.setattr(write_step, "write_step", slow)
+    monkeypatch.setattr(array_writer, "write_arrays", slow)
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.save(7, state={"w": np.arange(3)})
     assert "finishing the save of step 7: " in terminal.getvalue()

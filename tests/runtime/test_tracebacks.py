@@ -19,7 +19,7 @@ from torchax_ckpt.errors import (
     SaveError,
     StepError,
 )
-from torchax_ckpt.storage.writing import write_step
+from torchax_ckpt.storage.writing import array_writer
 
 STATE = {"w": np.arange(3)}
 
@@ -79,7 +79,7 @@ def test_the_cause_and_errors_of_background_saves_are_kept(
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.save(1, state=STATE)
         ckpt.wait_until_finished()
-        monkeypatch.setattr(write_step, "write_step", full)
+        monkeypatch.setattr(array_writer, "write_arrays", full)
         ckpt.save(2, state=STATE, force=True)
         error = raised(ckpt.wait_until_finished)
         assert isinstance(error, SaveError)

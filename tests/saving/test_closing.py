@@ -20,7 +20,7 @@ from support.processes import run_processes, run_python
 from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
 from torchax_ckpt.errors import ClosedError, LeaseError, SaveError, SaveTimeoutError
 from torchax_ckpt.runtime import preemption
-from torchax_ckpt.storage.writing import write_step
+from torchax_ckpt.storage.writing import array_writer
 from torchax_ckpt.telemetry.events import Event
 
 STATE = {"w": np.arange(3)}
@@ -41,13 +41,13 @@ def _no_other_checkpointer() -> None:
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Saves are written once this is set."""
     opened = threading.Event()
-    write = write_step.write_step
+    write = array_writer.write_arrays
 
     def wait(*args: Any, **kwargs: Any) -> Any:
         assert opened.wait(60)
         return write(*args, **kwargs)
 
-    monkeypatch.setattr(write_step, "write_step", wait)
+    monkeypatch.setattr(array_writer, "write_arrays", wait)
     yield opened
     opened.set()
     until(lambda: names() <= {"sigterm"})
@@ -145,7 +145,7 @@ def test_a_close_that_gave_up_raises_the_failure_when_it_is_tried_again(
         assert gate.wait(60)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(write_step, "write_step", fail)
+    monkeypatch.setattr(array_writer, "write_arrays", fail)
     ckpt = TorchaxCheckpointer(directory, options=LATE)
     ckpt.save(1, state=STATE)
     with pytest.raises(SaveTimeoutError):
@@ -293,7 +293,7 @@ def test_failures_of_one_that_was_replaced_are_logged(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as failing:
-        failing.setattr(write_step, "write_step", fail)
+        failing.setattr(array_writer, "write_arrays", fail)
         ckpt = TorchaxCheckpointer(directory)
         ckpt.save(1, state=STATE)
         ckpt._saver.join()
@@ -325,12 +325,12 @@ UNREACHABLE = """
     torchax.enable_globally()
     import numpy as np
     from torchax_ckpt import TorchaxCheckpointer
-    from torchax_ckpt.storage.writing import write_step
-    write = write_step.write_step
+    from torchax_ckpt.storage.writing import array_writer
+    write = array_writer.write_arrays
     def slow(*args, **kwargs):
         time.sleep(1)
-        write(*args, **kwargs)
-    write_step.write_step = slow
+        return write(*args, **kwargs)
+    array_writer.write_arrays = slow
     TorchaxCheckpointer(sys.argv[1]).save(1, state={"w": np.arange(3)})
     gc.collect()
 """
@@ -396,7 +396,7 @@ TWO = """
     torchax.enable_globally()
     from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
     from torchax_ckpt.errors import SaveTimeoutError
-    from torchax_ckpt.storage.writing import write_step
+    from torchax_ckpt.storage.writing import array_writer
 
     place = sys.argv[4]
     ALWAYS = policies.FixedIntervalPolicy(1)
@@ -407,13 +407,13 @@ TWO = """
 
     gate = threading.Event()
     gate.set()
-    write = write_step.write_step
+    write = array_writer.write_arrays
 
     def wait(*args, **kwargs):
         assert gate.wait(60)
         return write(*args, **kwargs)
 
-    write_step.write_step = wait
+    array_writer.write_arrays = wait
     state = {"w": jax.device_put(np.arange(8.0), NamedSharding(MESH, P("fsdp")))}
 
     def made(name, **kwargs):

@@ -66,8 +66,7 @@ def test_every_process_finds_the_folders_of_all_writers(monkeypatch: pytest.Monk
         process = Processes("dividing", 30, None, index=index, count=3)
         found = division.divided(decided, arrays, epath.Path("run"), process)
         assert [d.processes for d in found.databases.values()] == [tuple(writers)] * 2
-        place: Any = found.places["w"]
-        linked += [old.name for old, _ in place.folders]
+        linked += [old.name for old, _ in found.links]
     assert sorted(linked) == folders
 
 
@@ -82,9 +81,6 @@ def test_process_0_alone_takes_over_the_folders_of_host_arrays(
         found = division.divided(decided, arrays, epath.Path("run"), process)
         assert [d.processes for d in found.databases.values()] == [(0, 2)] * 2
         assert found.linked == {"w"}
-        assert found.places.keys() == arrays.keys()
-        if place := found.places.get("w"):
-            assert [old.name for old, _ in place.folders] == [  # type: ignore[attr-defined]
-                "ocdbt.process_unchanged0x0",
-                "ocdbt.process_unchanged0x2",
-            ]
+        assert found.folders.keys() == arrays.keys() - {"w"}
+        expected = ["ocdbt.process_unchanged0x0", "ocdbt.process_unchanged0x2"] if arrays else []
+        assert [old.name for old, _ in found.links] == expected

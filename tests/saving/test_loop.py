@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from etils import epath
 from support.compare import assert_trees_identical, copied, training_state
+from support.damage import set_commit_time
 from support.training import mlp, train_step
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies, torchax_backend
 from torchax_ckpt.errors import AttachError, CallError, MetricsError, StepTypeError
 from torchax_ckpt.runtime import preemption
-from torchax_ckpt.storage.directory import commit_record
 
 EVERY_STEP = policies.FixedIntervalPolicy(1)
 NEVER = policies.SpecificStepsPolicy(())
@@ -50,7 +49,7 @@ def test_a_start_says_in_a_line_where_it_resumes_and_whether_a_step_is_left(
             list(ckpt.steps(3))
         done = "steps(3) has nothing to do: step 3 is completed"
         assert (done in caplog.messages) is bool(line)
-        commit_record.set_time(epath.Path(directory / "3"), time.time_ns() - 180 * 10**9)
+        set_commit_time(directory / "3", time.time_ns() - 180 * 10**9)
 
 
 def test_the_last_step_is_saved_whatever_the_policy_says(directory: Path) -> None:

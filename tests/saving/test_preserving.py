@@ -25,7 +25,6 @@ BEST = policies.AnyPreservationPolicy([LATEST, policies.BestN(metric="loss")])
     ("policy", "options", "is_warned"),
     [
         (LATEST, {"reuse": True}, True),
-        (LATEST, {"reuse": "one-copy"}, True),
         (
             policies.AnyPreservationPolicy([policies.AnyPreservationPolicy([LATEST])]),
             {"reuse": True},

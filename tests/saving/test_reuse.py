@@ -136,18 +136,6 @@ def test_a_frozen_parameter_is_written_by_the_first_two_saves_only(directory: Pa
     assert_resumes(directory, 4, state)
 
 
-def test_all_steps_share_one_copy_if_asked(directory: Path) -> None:
-    """Also over a restart."""
-    options = CheckpointOptions(reuse="one-copy")
-    run(directory, range(1, 4), options=options, **ALL)
-    state = run(directory, range(4, 6), options=options, **ALL)
-    assert data_file(directory, 1).stat().st_nlink == 5
-    assert_resumes(directory, 5, state)
-    run(directory, range(6, 9), **ALL)
-    assert not files(directory, 6) & files(directory, 5)
-    assert not files(directory, 7) & files(directory, 6)
-
-
 @pytest.mark.parametrize("how", ["swap", "data"])
 def test_a_frozen_parameter_that_is_replaced_is_written(how: str, directory: Path) -> None:
     model = tuned()
@@ -291,7 +279,6 @@ def test_where_links_are_refused_files_are_copied(
         {"compression": "blosc-zstd"},
         {"max_host_bytes": 1 << 20},
         pytest.param({"read_back": True}, marks=pytest.mark.slow),
-        pytest.param({"layout": "stacked"}, marks=pytest.mark.slow),
         pytest.param({"snapshot": "offload"}, marks=pytest.mark.slow),
     ],
     ids=lambda settings: next(iter(settings)),
@@ -547,11 +534,6 @@ def test_any_sequence_of_changes_saves_and_restarts_stores_what_was_saved(
     for action, argument in actions:
         getattr(oracle, action)(argument)
     oracle.check()
-
-
-def test_other_values_of_the_option_are_refused() -> None:
-    with pytest.raises(ValueError, match="reuse: expected True, False or 'one-copy', found 'two'"):
-        CheckpointOptions(reuse="two")  # type: ignore[arg-type]
 
 
 def test_steps_are_deleted_if_nothing_can_be_kept_aside(

@@ -35,27 +35,27 @@ from torchax_ckpt.errors import (
     UnsupportedLeafError,
 )
 from torchax_ckpt.runtime.background import Flag
-from torchax_ckpt.storage.writing import write_step
+from torchax_ckpt.storage.writing import array_writer
 
 
 class Gate:
     """Holds every write until it is opened."""
 
-    def __init__(self, write: Callable[..., None]) -> None:
+    def __init__(self, write: Callable[..., Any]) -> None:
         self._write = write
         self.opened = threading.Event()
         self.entered = threading.Event()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.entered.set()
         assert self.opened.wait(60)
-        self._write(*args, **kwargs)
+        return self._write(*args, **kwargs)
 
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    gate = Gate(write_step.write_step)
-    monkeypatch.setattr(write_step, "write_step", gate)
+    gate = Gate(array_writer.write_arrays)
+    monkeypatch.setattr(array_writer, "write_arrays", gate)
     yield gate
     gate.opened.set()
 
@@ -67,9 +67,9 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     def fail(*args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    write = write_step.write_step
-    monkeypatch.setattr(write_step, "write_step", fail)
-    return lambda: monkeypatch.setattr(write_step, "write_step", write)
+    write = array_writer.write_arrays
+    monkeypatch.setattr(array_writer, "write_arrays", fail)
+    return lambda: monkeypatch.setattr(array_writer, "write_arrays", write)
 
 
 STATE = {"w": np.arange(3)}
@@ -251,11 +251,11 @@ def test_a_save_at_a_preemption_is_tried_again_and_says_whether_it_is_durable(
     gate.opened.set()
     write, calls = gate._write, []
 
-    def fail(*args: Any, **kwargs: Any) -> None:
+    def fail(*args: Any, **kwargs: Any) -> Any:
         calls.append(args)
         if len(calls) != 2:
             raise OSError("no")
-        write(*args, **kwargs)
+        return write(*args, **kwargs)
 
     gate._write = fail
     ckpt = TorchaxCheckpointer(directory)

@@ -38,7 +38,7 @@ from torchax_ckpt.errors import (
 )
 from torchax_ckpt.storage.directory import run_identity
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
-from torchax_ckpt.storage.writing import write_step
+from torchax_ckpt.storage.writing import array_writer
 from torchax_ckpt.telemetry.events import Event
 
 ALWAYS = policies.FixedIntervalPolicy(1)
@@ -213,15 +213,16 @@ def test_a_local_tier_holds_one_step_more_than_it_keeps_and_never_two(
     directory: Path, ramdisk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though a restore has verified one; the durable tier spares that."""
-    write, most = write_step.write_step, 0
+    write, most = array_writer.write_arrays, 0
 
-    def counted(path: Any, *args: Any, **kwargs: Any) -> None:
+    def counted(path: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal most
-        write(path, *args, **kwargs)
+        taken = write(path, *args, **kwargs)
         if str(path).startswith(str(ramdisk)):
             most = max(most, len(entries(ramdisk)))
+        return taken
 
-    monkeypatch.setattr(write_step, "write_step", counted)
+    monkeypatch.setattr(array_writer, "write_arrays", counted)
     model = mlp()
     for start in (0, 4, 8):
         with TorchaxCheckpointer(
@@ -301,20 +302,20 @@ def test_a_damaged_local_step_falls_back_to_the_durable_one_of_the_same_number(
 def test_a_full_local_tier_costs_its_own_saves_only(
     directory: Path, ramdisk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = write_step.write_step
+    write = array_writer.write_arrays
 
-    def full(path: Any, *args: Any, **kwargs: Any) -> None:
+    def full(path: Any, *args: Any, **kwargs: Any) -> Any:
         if str(path).startswith(str(ramdisk)):
             raise OSError(28, "No space left on device")
-        write(path, *args, **kwargs)
+        return write(path, *args, **kwargs)
 
-    monkeypatch.setattr(write_step, "write_step", full)
+    monkeypatch.setattr(array_writer, "write_arrays", full)
     with two_tiers(directory, ramdisk, durable=ALWAYS) as ckpt:  # closes without raising
         assert ckpt.save(1, state=state(1))
         with pytest.raises(SaveError, match=rf"step 1 to {ramdisk} failed: .* No space left"):
             ckpt.wait_until_finished()
         assert (ckpt.all_steps("durable"), ckpt.all_steps("local")) == ([1], [])
-        monkeypatch.setattr(write_step, "write_step", write)
+        monkeypatch.setattr(array_writer, "write_arrays", write)
         save(ckpt, 2)
         assert ckpt.all_steps("local") == [2]
 
@@ -323,27 +324,16 @@ def test_a_slow_durable_tier_does_not_hold_up_the_local_one(
     directory: Path, ramdisk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reached, let_go = threading.Event(), threading.Event()
-    begin = write_step.ocp.save_checkpointables_async
-
-    class Slow:
-        """A save that Orbax has begun, and that ends late."""
-
-        def __init__(self, response: Any) -> None:
-            self._response = response
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._response, name)
-
-        def result(self) -> None:
-            reached.set()
-            assert let_go.wait(60)
-            self._response.result()
+    write = array_writer.write_arrays
 
     def slow(path: Any, *args: Any, **kwargs: Any) -> Any:
-        response = begin(path, *args, **kwargs)
-        return Slow(response) if str(path).startswith(str(directory)) else response
+        taken = write(path, *args, **kwargs)
+        if str(path).startswith(str(directory)):
+            reached.set()
+            assert let_go.wait(60)
+        return taken
 
-    monkeypatch.setattr(write_step.ocp, "save_checkpointables_async", slow)
+    monkeypatch.setattr(array_writer, "write_arrays", slow)
     try:
         with two_tiers(directory, ramdisk, durable=Chosen(1)) as ckpt:
             assert ckpt.save(1, state=state(1))
@@ -445,17 +435,17 @@ def test_durable_steps_stay_where_they_are_until_something_new_is_durable(
     """Whoever has abandoned them may be lost with the host before that."""
     with two_tiers(directory, ramdisk, durable=Chosen(2, 4)) as ckpt:
         save(ckpt, 2, 4)
-    write = write_step.write_step
+    write = array_writer.write_arrays
 
-    def lost(path: Any, *args: Any, **kwargs: Any) -> None:
+    def lost(path: Any, *args: Any, **kwargs: Any) -> Any:
         if str(path).startswith(str(directory)):
             raise OSError(5, "the host is going")
-        write(path, *args, **kwargs)
+        return write(path, *args, **kwargs)
 
     with two_tiers(directory, ramdisk, durable=Chosen(3)) as ckpt:
         assert ckpt.attach(stateful={}, resume=False) == 0
         save(ckpt, 1)
-        monkeypatch.setattr(write_step, "write_step", lost)
+        monkeypatch.setattr(array_writer, "write_arrays", lost)
         assert ckpt.save(3, state=state(3))
         with pytest.raises(SaveError, match="the host is going"):
             ckpt.wait_until_finished()

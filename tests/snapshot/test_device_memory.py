@@ -214,7 +214,7 @@ def exhausted(*_: Any) -> Any:
     raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
 
 
-@pytest.mark.parametrize("layout", ["flat", "stacked"])
+@pytest.mark.parametrize("layout", ["flat", "auto"])
 def test_copies_that_do_not_fit_are_said_and_change_nothing(
     layout: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,7 +25,7 @@ from torchax_ckpt.snapshot.device_memory import DeviceMemory
 from torchax_ckpt.snapshot.planner import Planner
 from torchax_ckpt.snapshot.sharding import shards_of
 from torchax_ckpt.snapshot.snapshotter import Snapshot, Snapshotter
-from torchax_ckpt.storage.writing import write_step
+from torchax_ckpt.storage.writing import array_writer
 
 double = jax.jit(lambda tree: jax.tree.map(lambda x: x * 2, tree), donate_argnums=0)
 fresh = jax.jit(lambda tree: jax.tree.map(lambda x: x * 2, tree))
@@ -67,18 +67,18 @@ def run(directory: Path, step_fn: Any, options: CheckpointOptions, steps: int = 
 @pytest.fixture
 def busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Writing falls behind the training, now before and now after it has looked at the leaves."""
-    write, stored = write_step.write_step, Snapshot.stored
+    write, stored = array_writer.write_arrays, Snapshot.stored
     looks, writes = itertools.cycle([0.0, 0.03, 0.002]), itertools.cycle([0.0, 0.01, 0.002, 0.03])
 
-    def late_write(*args: Any, **kwargs: Any) -> None:
+    def late_write(*args: Any, **kwargs: Any) -> Any:
         time.sleep(next(writes))
-        write(*args, **kwargs)
+        return write(*args, **kwargs)
 
     def late_look(*args: Any) -> Any:
         time.sleep(next(looks))
         return stored(*args)
 
-    monkeypatch.setattr(write_step, "write_step", late_write)
+    monkeypatch.setattr(array_writer, "write_arrays", late_write)
     monkeypatch.setattr(Snapshot, "stored", late_look)
 
 
@@ -167,22 +167,22 @@ def test_a_reference_donated_before_it_was_looked_at_fails_that_save(
 def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Writing waits until it is let go, so that whatever it reads by reference may be gone."""
     go = threading.Event()
-    write = write_step.write_step
+    write = array_writer.write_arrays
 
-    def wait(*args: Any, **kwargs: Any) -> None:
+    def wait(*args: Any, **kwargs: Any) -> Any:
         assert go.wait(60)
-        write(*args, **kwargs)
+        return write(*args, **kwargs)
 
-    monkeypatch.setattr(write_step, "write_step", wait)
+    monkeypatch.setattr(array_writer, "write_arrays", wait)
     yield go
     go.set()
 
 
-@pytest.mark.parametrize("layout", ["flat", "stacked"])
+@pytest.mark.parametrize("layout", ["flat", "auto"])
 def test_a_deleted_reference_fails_that_save_by_name(
     layout: Any, directory: Path, slow: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if layout == "stacked":
+    if layout == "auto":
         # A stack is made when the save's thread gets to it: here, after the deletion.
         stored = Snapshot.stored
         monkeypatch.setattr(Snapshot, "stored", lambda *args: slow.wait(60) and stored(*args))
@@ -309,14 +309,14 @@ def test_a_transfer_holds_the_training_thread_until_everything_is_fetched(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
-    write = write_step.write_step
+    write = array_writer.write_arrays
 
-    def late_write(*args: Any, **kwargs: Any) -> None:
+    def late_write(*args: Any, **kwargs: Any) -> Any:
         time.sleep(0.3)
         order.append("transferring")
-        write(*args, **kwargs)
+        return write(*args, **kwargs)
 
-    monkeypatch.setattr(write_step, "write_step", late_write)
+    monkeypatch.setattr(array_writer, "write_arrays", late_write)
     with TorchaxCheckpointer(directory, options=CheckpointOptions(snapshot="transfer")) as ckpt:
         ckpt.save(1, state=start())
         order.append("returned")
@@ -327,7 +327,7 @@ def test_a_failed_transfer_does_not_hang(directory: Path, monkeypatch: pytest.Mo
     def fail(*args: Any, **kwargs: Any) -> None:
         raise OSError("no")
 
-    monkeypatch.setattr(write_step, "write_step", fail)
+    monkeypatch.setattr(array_writer, "write_arrays", fail)
     ckpt = TorchaxCheckpointer(directory, options=CheckpointOptions(snapshot="transfer"))
     assert ckpt.save(1, state=start())
     with pytest.raises(SaveError):
@@ -381,7 +381,7 @@ def test_every_bit_of_every_number_is_kept(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["stacked", "flat"])
+@pytest.mark.parametrize("layout", ["auto", "flat"])
 @pytest.mark.parametrize("mode", ["reference", "copy", "offload"])
 def test_no_program_of_more_arguments_than_compile_fast_is_compiled(
     mode: Any, layout: Any, directory: Path, caplog: pytest.LogCaptureFixture
@@ -405,11 +405,11 @@ def test_no_program_of_more_arguments_than_compile_fast_is_compiled(
     counts = [program.count("ShapedArray(") for program in programs if str(shape[1]) in program]
     assert max(counts, default=0) <= 128
     # Whatever is not copied or stacked needs no program at all.
-    assert bool(counts) == (mode != "reference" or layout == "stacked")
+    assert bool(counts) == (mode != "reference" or layout == "auto")
 
 
 def test_threads_that_plan_at_the_same_time_get_each_the_plan_of_its_own_leaves() -> None:
-    planner = Planner("stacked")
+    planner = Planner("auto")
     tier = {"other": jnp.ones(3)}
 
     class Interrupted(list[str]):
@@ -420,7 +420,7 @@ def test_threads_that_plan_at_the_same_time_get_each_the_plan_of_its_own_leaves(
             return super().__ne__(other)
 
     state = start()
-    expected = Planner("stacked")(list(state), list(state.values())).plan
+    expected = Planner("auto")(list(state), list(state.values())).plan
     planner(list(state), list(state.values()))
     assert planner(Interrupted(state), list(state.values())).plan == expected
     assert planner(list(state), list(state.values())).plan == expected

@@ -25,8 +25,6 @@ from support.training import P, adamw, fsdp_mesh, fsdp_rule, place, train_and_sa
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, torchax_backend
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.storage_plan import (
-    MAX_STACK_BYTES,
-    MAX_STACKED_LEAF_BYTES,
     LeafSpec,
     Plan,
     plan_leaves,
@@ -35,7 +33,7 @@ from torchax_ckpt.options import Codec, SnapshotMode
 from torchax_ckpt.snapshot.planner import Planner
 from torchax_ckpt.snapshot.stacking import execute
 
-LAYOUTS = ("auto", "stacked", "flat")
+LAYOUTS = ("auto", "flat")
 
 
 class Block(torch.nn.Module):
@@ -198,14 +196,6 @@ def plan(specs: dict[str, LeafSpec], layout: Any = "auto") -> Plan:
     return plan_leaves(list(specs), list(specs.values()), layout)
 
 
-def test_large_leaves_stay_on_their_own_unless_told() -> None:
-    big = MAX_STACKED_LEAF_BYTES + 1
-    specs = {f"model/layers.{i}.w": spec(big) for i in range(3)}
-    assert plan(specs).stacks == {}
-    assert list(plan(specs, "stacked").stacks) == ["model/layers.*.w"]
-    assert plan(specs, "flat").stacks == {}
-
-
 def test_only_equals_share_a_stack_and_its_size_is_bounded() -> None:
     specs = {
         "model/layers.0.w": spec(8),
@@ -222,9 +212,6 @@ def test_only_equals_share_a_stack_and_its_size_is_bounded() -> None:
         "model/layers.*.w": ("model/layers.0.w", "model/layers.1.w"),
         "model/layers.*.w*2": ("model/layers.2.w", "model/layers.3.w"),
     }
-    half = MAX_STACK_BYTES // 2
-    many = {f"m/{i}.w": spec(half) for i in range(5)}
-    assert [len(members) for members in plan(many, "stacked").stacks.values()] == [2, 2]
 
 
 def test_layers_and_experts_share_one_stack() -> None:

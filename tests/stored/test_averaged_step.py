@@ -49,7 +49,7 @@ def content(step: int) -> dict[str, np.ndarray]:
 def saved(directory: Path, contents: dict[int, Any]) -> RunDirectory:
     """Saves each step on devices of its own and with a layout of its own."""
     for step, state in contents.items():
-        packed = CheckpointOptions(layout="flat" if step == 2 else "stacked")
+        packed = CheckpointOptions(layout="flat" if step == 2 else "auto")
         rule = fsdp_rule(fsdp_mesh(8 if step == 1 else 2))
         placed = {
             name: jax.device_put(array, rule(name, array)) if name.startswith("float32") else array

@@ -45,11 +45,10 @@ class Run:
     scope="module",
     params=[
         {},
-        pytest.param({"layout": "stacked"}, marks=pytest.mark.slow),
         pytest.param({"layout": "flat"}, marks=pytest.mark.slow),
         *(pytest.param({"compression": c}, marks=pytest.mark.slow) for c in get_args(Codec)),
     ],
-    ids=["auto", "stacked", "flat", *get_args(Codec)],
+    ids=["auto", "flat", *get_args(Codec)],
 )
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A model with equal layers on 8 devices, trained one step and saved; no test changes it."""

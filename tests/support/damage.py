@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from etils import epath
 
 from support.compare import entries
 from torchax_ckpt import TorchaxCheckpointer, policies
+from torchax_ckpt.storage.directory import commit_record
 from torchax_ckpt.storage.medium import seals
-from torchax_ckpt.storage.writing import write_step
+from torchax_ckpt.storage.writing import array_writer
 
 
 def flip_bit(path: Path, at: int, bit: int = 0) -> None:
@@ -65,13 +67,13 @@ def edit_json(path: Path, change: Callable[[Any], object]) -> None:
 
 def fill_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Makes every save fail with a full disk; returns a function that ends that."""
-    write = write_step.write_step
+    write = array_writer.write_arrays
 
     def fail(*args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(write_step, "write_step", fail)
-    return lambda: monkeypatch.setattr(write_step, "write_step", write)
+    monkeypatch.setattr(array_writer, "write_arrays", fail)
+    return lambda: monkeypatch.setattr(array_writer, "write_arrays", write)
 
 
 def killed_before_setting_aside(directory: Path) -> None:
@@ -91,3 +93,11 @@ def killed_before_setting_aside(directory: Path) -> None:
     ckpt.save(11, state=fill, force=True)
     ckpt.close()
     assert entries(directory) == {"10", "11", "20", "30"}
+
+
+def set_commit_time(step: Path, commit_timestamp_nsecs: int) -> None:
+    """Changes the commit time of a step."""
+    record = step / commit_record.RECORD
+    content = json.loads(record.read_text()) | {"commit_timestamp_nsecs": commit_timestamp_nsecs}
+    record.write_text(json.dumps(content))
+    (step / commit_record.MARK).write_text(commit_record.sealing(epath.Path(step), "committed"))

@@ -1,4 +1,4 @@
-"""A program that uses Orbax itself, through both APIs, and the attributes replaced in Orbax."""
+"""A program that uses Orbax itself, through both APIs."""
 
 from __future__ import annotations
 
@@ -9,46 +9,8 @@ import jax
 import numpy as np
 from orbax import checkpoint as v0
 from orbax.checkpoint import v1 as ocp
-from orbax.checkpoint._src.futures import future, synchronization
-from orbax.checkpoint._src.metadata import array_metadata_store
-from orbax.checkpoint._src.serialization import (
-    replica_slices,
-    serialization,
-    tensorstore_utils,
-    type_handlers,
-)
-from orbax.checkpoint.experimental.v1._src.metadata import serialization as metadata
-from orbax.checkpoint.experimental.v1._src.saving import execution
-from orbax.checkpoint.experimental.v1._src.synchronization import multihost
 
 from support.compare import assert_trees_identical
-
-REPLACED: tuple[tuple[Any, str], ...] = (
-    (synchronization, "OperationIdGenerator.get_current_operation_id"),
-    (synchronization, "OperationIdGenerator.next_operation_id"),
-    (multihost, "sync_global_processes"),
-    (execution, "_check_directory_consistency"),
-    (tensorstore_utils, "_build_zarr2_metadata"),
-    (future, "_SignalingThread.start"),
-    (tensorstore_utils, "get_tensorstore_raw_bytes"),
-    (replica_slices, "transfer_arrays_to_host"),
-    (serialization, "async_serialize_from_host"),
-    (array_metadata_store, "async_path"),
-    (array_metadata_store, "multihost"),
-    (metadata, "async_path"),
-    (type_handlers, "multihost"),
-    (type_handlers, "NumpyHandler._open_and_write"),
-)
-
-
-def replaced() -> list[Any]:
-    """Returns the present values of the attributes that this package replaces; None if missing."""
-    found = []
-    for module, path in REPLACED:
-        outer, _, name = path.rpartition(".")
-        owner = getattr(module, outer, None) if outer else module
-        found.append(vars(owner).get(name) if owner is not None else None)
-    return found
 
 
 def abstract(state: Any) -> Any:

@@ -251,7 +251,7 @@ shapes = st.lists(st.sampled_from([0, 1, 2, 3, 8, 48, 100, 128, 256]), max_size=
         ),
         max_size=8,
     ),
-    st.sampled_from(["auto", "stacked", "flat"]),
+    st.sampled_from(["auto", "flat"]),
     st.booleans(),
 )
 def test_saving_any_tree_needs_no_other_device_and_no_scratch(
@@ -329,7 +329,7 @@ def test_a_temporary_in_a_program_of_a_save_is_found(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(stacking, "stack_program", sorted_twice)
     with pytest.raises(AssertionError, match="temporary_bytes"):
-        assert_saved(training_state("wide", "replicated", over), "stacked")
+        assert_saved(training_state("wide", "replicated", over), "auto")
 
 
 # --- what a restore runs ---

@@ -7,6 +7,7 @@ for the whole model.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,15 @@ from torchax_ckpt.storage.arrays.compression import codec_of
 from torchax_ckpt.storage.arrays.placement import empty
 from torchax_ckpt.storage.arrays.read_arrays import STREAMED_BYTES
 from torchax_ckpt.storage.directory.abandonment import SUMMARY_FIELD
-from torchax_ckpt.storage.directory.committed_step import CommittedStep
+from torchax_ckpt.storage.directory.committed_step import (
+    ASSETS,
+    MANIFEST,
+    STATE,
+    SUMMARY,
+    CommittedStep,
+)
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
+from torchax_ckpt.storage.medium import seals
 from torchax_ckpt.storage.medium.assets import Assets
 from torchax_ckpt.stored.scratch import room_for
 from torchax_ckpt.stored.stored_step import StoredStep
@@ -182,28 +190,36 @@ def _write(
     assets: Assets | None,
     options: CheckpointOptions,
 ) -> CommittedStep:
-    from torchax_ckpt.storage.writing import write_step  # not for reading
+    from torchax_ckpt.storage.writing import array_writer, step_writer  # not for reading
 
     _require_empty(run)
+    began_nsecs = time.time_ns()
     seal = None if assets is None else assets.seal
     try:
         run.claim()
         _require_empty(run)  # again: before the claim, another program could still write a step
         run.recover()
         path = run.path_for(step)
-        write_step.write_step(
-            path,
+        step_writer.begin(path)
+        digests = array_writer.write_arrays(
+            path / STATE,
             stored,
-            lambda taken: Manifest(
-                document, plan, installed_versions(), taken, assets=seal
-            ).to_json(),
-            {"metrics": {}, SUMMARY_FIELD: []},
-            options,
-            codec_of(options.compression),
+            {},
             stacks=plan.stacks,
-            assets=None if assets is None else assets.content,
-            before_commit=lambda folder: run.fence(),
+            codec=codec_of(options.compression),
+            max_bytes=options.max_host_bytes,
         )
+        manifest = Manifest(document, plan, installed_versions(), digests, assets=seal)
+        items = {
+            MANIFEST: seals.encoded(manifest.to_json()),
+            SUMMARY: seals.encoded({"metrics": {}, SUMMARY_FIELD: []}),
+        }
+        if assets is not None:
+            items[ASSETS] = assets.content
+        times = {"began_nsecs": began_nsecs, "at_nsecs": time.time_ns()}
+        step_writer.complete(path, stored, {}, 1, items, **times)
+        run.fence()
+        step_writer.mark(path)
         return run.commit(step, path)
     finally:
         run.release()

@@ -6,9 +6,9 @@ Therefore leaves are stored as one array, a stack, if their names differ only in
 Along its first axis, a stack has one entry for each member. In the name of a stack, ``*`` replaces
 the indices of its members' names, as in ``layers.*.wq.weight``. All 0-d host arrays of one dtype
 (an optimizer's ``step`` counters) are stored as one vector. Each large leaf is stored as an array
-of its own unless ``layout="stacked"`` is set, because copying it into a stack would take more time
-than the stack saves. No stack mixes leaves that change with leaves that do not. Leaves without
-elements are not stored; the manifest records their shape and dtype.
+of its own, because copying it into a stack would take more time than the stack saves. No stack
+mixes leaves that change with leaves that do not. Leaves without elements are not stored; the
+manifest records their shape and dtype.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torchax_ckpt.layout import names
 from torchax_ckpt.options import Layout
 
 # Each array costs some milliseconds in storage, whatever its size. Stacking pays if copying a leaf
-# takes less time than that. benchmarks/stacking.py shows that for leaves of 8 MiB it takes more.
+# takes less time than that. It was measured that for leaves of 8 MiB it takes more.
 MAX_STACKED_LEAF_BYTES = 4 << 20
 # Stacks are bounded, because a restore passes a whole stack through host memory.
 MAX_STACK_BYTES = 64 << 20
@@ -126,7 +126,7 @@ def _group(name: str, spec: LeafSpec, layout: Layout) -> tuple[Hashable, ...] | 
         return None
     if spec.on_host and spec.shape == ():
         return (names.join((_HOST_SCALARS, spec.dtype)), True)
-    if layout == "auto" and spec.nbytes > MAX_STACKED_LEAF_BYTES:
+    if spec.nbytes > MAX_STACKED_LEAF_BYTES:
         return None
     pattern = _INDEX.sub(_ANY, name)
     if pattern == name:

@@ -336,6 +336,15 @@ def _publish(client: Any, place: dict[str, Any]) -> None:
     client.key_value_set_bytes(f"{_FOLDER}/0", json.dumps(place).encode(), allow_overwrite=True)
 
 
+def coordination_service() -> Any:
+    """Returns the client of JAX's coordination service; None if there is only one process."""
+    if jax.process_count() == 1:
+        return None
+    from jax._src import distributed
+
+    return distributed.global_state.client
+
+
 _of_run: tuple[Any, Liveness] | None = None
 _beginning = threading.Lock()
 

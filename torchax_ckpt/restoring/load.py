@@ -28,7 +28,6 @@ from torchax_ckpt.state.leaf import require_jax_dtype
 from torchax_ckpt.state.pytree import key_part
 from torchax_ckpt.state.training_state import FUNCTIONAL
 from torchax_ckpt.storage.arrays import foreign
-from torchax_ckpt.storage.arrays.orbax_context import one_order
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 
 
@@ -46,8 +45,7 @@ def load_state(
     try:
         source = opened(committed)
     except ForeignCheckpointError:
-        with one_order(processes):
-            return _load_foreign(committed, abstract_state, options, processes)
+        return _load_foreign(committed, abstract_state, options)
     findings = Findings()
     prefix: tuple[str, ...] = ()
     if FUNCTIONAL in source.document:
@@ -66,15 +64,13 @@ def load_state(
         return request.build(source.read(request.reads))
 
 
-def _load_foreign(
-    committed: CommittedStep, abstract_state: Any, options: CheckpointOptions, processes: Processes
-) -> Any:
+def _load_foreign(committed: CommittedStep, abstract_state: Any, options: CheckpointOptions) -> Any:
     """Returns the state of a step that was written with Orbax, but without this package.
 
     The stored pytree must have the structure of the abstract state, if one is given.
     """
     if abstract_state is None:
-        return foreign.load_foreign(committed, None, options, processes)
+        return foreign.load_foreign(committed, None, options)
     _require_match(committed, abstract_state)
     leaves, treedef = jax.tree_util.tree_flatten(abstract_state)
     reads = {str(i): read for i, leaf in enumerate(leaves) if (read := functional.as_read(leaf))}
@@ -85,7 +81,7 @@ def _load_foreign(
         for i, leaf in enumerate(leaves)
     ]
     state = jax.tree_util.tree_unflatten(treedef, asked)
-    loaded = foreign.load_foreign(committed, state, options, processes)
+    loaded = foreign.load_foreign(committed, state, options)
     found = {str(i): leaf for i, leaf in enumerate(jax.tree_util.tree_leaves(loaded))}
     arrays = put({n: found[n] for n in reads}, {n: read.placement for n, read in reads.items()})
     revived = {n: functional.revive(reads[n].spec.node(n), arrays[n]) for n in reads}

@@ -26,6 +26,7 @@ from torchax_ckpt.formats.weights import MODEL, weights_at
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.options import CheckpointOptions
+from torchax_ckpt.processes import liveness
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.restoring import step_reader
 from torchax_ckpt.restoring.fallback import newest_readable, reading
@@ -40,7 +41,6 @@ from torchax_ckpt.state.leaf import Spec
 from torchax_ckpt.state.modules.module import ModuleComponent
 from torchax_ckpt.state.stored_entries import StoredModule
 from torchax_ckpt.state.training_state import as_rule, require_init, require_module
-from torchax_ckpt.storage.arrays import orbax_context
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.run_history import RunHistory
@@ -144,7 +144,7 @@ def warm_start(
     options = options or CheckpointOptions()
     component = ModuleComponent(model, (MODEL,), as_rule(shardings), init)
 
-    service = orbax_context.coordination_service()
+    service = liveness.coordination_service()
     processes = Processes("warm starts", options.process_timeout_secs, service)
 
     def start(origin: _Origin) -> RestoreReport:

@@ -28,7 +28,6 @@ from torchax_ckpt.saving.preserving import Preserving
 from torchax_ckpt.saving.run_tier import RunTier
 from torchax_ckpt.saving.saver import Saver
 from torchax_ckpt.saving.unchanged.reuse import Reuse
-from torchax_ckpt.storage.arrays import orbax_context
 from torchax_ckpt.storage.directory import run_identity
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
@@ -133,7 +132,7 @@ class Tiers:
             is_single = name == "local" and keep_policy.n == 1  # two copies would take more space
             reuse = Reuse(
                 directory,
-                self._options.reuse != "one-copy" and not is_single,
+                not is_single,
                 self._options.verify != "never",
                 lambda: history.branches.committed,
                 preserving.kept_before,
@@ -153,7 +152,7 @@ class Tiers:
 
     def _connect(self, channel: str) -> Processes:
         """Returns a new channel for messages between the processes of the run."""
-        service = orbax_context.coordination_service()
+        service = liveness.coordination_service()
         processes = Processes(channel, self._options.process_timeout_secs, service)
         processes.log = self.call_log
         processes.liveness = liveness.of_run(service)

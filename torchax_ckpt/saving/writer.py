@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -35,14 +35,20 @@ from torchax_ckpt.snapshot.host_array import HostArray, to_host_part
 from torchax_ckpt.snapshot.planner import beside
 from torchax_ckpt.snapshot.snapshotter import Stored
 from torchax_ckpt.state.per_process_state import joined, on_host
-from torchax_ckpt.storage.arrays import block_digests
-from torchax_ckpt.storage.arrays.compression import Compression
+from torchax_ckpt.storage.arrays import block_digests, compression
 from torchax_ckpt.storage.directory import committed_step
 from torchax_ckpt.storage.directory.abandonment import SUMMARY_FIELD
-from torchax_ckpt.storage.directory.committed_step import CommittedStep
+from torchax_ckpt.storage.directory.committed_step import (
+    ASSETS,
+    MANIFEST,
+    STATE,
+    SUMMARY,
+    CommittedStep,
+)
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.run_history import RunHistory
-from torchax_ckpt.storage.writing import retained
+from torchax_ckpt.storage.medium import links, seals
+from torchax_ckpt.storage.writing import array_writer, fetching, retained, step_writer
 from torchax_ckpt.stored.stored_step import StoredStep
 
 
@@ -57,6 +63,37 @@ class Progress(Protocol):
 
     def enter(self, phase: str) -> None:
         """Records that the save begins the stage ``phase``."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Draft:
+    """A step that is about to be written, as the processes have agreed.
+
+    Attributes:
+      path: the folder that the step is written to.
+      document: component -> node; complete on process 0.
+      plan: which stored array holds each leaf; complete on process 0.
+      arrays: stored name -> array, for the arrays that this process writes, or takes over.
+      seal: the digest of the step's assets; None if it has none.
+      division: which arrays are in databases of unchanged arrays.
+      digests: stored name -> digests, for the arrays that are taken over; known on process 0.
+      unchanged: stored name -> shape, dtype and sharding over the devices of all processes, for the
+        arrays in databases of unchanged arrays whose identity may prove their values later.
+    """
+
+    path: epath.Path
+    document: Mapping[str, Node]
+    plan: Plan
+    arrays: Mapping[str, Stored]
+    seal: str | None
+    division: Division
+    digests: Mapping[str, Digests]
+    unchanged: Mapping[str, HostArray]
+
+    @property
+    def written(self) -> dict[str, Stored]:
+        """The arrays that are not taken over."""
+        return {n: array for n, array in self.arrays.items() if n not in self.division.linked}
 
 
 class Writer:
@@ -90,7 +127,7 @@ class Writer:
         self._keepers = Keepers()
         self._failures = failures
         self._versions = installed_versions()
-        self._compression = Compression(options.compression)
+        self._codec = compression.codec_of(options.compression)
         self._reuse = reuse
         self._may_have_retained = True
         # Of the newest save: what process 0 knows, and which leaves are still.
@@ -105,94 +142,84 @@ class Writer:
         local tier, each process commits its own part. Process 0 calls ``recover``, which cleans up
         the directory.
         """
-        from torchax_ckpt.storage.writing import host_batches, write_step  # not every Orbax can
 
-        directory, processes, reuse = self._directory, self._processes, self._reuse
-        progress.enter("fetching metrics from the devices")
-        metrics, problem = capture.fetch_metrics()
-        if problem is not None:
-            self._failures.report(problem, "ranking")
-        progress.enter("stacking the arrays")
-        prepare = functools.partial(self._prepare, capture, metrics, recover)
-        prepared, plan, arrays, states = self._begin(capture, progress, prepare)
-        name, existing, seal, offers = prepared
-        self._history.refresh(committed_step.named(existing, directory.path))
-        document, plan, stored, answers = self._stored(
-            capture, plan, arrays, states, offers, progress
-        )
-        division, digests_of_linked = Division(), dict[str, Digests]()
-        if reuse:
-
-            def decide() -> Any:
-                decision = reuse.decide(plan, stored, answers)
-                digests_of_linked.update(decision.digests)
-                return decision.to_json()
-
-            decided = processes.first(decide)
-            division = divided(decided, stored, directory.path, processes)
-            gone = capture.kept.arrays.keys() - division.linked
-            stored = {**stored, **self._here(capture.kept.stored(gone))}
-        announced: dict[str, HostArray] = {
-            n: host_batches.to_announce(array)
-            for n in (division.linked | division.places.keys() if capture.kept.references else ())
-            if not isinstance(array := arrays.get(n), np.ndarray | None)
-        } | capture.kept.arrays
-        digests: Mapping[str, Digests] = {}
-
-        def on_host(number: int, count: int, nbytes: int) -> None:
-            if count == 1:
-                self._compression.begin(nbytes)
-            if number == count:
+        def on_host(is_last: bool) -> None:
+            if is_last:
                 progress.transferred.set()
             progress.enter("digesting and writing the arrays")
 
-        def manifest(taken: Mapping[str, Digests]) -> dict[str, Any]:
-            nonlocal digests
-            arrays = {n: array for n, array in stored.items() if n not in division.linked}
-            digests = {**block_digests.gathered(taken, arrays, processes), **digests_of_linked}
-            if reuse and capture.kept.references:
-                reuse.digested(division, plan, announced, taken, capture.kept)
-            progress.enter("writing and committing")
-            if not processes.is_first:
-                return {}
-            return Manifest(
-                document, plan, self._versions, digests, division.databases, seal
-            ).to_json()
-
-        def before_commit(folder: epath.Path) -> None:
-            if reuse:
-                self._written = reuse.written(folder, division, plan, stored, digests)
-            directory.fence()
-
-        self._written = None
+        began_nsecs, self._written = time.time_ns(), None
+        progress.enter("fetching metrics from the devices")
+        metrics = self._metrics(capture)
+        progress.enter("stacking the arrays")
+        draft = self._draft(capture, metrics, progress, recover)
+        progress.enter("transferring the arrays from the devices")
+        for folder, name in draft.division.links:
+            links.take_over(folder, draft.path / STATE / name)
+        taken = array_writer.write_arrays(
+            draft.path / STATE,
+            draft.written,
+            draft.division.folders,
+            process=self._processes.index,
+            stacks=draft.plan.stacks,
+            codec=self._codec,
+            max_bytes=self._options.max_host_bytes,
+            on_host=on_host,
+        )
+        if self._reuse:
+            self._reuse.digested(draft.division, draft.plan, draft.unchanged, taken, capture.kept)
+        digests = block_digests.gathered(taken, draft.written, self._processes)
+        progress.enter("writing and committing")
+        at_nsecs = time.time_ns() if self._hosts is None else self._hosts.agreed_time()
         self._summary = {
             "metrics": metrics,
             SUMMARY_FIELD: self._history.abandons(),
-            **directory.run_name.for_summary(),
+            **self._directory.run_name.for_summary(),
         }
-        # Process 0 decides for all processes whether the step has assets.
-        mine = capture.assets.content if capture.assets and processes.is_first else b""
-        progress.enter("transferring the arrays from the devices")
-        write_step.write_step(
-            directory.path / name,
-            stored,
-            manifest,
-            self._summary,
-            self._options,
-            self._compression.codec,
-            stacks=plan.stacks,
-            places=division.places,
-            assets=None if seal is None else mine,
-            on_host=on_host,
-            before_commit=before_commit,
-            processes=processes,
-        )
-        self._compression.end(len(stored))
-        if not processes.is_first:
+        if not self._processes.is_first:
             return None
+        self._complete(capture, draft, {**digests, **draft.digests}, began_nsecs, at_nsecs)
+        self._directory.fence()
+        step_writer.mark(draft.path)
         commit = self._commit if self._hosts is None else self._commit_part
-        described = committed_step.described([commit(capture.step, name)])
+        described = committed_step.described([commit(capture.step, draft.path)])
         return [described, self._written.still if self._written else None]
+
+    def _metrics(self, capture: Capture) -> dict[str, Any]:
+        metrics, problem = capture.fetch_metrics()
+        if problem is not None:
+            self._failures.report(problem, "ranking")
+        return metrics
+
+    def _complete(
+        self,
+        capture: Capture,
+        draft: Draft,
+        digests: Mapping[str, Digests],
+        began_nsecs: int,
+        at_nsecs: int,
+    ) -> None:
+        """Writes all of a step but its arrays, which all processes have written."""
+        databases = draft.division.databases
+        manifest = Manifest(
+            draft.document, draft.plan, self._versions, digests, databases, draft.seal
+        )
+        items = {MANIFEST: seals.encoded(manifest.to_json()), SUMMARY: seals.encoded(self._summary)}
+        if draft.seal is not None and capture.assets is not None:
+            items[ASSETS] = capture.assets.content
+        step_writer.complete(
+            draft.path,
+            draft.arrays,
+            databases,
+            self._processes.count,
+            items,
+            began_nsecs=began_nsecs,
+            at_nsecs=at_nsecs,
+        )
+        if self._reuse:
+            self._written = self._reuse.written(
+                draft.path, draft.division, draft.plan, draft.arrays, digests
+            )
 
     def committed(self, described: Any) -> tuple[CommittedStep, dict[str, Any]]:
         """Returns the step of the newest save, and its summary, if the processes have saved it.
@@ -229,21 +256,60 @@ class Writer:
             retained.remove(directory.path, directory.fence)
             self._may_have_retained = False
 
-    def _prepare(
-        self, capture: Capture, metrics: Mapping[str, Any], recover: Callable[[], None]
-    ) -> tuple[str, list[Any], str | None, list[Any]]:
-        """Cleans up the directory; returns the new step's folder name, and the run's steps as JSON.
+    def _draft(
+        self,
+        capture: Capture,
+        metrics: Mapping[str, Any],
+        progress: Progress,
+        recover: Callable[[], None],
+    ) -> Draft:
+        """Stacks the arrays, makes the directory ready, and finds what is taken over."""
+        directory, processes = self._directory, self._processes
 
-        The steps of the run include abandoned steps whose folders are not yet renamed or deleted.
-        The other results are the digest of the new step's assets, or None, and as JSON the
-        databases that the save could take over.
-        """
-        recover()
-        known = committed_step.described(self._history.branches.in_place)
-        seal = capture.assets.seal if capture.assets else None
-        offered = self._reuse.offers(capture.step, metrics) if self._reuse else []
-        offers = [dataclasses.astuple(offer) for offer in offered]
-        return self._directory.path_for(capture.step).name, known, seal, offers
+        def prepare() -> tuple[str, list[Any], str | None, list[Any]]:
+            """Cleans up the directory; returns what the other processes must know."""
+            recover()
+            known = committed_step.described(self._history.branches.in_place)
+            offered = self._reuse.offers(capture.step, metrics) if self._reuse else []
+            offers = [dataclasses.astuple(offer) for offer in offered]
+            path = directory.path_for(capture.step)
+            step_writer.begin(path)
+            return path.name, known, capture.assets.seal if capture.assets else None, offers
+
+        prepared, plan, arrays, states = self._begin(capture, progress, prepare)
+        name, existing, seal, offers = prepared
+        self._history.refresh(committed_step.named(existing, directory.path))
+        document, plan, stored, answers = self._stored(
+            capture, plan, arrays, states, offers, progress
+        )
+        division, digests = Division(), dict[str, Digests]()
+        if reuse := self._reuse:
+
+            def decide() -> Any:
+                decision = reuse.decide(plan, stored, answers)
+                digests.update(decision.digests)
+                return decision.to_json()
+
+            decided = processes.first(decide)
+            division = divided(decided, stored, directory.path, processes)
+            gone = capture.kept.arrays.keys() - division.linked
+            stored = {**stored, **self._here(capture.kept.stored(gone))}
+        names = division.linked | division.folders.keys() if capture.kept.references else ()
+        unchanged = {
+            n: fetching.without_parts(array)
+            for n in names
+            if not isinstance(array := arrays.get(n), np.ndarray | None)
+        }
+        return Draft(
+            directory.path / name,
+            document,
+            plan,
+            stored,
+            seal,
+            division,
+            digests,
+            unchanged | capture.kept.arrays,
+        )
 
     def _begin(
         self, capture: Capture, progress: Progress, prepare: Callable[[], Any]
@@ -321,11 +387,10 @@ class Writer:
     def _here(self, arrays: Mapping[str, Stored]) -> dict[str, Stored]:
         """Returns the arrays that this process writes, given those over the devices of all.
 
-        In a run of several processes, Orbax does not accept an array all of whose devices belong to
-        one process. Process 0 therefore copies each such array that it has to the host, and writes
-        the copy; other processes do not write such arrays. An array on devices of several processes
-        is written by these processes together. But if each host writes a directory of its own, each
-        process writes an array that consists of its own shards only.
+        In a run of several processes, an array all of whose devices belong to one process is stored
+        as a host array, by process 0, because the sharding means nothing to other processes. An
+        array on devices of several processes is written by these processes together. But if each
+        host writes a directory of its own, each process writes an array of its own shards only.
         """
         if self._processes.count == 1 and self._hosts is None:
             return dict(arrays)
@@ -351,12 +416,12 @@ class Writer:
         progress.enter("comparing the arrays with earlier steps")
         return self._reuse.answer([Offer(*o) for o in offers], plan, arrays, capture.kept)
 
-    def _commit(self, step: int, name: str) -> CommittedStep:
-        durable = self._directory.commit(step, self._directory.path / name)
+    def _commit(self, step: int, path: epath.Path) -> CommittedStep:
+        durable = self._directory.commit(step, path)
         self._history.landed(durable)
         return durable
 
-    def _commit_part(self, step: int, name: str) -> CommittedStep:
+    def _commit_part(self, step: int, path: epath.Path) -> CommittedStep:
         """Commits this host's part of a step; deletes the part if another host failed to commit.
 
         So the step stays on all hosts or on none, with one exception: if another host dies before
@@ -365,9 +430,8 @@ class Writer:
         """
         hosts = self._hosts
         assert hosts is not None
-        at = hosts.agreed_time()
         try:
-            durable = self._directory.commit(step, self._directory.path / name, at)
+            durable = self._directory.commit(step, path)
         except Exception:
             with contextlib.suppress(Exception):  # the failed commit is the error to report
                 hosts.any(flag=True)

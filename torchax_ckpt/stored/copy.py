@@ -94,8 +94,8 @@ def _copy(
     """Copies a step; ``first_copies``, of files that several steps have, gets those of this one."""
     path = target.path_for(committed.step)
     try:
-        with still_there(committed), permissions.closed_while_written(path) as mode:
-            path.mkdir(parents=True, exist_ok=True, mode=0o777 if mode is None else mode)
+        with still_there(committed):
+            permissions.make_closed_folder(path)
             shared = _shared_files(committed, target)
             known = {name: first_copies[f] for name, f in shared.items() if f in first_copies}
             _copy_files(committed.path, path, known, on_bytes)
@@ -114,6 +114,7 @@ def _copy(
             target.fence()
             # Copied last, because on a bucket the mark completes the step.
             _copy_file(committed.path / commit_record.MARK, path / commit_record.MARK, on_bytes)
+        permissions.open_folder(path)
         fsync.sync_tree(path)
         done = target.commit(committed.step, path)
     except BaseException as error:

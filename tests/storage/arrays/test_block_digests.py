@@ -247,7 +247,7 @@ ROWS, COLUMNS = P("x"), P(None, "x")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["flat", "stacked"])
+@pytest.mark.parametrize("layout", ["flat", "auto"])
 @pytest.mark.parametrize("saved_as", [ROWS, COLUMNS], ids=["rows", "columns"])
 @pytest.mark.parametrize("read_as", [ROWS, COLUMNS, P()], ids=["rows", "columns", "replicated"])
 def test_memory_on_the_way_is_bounded(
@@ -267,7 +267,7 @@ def test_memory_on_the_way_is_bounded(
     with TorchaxCheckpointer(directory, options=CheckpointOptions(layout=layout)) as ckpt:
         ckpt.save(1, state=state_as(saved_as))
     expected = state_as(read_as)
-    one = 3 * 4096 if layout == "stacked" else 4096  # an array
+    one = 3 * 4096 if layout == "auto" else 4096  # an array
     for bound in (3 * one, 1000):
         with monkeypatch.context() as patch:
             host = HostMemory(patch)
@@ -348,7 +348,7 @@ def test_blocks_of_large_members_of_a_stack_are_their_parts_of_chunks(
 ) -> None:
     monkeypatch.setattr(chunking, "MAX_BYTES", 4096)
     state = {"w": {str(i): random_bits("float32", (32, 64), i) for i in range(3)}}
-    with TorchaxCheckpointer(directory, options=CheckpointOptions(layout="stacked")) as ckpt:
+    with TorchaxCheckpointer(directory, options=CheckpointOptions()) as ckpt:
         ckpt.save(1, state=state)
         ckpt.wait_until_finished()
         ckpt.verify(1)

@@ -21,12 +21,11 @@ from hypothesis import strategies as st
 from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
 from torchax_ckpt.errors import SaveError
 from torchax_ckpt.saving.writer import Writer
-from torchax_ckpt.storage.directory import abandonment, commit_record, committed_step
+from torchax_ckpt.storage.directory import abandonment, committed_step
 from torchax_ckpt.storage.directory.abandonment import Branches, Key
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
-from torchax_ckpt.storage.medium import seals
-from torchax_ckpt.storage.writing import write_step
+from torchax_ckpt.storage.writing import array_writer, step_writer
 
 KEEP = 2
 TIERS = ("durable", "local")
@@ -149,14 +148,15 @@ class Run:
     def faked(self) -> Iterator[None]:
         """Steps consist of a summary and a commit record."""
 
-        def write(path: Any, stored: Any, manifest: Any, summary: Any, *_: Any, **__: Any) -> None:
+        def complete(
+            path: Any, arrays: Any, databases: Any, count: int, items: Any, **_: Any
+        ) -> None:
             (path / committed_step.SUMMARY).mkdir(parents=True)
-            text = json.dumps(seals.seal(summary))
-            (path / committed_step.SUMMARY / "data.json").write_text(text)
+            summary = items[committed_step.SUMMARY]
+            (path / committed_step.SUMMARY / "data.json").write_bytes(summary)
             at = next(self.times)
             record = {"commit_timestamp_nsecs": at, "item_handlers": {}}
             (path / "_CHECKPOINT_METADATA").write_text(json.dumps(record))
-            (path / commit_record.MARK).write_text(commit_record.sealing(path, ""))
             number = int(path.name.split("-")[1])
             self.written[path.parent.name] = (number, at)
 
@@ -165,7 +165,8 @@ class Run:
                 raise OSError(5, "cannot be read now")
 
         with (
-            mock.patch.object(write_step, "write_step", write),
+            mock.patch.object(array_writer, "write_arrays", return_value={}),
+            mock.patch.object(step_writer, "complete", complete),
             mock.patch.object(Writer, "read_back", read_back),
         ):
             yield

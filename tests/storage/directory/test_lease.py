@@ -36,7 +36,7 @@ from torchax_ckpt.storage.directory.compare_and_swap import Conflict, record_at
 from torchax_ckpt.storage.directory.lease import Lease
 from torchax_ckpt.storage.directory.lease_holder import LeaseHolder, process_of
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
-from torchax_ckpt.storage.writing import write_step
+from torchax_ckpt.storage.writing import array_writer
 
 STATE = {"w": np.arange(3)}
 T0 = 1_800_000_000.0
@@ -637,16 +637,16 @@ def test_readers_take_no_lease(directory: Path) -> None:
 def test_a_writer_that_lost_its_lease_while_writing_commits_nothing_and_stops(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_really = write_step.write_step
+    write_really = array_writer.write_arrays
 
-    def lose(*args: Any, **kwargs: Any) -> None:
+    def lose(*args: Any, **kwargs: Any) -> Any:
         write(directory, dataclasses.replace(ELSEWHERE, renewed_secs=time.time()))
-        write_really(*args, **kwargs)
+        return write_really(*args, **kwargs)
 
     ckpt = TorchaxCheckpointer(directory)
     ckpt.save(1, state=STATE)
     ckpt.wait_until_finished()
-    monkeypatch.setattr(write_step, "write_step", lose)
+    monkeypatch.setattr(array_writer, "write_arrays", lose)
     ckpt.save(2, state=STATE, force=True)
     with pytest.raises(SaveError, match=r"saving step 2 .* has lost its lease: it is held by host"):
         ckpt.wait_until_finished()

@@ -12,7 +12,7 @@ import pytest
 from etils import epath
 from support import PROGRAMS
 from support.commands import run_json
-from support.damage import flip_bit, killed_before_setting_aside
+from support.damage import flip_bit, killed_before_setting_aside, set_commit_time
 from support.processes import run_processes
 from support.training import mlp
 from typer.testing import CliRunner
@@ -198,7 +198,7 @@ def test_a_step_in_the_shadow_of_a_later_one_of_its_number_is_nobodys(directory:
             ckpt.save(step, force=True)
             ckpt.wait_until_finished()
     later = epath.Path(shutil.copytree(directory / "20", directory / "incoming-20"))
-    commit_record.set_time(later, commit_record.read_time(later) + 1)
+    set_commit_time(Path(later), commit_record.read_time(later) + 1)
     with TorchaxCheckpointer(directory, preservation_policy=ALL) as ckpt:
         ckpt.attach(mlp())
         ckpt.restore(10)

@@ -24,7 +24,7 @@ from torchax_ckpt.storage.directory.abandonment import Branches
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.run_history import RunHistory
-from torchax_ckpt.storage.writing import write_step
+from torchax_ckpt.storage.writing import array_writer
 
 STATE = {"w": np.zeros(4)}
 NEVER = 10**9
@@ -60,7 +60,7 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
         assert go.wait(60)
         raise OSError("let go")
 
-    monkeypatch.setattr(write_step, "write_step", wait)
+    monkeypatch.setattr(array_writer, "write_arrays", wait)
     yield go
     go.set()
 

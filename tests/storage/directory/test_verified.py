@@ -23,7 +23,7 @@ from torchax_ckpt.storage.directory.committed_step import STATE
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.verified import MARK
 from torchax_ckpt.storage.medium import permissions
-from torchax_ckpt.storage.writing import write_step
+from torchax_ckpt.storage.writing import array_writer
 from torchax_ckpt.stored import stored_step
 from torchax_ckpt.stored.stored_step import StoredStep
 
@@ -224,14 +224,15 @@ def test_a_step_that_cannot_be_read_back_now_stays_until_the_next_one_is_durable
 def test_a_step_that_does_not_read_back_is_deleted_and_its_save_has_failed(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = write_step.write_step
+    write = array_writer.write_arrays
     fill(directory, 1)
 
-    def damaging(path: Any, *args: Any, **kwargs: Any) -> None:
-        write(path, *args, **kwargs)
+    def damaging(path: Any, *args: Any, **kwargs: Any) -> Any:
+        taken = write(path, *args, **kwargs)
         damage(Path(path), state(2)["w"].tobytes()[:64])
+        return taken
 
-    monkeypatch.setattr(write_step, "write_step", damaging)
+    monkeypatch.setattr(array_writer, "write_arrays", damaging)
     ckpt = TorchaxCheckpointer(
         directory, options=CheckpointOptions(read_back=True), preservation_policy=LATEST
     )
@@ -239,13 +240,13 @@ def test_a_step_that_does_not_read_back_is_deleted_and_its_save_has_failed(
     with pytest.raises(SaveError, match=r"saving step 2 .*state/w: the stored bytes are not"):
         ckpt.wait_until_finished()
     assert ckpt.all_steps() == [1]
-    monkeypatch.setattr(write_step, "write_step", write)
+    monkeypatch.setattr(array_writer, "write_arrays", write)
     assert ckpt.save(2, state=state(2), force=True)
     ckpt.close()
     assert ckpt.all_steps() == [2]
 
 
-@pytest.mark.parametrize("layout", ["flat", "stacked"])
+@pytest.mark.parametrize("layout", ["flat", "auto"])
 @pytest.mark.parametrize("compression", [False, True])
 def test_a_damaged_step_is_named_with_its_leaf_and_file(
     layout: Any, compression: bool, directory: Path

@@ -16,7 +16,7 @@ from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
 from torchax_ckpt.errors import CorruptCheckpointError, DirectoryError, SaveError
 from torchax_ckpt.storage.directory.committed_step import MANIFEST
 from torchax_ckpt.storage.medium import seals, storage_errors
-from torchax_ckpt.storage.writing import write_step
+from torchax_ckpt.storage.writing import array_writer
 
 STATE = {"w": np.arange(3)}
 TENSORSTORE_FULL = (
@@ -98,19 +98,19 @@ Fail = Callable[["Exception | None"], None]
 @pytest.fixture
 def fail(monkeypatch: pytest.MonkeyPatch) -> Fail:
     """Has every write fail with this error, or none."""
-    write = write_step.write_step
+    write = array_writer.write_arrays
     error: Exception | None = None
 
-    def write_or_fail(*args: Any, **kwargs: Any) -> None:
+    def write_or_fail(*args: Any, **kwargs: Any) -> Any:
         if error is not None:
             raise error
-        write(*args, **kwargs)
+        return write(*args, **kwargs)
 
     def set_error(new: Exception | None) -> None:
         nonlocal error
         error = new
 
-    monkeypatch.setattr(write_step, "write_step", write_or_fail)
+    monkeypatch.setattr(array_writer, "write_arrays", write_or_fail)
     return set_error
 
 

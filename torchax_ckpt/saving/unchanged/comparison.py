@@ -34,7 +34,7 @@ from torchax_ckpt.snapshot.host_array import HostArray, Start
 from torchax_ckpt.storage.arrays import block_digests
 from torchax_ckpt.storage.arrays.chunking import AnyArray
 from torchax_ckpt.storage.directory.committed_step import STATE
-from torchax_ckpt.storage.writing import databases
+from torchax_ckpt.storage.writing import databases, fetching
 
 logger = logging.getLogger(__name__)
 
@@ -227,18 +227,16 @@ def _parts(array: AnyArray, block: tuple[int, ...]) -> Mapping[Start, np.ndarray
 
     A step of another mesh may have blocks that are not those of any process. They are left out.
     """
+    parts = fetching.start(array)()
     if isinstance(array, np.ndarray):
-        return {(0,) * array.ndim: array}
-    from torchax_ckpt.storage.writing import host_batches  # not for reading
-
-    parts = host_batches.fetched(array).parts
+        return parts
     if all(
         start % length == 0 and size % length == 0
         for first, part in parts.items()
         for start, size, length in zip(first, part.shape, block, strict=True)
     ):
         return parts
-    return _joined(host_batches.fetched_shards(array), block)
+    return _joined(fetching.fetched_shards(array), block)
 
 
 def _joined(array: HostArray, block: tuple[int, ...]) -> Mapping[Start, np.ndarray]:

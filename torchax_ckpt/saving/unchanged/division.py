@@ -18,9 +18,7 @@ from torchax_ckpt.saving.unchanged import index_runs
 from torchax_ckpt.saving.unchanged.known_databases import Content, KnownDatabase
 from torchax_ckpt.storage.arrays import chunking
 from torchax_ckpt.storage.arrays.chunking import AnyArray
-from torchax_ckpt.storage.arrays.placed_array import Place
 from torchax_ckpt.storage.directory.committed_step import STATE
-from torchax_ckpt.storage.writing import databases
 from torchax_ckpt.storage.writing.databases import File
 
 
@@ -30,13 +28,15 @@ class Division:
 
     Attributes:
       databases: the databases of the new step: name -> database.
-      places: stored name -> where the array is stored, for the arrays in these databases.
+      folders: stored name -> folder, for the arrays in these databases that the save writes.
       linked: the stored names of the arrays whose database the save takes over.
+      links: what this process takes over: the folder in the earlier step, the new folder's name.
     """
 
     databases: Mapping[str, Database] = dataclasses.field(default_factory=dict)
-    places: Mapping[str, Place] = dataclasses.field(default_factory=dict)
+    folders: Mapping[str, str] = dataclasses.field(default_factory=dict)
     linked: frozenset[str] = frozenset()
+    links: Sequence[tuple[epath.Path, str]] = ()
 
 
 @dataclasses.dataclass
@@ -116,8 +116,9 @@ def divided(
     """
     copy, entries = decision
     found: dict[str, Database] = {}
-    places: dict[str, Place] = {}
+    folders: dict[str, str] = {}
     linked: set[str] = set()
+    links: list[tuple[epath.Path, str]] = []
     index = processes.index if processes.count > 1 else None
     num_folders = 0
     for number, (names, runs, source, on_host) in enumerate(entries):
@@ -135,14 +136,11 @@ def divided(
                 "attach on every process."
             )
         if source is None:
-            fresh = databases.Fresh(unchanged.folder_of(name, index), len(names))
-            places |= dict.fromkeys(names, fresh)
+            folders |= dict.fromkeys(names, unchanged.folder_of(name, index))
             continue
-        folders = []
         old = unchanged.folders_of(source[1], writers)
         for folder, new in zip(old, unchanged.folders_of(name, writers), strict=True):
             if on_host or num_folders % processes.count == processes.index:
-                folders.append((directory / source[0] / STATE / folder, new))
+                links.append((directory / source[0] / STATE / folder, new))
             num_folders += not on_host
-        places |= dict.fromkeys(names, databases.Linked(folders))
-    return Division(found, places, frozenset(linked))
+    return Division(found, folders, frozenset(linked), links)

@@ -269,7 +269,7 @@ class Reuse:
         """
         taken = {name: sent for name, sent in self._sent.items() if name in division.linked}
         for name, found in digests.items():
-            if name in division.places and found.long is not None:
+            if name in division.folders and found.long is not None:
                 taken[name] = Taken(found.block, comparison.encoded(found.long))
         self._identities.saving(division.databases, plan, arrays, taken, kept.references)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import jax
@@ -10,33 +11,34 @@ from jax.sharding import Sharding
 from orbax.checkpoint import v1 as ocp
 
 from torchax_ckpt.options import CheckpointOptions
-from torchax_ckpt.processes.coordination import Processes
-from torchax_ckpt.storage.arrays import array_checks, orbax_context
+from torchax_ckpt.storage.arrays import array_checks
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.step_files import as_corrupt
 
+# Orbax reads the number of its newest operation where it needs that of the current one.
+_one_at_a_time = threading.RLock()
 
-def load_foreign(
-    committed: CommittedStep, abstract_state: Any, options: CheckpointOptions, processes: Processes
-) -> Any:
+
+def load_foreign(committed: CommittedStep, abstract_state: Any, options: CheckpointOptions) -> Any:
     """Returns the content of a step that Orbax wrote without this package.
 
     Args:
       committed: the step.
       abstract_state: a pytree of ShapeDtypeStructs; None to load everything as host arrays.
       options: memory bounds.
-      processes: the processes that read the step together, in a round.
 
     Raises:
       CorruptCheckpointError: Orbax cannot read the step as the abstract state requests.
     """
     metadata = foreign_metadata(committed)
-    with (
-        orbax_context.operation(processes),
-        as_corrupt(committed, "checkpoint"),
-        orbax_context.one_at_a_time,
-        orbax_context.for_loading(options),
-    ):
+    context = ocp.Context()
+    context.pytree.loading.partial_load = True
+    context.memory.read_concurrent_bytes = options.max_host_bytes
+    # Each process reads for itself. Orbax would wait for the others at barriers whose names hold a
+    # number that each process counts for itself, so a load on one process would confuse them.
+    context.multiprocessing.primary_host = jax.process_index()
+    context.multiprocessing.active_processes = {jax.process_index()}
+    with as_corrupt(committed, "checkpoint"), _one_at_a_time, context:
         if abstract_state is None:
             # Without an abstract state, Orbax rebuilds the mesh on which the step was saved, which
             # fails on any other mesh. Host arrays need no mesh.

@@ -1,8 +1,8 @@
 """Handles Orbax's commit record and commit mark, the files that make a folder a committed step.
 
-Orbax writes the commit mark last. torchax_ckpt adds to the mark the digests of two other files that
-Orbax writes: the commit record, and the file of the arrays' shardings. On a bucket, a folder is a
-committed step only if it has a commit mark.
+The commit mark is written last. Its second line has the digests of two other files: the commit
+record, and the file of the arrays' shardings. On a bucket, a folder is a committed step only if it
+has a commit mark.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from torchax_ckpt.storage.directory.committed_step import (
     SUMMARY,
     CommittedStep,
 )
-from torchax_ckpt.storage.medium import bucket, containment, fsync, location, seals
+from torchax_ckpt.storage.medium import bucket, containment, location, seals
 
 logger = logging.getLogger(__name__)
 
 # The file that Orbax writes last into a step.
 MARK = "commit_success.txt"
-_RECORD = "_CHECKPOINT_METADATA"
+RECORD = "_CHECKPOINT_METADATA"
 # The shardings that the arrays were saved with, for people to read.
 SHARDINGS = f"{STATE}/_sharding"
-_SEALED = (_RECORD, SHARDINGS)
+_SEALED = (RECORD, SHARDINGS)
 # The names of entries in a step, whether this package or Orbax alone wrote the step.
-_PARTS = {STATE, MANIFEST, SUMMARY, ASSETS, verified.MARK, _RECORD, "_METADATA", "pytree"}
+_PARTS = {STATE, MANIFEST, SUMMARY, ASSETS, verified.MARK, RECORD, "_METADATA", "pytree"}
 _STEP = re.compile(r"(incoming-)?(0|[1-9][0-9]{0,17})(?(1)(?:-\d+)?)")
 # The name of an empty object that marks a folder of a bucket in which a save began and from which
 # the save's files were removed.
@@ -138,7 +138,7 @@ def read_time(path: epath.Path) -> int:
       OSError: the record or the mark cannot be read.
       ValueError: the record or the mark is damaged. Both errors name the file.
     """
-    for name in (_RECORD, MARK):
+    for name in (RECORD, MARK):
         if not containment.is_plain(path, name):
             raise ValueError(
                 f"{path / name}: expected a regular file of at most {seals.MAX_JSON_BYTES} bytes "
@@ -152,15 +152,15 @@ def read_time(path: epath.Path) -> int:
     if known is None and location.is_bucket(path):
         raise FileNotFoundError(f"{path / MARK}: does not exist")
     try:
-        record = json.loads(_read_checked(path, _RECORD, known))
+        record = json.loads(_read_checked(path, RECORD, known))
         found = record["commit_timestamp_nsecs"]
     except FileNotFoundError as error:  # a bucket's client raises it with a text of its own
-        raise FileNotFoundError(f"{path / _RECORD}: does not exist") from error
+        raise FileNotFoundError(f"{path / RECORD}: does not exist") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path / _RECORD}: was damaged: {error!s:.100}") from error
+        raise ValueError(f"{path / RECORD}: was damaged: {error!s:.100}") from error
     if type(found) is not int or not LOST < found <= _MAX_TIME:
         raise ValueError(
-            f"{path / _RECORD}: expected the time of the step's commit, in nanoseconds since 1970, "
+            f"{path / RECORD}: expected the time of the step's commit, in nanoseconds since 1970, "
             f"found {found!r:.40}: the file is damaged"
         )
     return found
@@ -171,14 +171,14 @@ def _was_committed(path: epath.Path) -> bool:
     if location.is_bucket(path):
         # A mark without other files comes from a late request of a save that was given up and
         # removed.
-        return is_marked(path) and any((path / name).exists() for name in (_RECORD, *_OWN_PARTS))
+        return is_marked(path) and any((path / name).exists() for name in (RECORD, *_OWN_PARTS))
     try:
         if os.path.islink(path):
             return False
         names = set(os.listdir(path))
     except (FileNotFoundError, NotADirectoryError):
         return False
-    return bool(names & {MARK, _RECORD}) or names >= _OWN_PARTS
+    return bool(names & {MARK, RECORD}) or names >= _OWN_PARTS
 
 
 def item_names(path: epath.Path) -> set[str]:
@@ -187,28 +187,12 @@ def item_names(path: epath.Path) -> set[str]:
     An item is a part of a step, such as its arrays or its manifest. Some of the returned items may
     have been lost since the commit.
     """
-    items = json.loads((path / _RECORD).read_text()).get("item_handlers")
+    items = json.loads((path / RECORD).read_text()).get("item_handlers")
     return set(items) if isinstance(items, dict) else set()
 
 
-def set_time(path: epath.Path, commit_timestamp_nsecs: int) -> None:
-    """Changes the commit time that Orbax wrote, in a step that does not have its final name yet."""
-    record = json.loads((path / _RECORD).read_text())
-    record["commit_timestamp_nsecs"] = commit_timestamp_nsecs
-    (path / _RECORD).write_text(json.dumps(record))
-    said, _, _ = (path / MARK).read_text().partition("\n")
-    (path / MARK).write_text(sealing(path, said))
-    for name in (_RECORD, MARK):
-        fsync.sync(path / name)
-
-
 def sealing(path: epath.Path, said: str) -> str:
-    """Returns the text of a commit mark: Orbax's text, then the digests of two metadata files.
-
-    Args:
-      path: the step.
-      said: the text that Orbax writes into the mark.
-    """
+    """Returns the text of a step's commit mark: a line, then the digests of two metadata files."""
     found = {}
     for name in _SEALED:
         with contextlib.suppress(FileNotFoundError):  # no sharded array: no file of shardings

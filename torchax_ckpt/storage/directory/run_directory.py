@@ -250,15 +250,12 @@ class RunDirectory:
                 return path
         raise AssertionError("unreachable: the count never ends")
 
-    def commit(self, step: int, written: epath.Path, at: int | None = None) -> CommittedStep:
+    def commit(self, step: int, written: epath.Path) -> CommittedStep:
         """Makes step N visible; on local storage as ``N``, or as ``incoming-N`` if ``N`` exists.
 
         If storage reports an error, the step is taken back, now or else by the next ``recover``.
-        ``at`` is the commit time, if several hosts have agreed on one.
         """
         path = written
-        if at is not None:
-            commit_record.set_time(written, at)
         if not self._is_bucket:
             path = self.path / str(step)
             if path.exists():

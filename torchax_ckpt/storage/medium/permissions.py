@@ -15,7 +15,6 @@ import os
 import pathlib
 import stat
 import uuid
-from collections.abc import Iterator
 
 from etils import epath
 
@@ -65,17 +64,15 @@ def prove_writable(folder: epath.Path, draft_suffix: str) -> None:
     path.unlink()
 
 
-@contextlib.contextmanager
-def closed_while_written(step: epath.Path, *, opens: bool = True) -> Iterator[int | None]:
-    """Yields the mode (None: default) for a step's folder, which one process ``opens`` at the end.
+def make_closed_folder(step: epath.Path) -> None:
+    """Creates a step's folder, which other users cannot enter until ``open_folder``."""
+    if not location.is_bucket(step):
+        step.mkdir(mode=0o700)
 
-    Until then the folder is closed to other users, also if the block raises an error.
-    """
+
+def open_folder(step: epath.Path) -> None:
+    """Lets other users enter a step's folder, as the modes of its inner folders say."""
     if location.is_bucket(step):
-        yield None
-        return
-    yield 0o700
-    if not opens:
         return
     for folder, folders, files in os.walk(step):
         for name in (*folders, *files):

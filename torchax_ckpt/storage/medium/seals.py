@@ -53,6 +53,11 @@ def seal(content: Mapping[str, Any]) -> dict[str, Any]:
     return {**content, _SEAL: xxhash.xxh3_64_hexdigest(text)}
 
 
+def encoded(content: Mapping[str, Any]) -> bytes:
+    """Returns a sealed JSON object as it is stored."""
+    return json.dumps(seal(content)).encode()
+
+
 def seal_of(sealed: Mapping[str, Any]) -> str:
     """Returns the digest that a sealed JSON object carries."""
     return str(sealed[_SEAL])

@@ -1,22 +1,14 @@
-"""Stores unchanged arrays in databases of their own, or takes over databases of earlier steps.
-
-Orbax merges the databases of a step into one, whichever their number, so a reader does not see the
-difference. ``layout/unchanged.py`` tells what the databases are for.
-
-Source: Orbax 0.12.8 merges all folders of an item that are named ``ocdbt.process_`` and an id; an
-OCDBT database refers to its files by paths relative to its folder.
-"""
+"""Reads databases of unchanged arrays; ``layout/unchanged.py`` tells what they are for."""
 
 from __future__ import annotations
 
-import asyncio
 import collections
 import contextlib
 import json
 import logging
 import math
 import os
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,8 +17,7 @@ from etils import epath
 
 from torchax_ckpt.layout import unchanged
 from torchax_ckpt.storage.arrays import array_checks
-from torchax_ckpt.storage.arrays.placed_array import Place
-from torchax_ckpt.storage.medium import bucket, containment, links, location
+from torchax_ckpt.storage.medium import bucket, containment, location
 
 logger = logging.getLogger(__name__)
 
@@ -39,65 +30,6 @@ class File(NamedTuple):
 
     size: int
     crc32c: str = ""
-
-
-_Write = Callable[[dict[str, Any], Any], Awaitable[None]]
-
-
-class Fresh(Place):
-    """A database that one save writes; in a run of several processes, the part of this process.
-
-    All arrays of the database are written in one transaction, so that the database has few files
-    and no bytes that a later version of its index would leave unused.
-
-    Args:
-      folder: the name of the database's folder, see ``layout/unchanged.py``. A process that stores
-        no part of the arrays writes no folder.
-      count: the number of arrays that are stored in the database.
-    """
-
-    def __init__(self, folder: str, count: int) -> None:
-        self._folder = folder
-        self._num_missing = count
-        self._transaction = ts.Transaction(atomic=True)
-
-    async def store(self, spec: dict[str, Any], write: _Write) -> None:
-        """Adds an array to the database; the last array makes the database durable."""
-        await write(_in_folder(spec, self._folder), self._transaction)
-        self._num_missing -= 1
-        if not self._num_missing:
-            await self._transaction.commit_async()
-
-    def require_complete(self) -> None:
-        """Raises RuntimeError unless all arrays were added."""
-        if self._num_missing:
-            raise RuntimeError(f"{self._folder}: {self._num_missing} arrays were not written")
-
-
-class Linked(Place):
-    """A database that an earlier step has, and that the new step takes over (``medium/links.py``).
-
-    Attributes:
-      folders: the folders of the database that this process takes over: the folder in the earlier
-        step, and the name of the folder in the new step.
-    """
-
-    def __init__(self, folders: Sequence[tuple[epath.Path, str]]) -> None:
-        self.folders = folders
-        self._is_linked = False
-
-    async def store(self, spec: dict[str, Any], write: _Write) -> None:
-        """Takes the database over if this is its first array; writes no values of the array."""
-        if not self._is_linked:
-            self._is_linked = True
-            state = location.folder_of(spec["kvstore"]["base"]).parent
-            for source, folder in self.folders:
-                await asyncio.to_thread(links.take_over, source, state / folder)
-
-    def require_complete(self) -> None:
-        """Raises RuntimeError unless the database was taken over."""
-        if not self._is_linked:
-            raise RuntimeError(f"{self.folders}: was not taken over")
 
 
 def present(state: epath.Path) -> dict[str, dict[str, File]]:
@@ -208,12 +140,3 @@ def _read(
 def _opened(folder: epath.Path) -> ts.KvStore:
     spec = {"driver": "ocdbt", "base": location.kvstore(folder)}
     return ts.KvStore.open(spec, context=location.reading_context()).result()
-
-
-def _in_folder(spec: dict[str, Any], folder: str) -> dict[str, Any]:
-    """Returns the spec of an array in another folder of the same step."""
-    kvstore = dict(spec["kvstore"])
-    for part in {"base", "manifest"} & kvstore.keys():
-        path = epath.Path(kvstore[part]["path"]).parent / folder
-        kvstore[part] = {**kvstore[part], "path": f"{path}/"}
-    return {**spec, "kvstore": kvstore}

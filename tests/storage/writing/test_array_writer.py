@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import weakref
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,6 @@ import numpy as np
 import pytest
 from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding
-from orbax.checkpoint.experimental.v1._src.serialization.array_leaf_handler import ArrayLeafHandler
-from orbax.checkpoint.experimental.v1._src.serialization.numpy_leaf_handler import NumpyLeafHandler
 from support import PROGRAMS
 from support.compare import assert_trees_identical
 from support.processes import run_python
@@ -22,8 +19,7 @@ from support.training import P, fsdp_mesh
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
 from torchax_ckpt.errors import DonatedBufferError, SaveError
-from torchax_ckpt.storage.writing import host_batches
-from torchax_ckpt.storage.writing.host_batches import Batches
+from torchax_ckpt.storage.writing import array_writer, fetching
 
 ONE = 4 << 10
 
@@ -45,15 +41,17 @@ def bounded(directory: Path, max_bytes: int, **options: Any) -> TorchaxCheckpoin
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """What Orbax is given to write at one time."""
+    """The arrays that are written together."""
     given: list[list[str]] = []
-    serialize = ArrayLeafHandler.serialize
+    add = array_writer._Batch.add
 
-    async def recorded(self: Any, params: Any, context: Any) -> Any:
-        given.append([param.keypath[-1].key for param in params])
-        return await serialize(self, params, context)
+    def recorded(self: Any, name: str, *args: Any) -> None:
+        if not self._opened:
+            given.append([])
+        given[-1].append(name.removeprefix("state/"))
+        add(self, name, *args)
 
-    monkeypatch.setattr(ArrayLeafHandler, "serialize", recorded)
+    monkeypatch.setattr(array_writer._Batch, "add", recorded)
     return given
 
 
@@ -83,7 +81,7 @@ def test_what_was_fetched_is_let_go_before_more_is(
 ) -> None:
     made: list[weakref.ref[jax.Array]] = []
     left: list[int] = []
-    unshared = host_batches.unshared
+    unshared = fetching.unshared
 
     def recorded(array: jax.Array) -> jax.Array:
         left.append(sum(ref() is not None for ref in made))
@@ -91,7 +89,7 @@ def test_what_was_fetched_is_let_go_before_more_is(
         made.append(weakref.ref(own))
         return own
 
-    monkeypatch.setattr(host_batches, "unshared", recorded)
+    monkeypatch.setattr(fetching, "unshared", recorded)
     with bounded(directory, 1) as ckpt:
         ckpt.save(1, state=state_of())
     assert len(left) >= 6
@@ -135,22 +133,19 @@ def test_a_buffer_that_is_donated_between_batches_fails_the_save(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = state_of()
-    on_host: Any = Batches.__init__
+    begin, num_begun = array_writer._Batch.begin, 0
 
-    def donating(self: Any, *args: Any) -> None:
-        *others, told = args
-
-        def and_donate(number: int, count: int, nbytes: int) -> None:
-            told(number, count, nbytes)
-            if number == 2:
-                jax.tree.map(lambda array: array.delete(), state)
-
-        on_host(self, *others, and_donate)
+    def donating(self: Any) -> None:
+        nonlocal num_begun
+        num_begun += 1
+        if num_begun == 2:
+            jax.tree.map(lambda array: array.delete(), state)
+        begin(self)
 
     ckpt = bounded(directory, 1, snapshot="reference")
     ckpt.save(1, state=state_of())
     ckpt.wait_until_finished()
-    monkeypatch.setattr(Batches, "__init__", donating)
+    monkeypatch.setattr(array_writer._Batch, "begin", donating)
     ckpt.save(2, state=state, force=True)
     with pytest.raises(SaveError, match=r"state/w\d: its buffer was donated") as caught:
         ckpt.wait_until_finished()
@@ -174,96 +169,62 @@ def test_training_waits_for_a_transfer_of_all_batches(
 
 
 @pytest.mark.parametrize("max_bytes", [None, 1])
-@pytest.mark.parametrize("handler", [ArrayLeafHandler, NumpyLeafHandler])
-def test_what_cannot_be_written_fails_the_save_by_its_own_name(
-    handler: Any, max_bytes: int | None, directory: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["w3", "host"])
+def test_what_cannot_be_written_fails_the_save_and_nothing_is_written_after(
+    name: str,
+    max_bytes: int | None,
+    directory: Path,
+    written: list[list[str]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    serialize = handler.serialize
-
-    async def refuse() -> None:
-        raise OSError("the disk is on fire")
-
-    async def burning(self: Any, params: Any, context: Any) -> Any:
-        if any(param.keypath[-1].key in ("w3", "host") for param in params):
-            return refuse()
-        return await serialize(self, params, context)
-
     state = {**state_of(), "host": np.arange(3)}
+    begin = array_writer._Batch.begin
+
+    def burning(self: Any) -> None:
+        begin(self)
+        if name in written[-1]:
+            raise OSError("the disk is on fire")
+
     options = CheckpointOptions(max_host_bytes=max_bytes, layout="flat", save_timeout_secs=60)
     with TorchaxCheckpointer(directory, options=options) as ckpt:
         with monkeypatch.context() as patch:
-            patch.setattr(handler, "serialize", burning)
+            patch.setattr(array_writer._Batch, "begin", burning)
             ckpt.save(1, state=state)
             with pytest.raises(SaveError, match="the disk is on fire"):
                 ckpt.wait_until_finished()
+        assert name in written[-1]
         ckpt.save(2, state=state, force=True)
         ckpt.wait_until_finished()
         assert ckpt.all_steps() == [2]
+    assert {path.name for path in directory.iterdir()} == {"2", "events"}
 
 
-def test_a_save_whose_arrays_nobody_asks_for_says_why(
+def test_a_chunk_that_is_gone_before_the_commit_fails_the_save(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def too_many_files(self: Any) -> Any:
-        raise OSError("too many open files")
+    def empty(state: Any, folders: Any, names: Any) -> None:
+        merge(state, (), names)
 
+    merge = array_writer.merge
     with TorchaxCheckpointer(directory) as ckpt:
         with monkeypatch.context() as patch:
-            patch.setattr(host_batches._Writing, "__await__", too_many_files)
-            ckpt.save(1, state=state_of())
-            with pytest.raises(SaveError, match="too many open files"):
-                ckpt.wait_until_finished(60)
-        ckpt.save(2, state=state_of(), force=True)
-
-
-def test_a_save_that_has_failed_writes_no_more_batches(
-    directory: Path, written: list[list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    coming: list[Batches] = []
-    init: Any = Batches.__init__
-
-    def cancelling(self: Any, *args: Any) -> None:
-        *others, told = args
-
-        def and_cancel(number: int, count: int, nbytes: int) -> None:
-            if number == 2:
-                self.cancel()
-            told(number, count, nbytes)
-
-        init(self, *others, and_cancel)
-        coming.append(self)
-
-    ckpt = bounded(directory, 1)
-    with monkeypatch.context() as patch:
-        patch.setattr(Batches, "__init__", cancelling)
-        ckpt.save(1, state=state_of())
-        with pytest.raises(SaveError):
-            ckpt.wait_until_finished(60)
-    assert len(written) == 2
-    assert ckpt.all_steps() == []
-    ckpt.save(2, state=state_of(), force=True)
-    ckpt.close()
-
-
-def test_a_save_that_orbax_gives_up_before_it_begins_ends() -> None:
-    """Orbax may cancel what it has not started: then nobody writes, and nobody may wait."""
-    coming = Batches(state_of(), (), {}, None, lambda number, count, nbytes: None)
-    coming.cancel()
-    with pytest.raises(concurrent.futures.CancelledError):
-        coming.taken()
-    with pytest.raises(StopIteration):  # it writes nothing
-        coming.write([], lambda batch: pytest.fail("written")).send(None)
+            patch.setattr(array_writer, "merge", empty)
+            ckpt.save(1, state={"w": np.arange(3)})
+            with pytest.raises(SaveError, match=r"state/w: expected 1 chunks .* found 0: another"):
+                ckpt.wait_until_finished()
+        ckpt.save(2, state={"w": np.arange(3)}, force=True)
+    assert ckpt.all_steps() == [2]
 
 
 def test_each_array_is_fetched_once(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fetched: list[Any] = []
-    start = host_batches._start
+    start = fetching.start
 
     def recorded(array: Any) -> Any:
         fetched.append(array)
         return start(array)
 
-    monkeypatch.setattr(host_batches, "_start", recorded)
+    monkeypatch.setattr(fetching, "start", recorded)
     state = {**state_of(), "mask": jnp.ones((8, 8), bool)}
     options = CheckpointOptions(layout="flat", snapshot="reference")
     with TorchaxCheckpointer(directory, options=options) as ckpt:

@@ -1,0 +1,135 @@
+"""Saves beside a program's own use of Orbax, and without Orbax's private modules."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from support.compare import assert_trees_identical
+from support.own_orbax import save_and_load
+from support.processes import run_processes, run_python
+from support.training import P, fsdp_mesh
+
+from torchax_ckpt import LocalTier, TorchaxCheckpointer
+
+
+@pytest.mark.slow
+def test_a_programs_own_orbax_is_not_disturbed(directory: Path, tmp_path: Path) -> None:
+    """Both of Orbax's APIs, while other threads save to two tiers, and load."""
+    is_over = threading.Event()
+    where = NamedSharding(fsdp_mesh(), P("fsdp"))
+    state = {"n": np.arange(7), "x": jax.device_put(np.arange(4096.0, dtype=np.float32), where)}
+
+    def train(index: int) -> int:
+        local = LocalTier(tmp_path / f"local{index}")
+        step = 0
+        with TorchaxCheckpointer(directory / str(index), local=local) as ckpt:
+            while not is_over.is_set() or step < 3:
+                step += 1
+                ckpt.save(step, state={"i": step, **state}, force=True)
+                ckpt.wait_until_finished()
+                assert_trees_identical(ckpt.load(step, {"i": 0, **state}), {"i": step, **state})
+        return step
+
+    with ThreadPoolExecutor(2) as pool:
+        ours = [pool.submit(train, index) for index in range(2)]
+        try:
+            # Not on two threads, which Orbax itself does not bear.
+            for step in range(8):
+                for api in ("v0", "v1"):
+                    save_and_load(api, tmp_path / f"{api}-{step}", 2, state)
+        finally:
+            is_over.set()
+        assert all(each.result(60) >= 3 for each in ours)
+
+
+BESIDE = """
+    import pathlib, sys, threading
+    import jax, numpy as np
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+    from processes_program import COUNT, INDEX, report
+    from support.own_orbax import assert_came_back, save_and_load
+    from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer
+
+    folder = pathlib.Path(sys.argv[4])
+    mesh = Mesh(np.array(jax.devices()), ("fsdp",))
+    def spread(seed):
+        host = np.random.default_rng(seed).standard_normal((16, 8)).astype(np.float32)
+        return jax.make_array_from_callback(
+            host.shape, NamedSharding(mesh, P("fsdp")), lambda index: host[index])
+    state = {"n": np.arange(5), "v": spread(2), "w": spread(1)}
+
+    failures, num_saves = [], 0
+    def use_orbax():
+        try:
+            for step in range(3):
+                for api in ("v1", "v0"):
+                    save_and_load(api, folder / f"{api}-{step}", 2, state)
+        except BaseException as error:
+            failures.append(repr(error))
+    own = threading.Thread(target=use_orbax, daemon=True)
+    ckpt = TorchaxCheckpointer(
+        folder / "run", options=CheckpointOptions(process_timeout_secs=100),
+        local=LocalTier(folder / f"local{INDEX}"))
+    own.start()
+    while num_saves < 9:                          # as many on every process
+        num_saves += 1
+        assert ckpt.save(num_saves, state=state, force=True)
+        ckpt.wait_until_finished()
+        assert_came_back(ckpt.load(num_saves, state), state)
+    own.join(150)
+    assert not own.is_alive(), "it hangs"
+    ckpt.close()
+    report(failures=failures, steps=ckpt.all_steps())
+"""
+
+
+@pytest.mark.slow
+def test_on_several_processes_neither_is_a_programs_own_orbax(tmp_path: Path) -> None:
+    for [told] in run_processes(BESIDE, 2, str(tmp_path)):
+        assert told == {"failures": [], "steps": [7, 8, 9]}
+
+
+def test_saves_and_restores_need_only_the_policies_of_orbax(directory: Path) -> None:
+    told = run_python(
+        """
+        import sys
+        import numpy as np
+        from torchax_ckpt import TorchaxCheckpointer, policies
+        policies.LatestN  # loads Orbax's policies
+        loaded = {name for name in sys.modules if name.startswith("orbax.checkpoint")}
+        for name in loaded:  # whatever is imported from now on
+            if "._src" in name:
+                sys.modules[name] = None
+        with TorchaxCheckpointer(sys.argv[1]) as ckpt:
+            ckpt.save(3, state={"w": np.arange(4)})
+            ckpt.wait_until_finished()
+            print(ckpt.verify(3), ckpt.load(3)["w"].tolist())
+        """,
+        str(directory),
+        fresh=True,
+    ).stdout
+    assert told == "3 [0, 1, 2, 3]\n"
+
+
+@pytest.mark.slow
+def test_a_torchax_without_a_private_name_is_refused_with_what_to_install() -> None:
+    told = run_python(
+        """
+        import torchax.tensor
+        del torchax.tensor.RuntimeProperty
+        from torchax_ckpt import errors
+        try:
+            from torchax_ckpt import TorchaxCheckpointer
+        except errors.BackendError as error:
+            print(error)
+        """,
+        fresh=True,
+    ).stdout
+    assert "cannot import name 'RuntimeProperty'" in told
+    assert "pip install 'torchax>=0.0.12,<=0.0.13'" in told

@@ -1,0 +1,270 @@
+"""Writes the arrays of a step with TensorStore, in the form in which Orbax stores a pytree.
+
+    STATE/ocdbt.process_N/           the database of process N: its parts of the arrays
+    STATE/ocdbt.process_unchanged.../   databases of unchanged arrays (``layout/unchanged.py``)
+    STATE/manifest.ocdbt, d/         the database of all: references to the files of the others
+
+All databases are OCDBT, a B-tree of keys and values in a few files; each array is Zarr version 2.
+TensorStore syncs every file that it writes.
+
+Source: Orbax 0.12.8, ``serialization/tensorstore_utils.py`` and ``ocdbt_utils.py``.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+from etils import epath
+
+from torchax_ckpt.errors import SaveError
+from torchax_ckpt.layout.manifest import Digests
+from torchax_ckpt.options import Codec
+from torchax_ckpt.storage.arrays import array_checks, block_digests, chunking, compression
+from torchax_ckpt.storage.arrays.chunking import AnyArray
+from torchax_ckpt.storage.medium import location
+from torchax_ckpt.storage.writing import fetching
+from torchax_ckpt.storage.writing.fetching import Parts
+
+# With this size several files are written, synced and read at the same time.
+_DATA_FILE_BYTES = 64 << 20
+# As Orbax writes: small values, such as the metadata of arrays, lie in the nodes of the tree, and
+# one node holds all keys. The configuration is known, so it is not read from the database first.
+_OCDBT = {
+    "driver": "ocdbt",
+    "config": {
+        "max_inline_value_bytes": 1024,
+        "max_decoded_node_bytes": 100_000_000,
+        "manifest_kind": "single",
+    },
+    "assume_config": True,
+    "cache_pool": "cache_pool#ocdbt",
+}
+
+
+def folder_of_process(index: int) -> str:
+    """Returns the name of the folder with the database of a process."""
+    return f"ocdbt.process_{index}"
+
+
+def write_arrays(
+    state: epath.Path,
+    arrays: Mapping[str, AnyArray],
+    folders: Mapping[str, str],
+    *,
+    process: int = 0,
+    stacks: Collection[str] = (),
+    codec: Codec | None = None,
+    max_bytes: int | None = None,
+    on_host: Callable[[bool], None] = lambda is_last: None,
+) -> dict[str, Digests]:
+    """Writes the parts of arrays that this process stores, and returns once they are durable.
+
+    The arrays move in batches, and only one batch is on the host at a time.
+
+    Args:
+      state: the folder of the step's arrays.
+      arrays: stored name -> array; host arrays only if this process stores them.
+      folders: stored name -> folder, for the arrays in databases of unchanged arrays.
+      process: the index of this process.
+      stacks: the names of the arrays that are stacks.
+      codec: how the arrays are compressed; None for not at all.
+      max_bytes: most bytes of device arrays in a batch, unless one array is larger.
+      on_host: called with False for each batch when it is on the host, and with True for the last.
+        From then on the training program may delete the arrays of the batch.
+
+    Returns:
+      Stored name -> digests of the bytes that were written, with zeros for blocks of other
+      processes. Arrays in databases of unchanged arrays have long digests as well.
+
+    Raises:
+      SaveError: readers would reject an array, or its booleans are not all 0 or 1.
+      ValueError, OSError: storage does not take the arrays.
+    """
+    for name, array in arrays.items():
+        _require_readable(name, array)
+    context = _context()
+    taken: dict[str, Digests] = {}
+    batches = [*fetching.batches(arrays, max_bytes)]
+    for batch in batches:
+        copies = {name: fetching.start(arrays[name]) for name in batch}
+        parts = {name: copy() for name, copy in copies.items()}
+        del copies  # with the temporary arrays
+        on_host(batch is batches[-1])
+        with _Batch(state, folders, process, codec, context) as writing:
+            for name in batch:
+                writing.add(name, arrays[name], parts[name])
+            writing.begin()
+            # Meanwhile TensorStore writes: neither holds the interpreter lock for long.
+            for name in batch:
+                taken[name] = _digests(
+                    name, arrays[name], parts[name], name in stacks, name in folders
+                )
+        # Releases this batch before the next one is fetched. JAX frees memory that numpy has
+        # viewed only when Python collects garbage.
+        del parts, writing
+        gc.collect(0)
+    return taken
+
+
+class _Batch:
+    """Arrays that are written together: one transaction for each database."""
+
+    def __init__(
+        self,
+        state: epath.Path,
+        folders: Mapping[str, str],
+        process: int,
+        codec: Codec | None,
+        context: ts.Context,
+    ) -> None:
+        self._state, self._folders, self._codec = state, folders, codec
+        self._own_folder = folder_of_process(process)
+        self._context = context
+        self._transactions: dict[str, ts.Transaction] = {}
+        self._opened: list[tuple[Any, Parts]] = []
+        self._commits: list[Any] = []
+
+    def add(self, name: str, array: AnyArray, parts: Parts) -> None:
+        """Adds an array to the batch; a process that stores no part of it writes nothing."""
+        if not parts:
+            return
+        folder = self._folders.get(name, self._own_folder)
+        if folder not in self._transactions:
+            self._transactions[folder] = ts.Transaction(atomic=True)
+        transaction = self._transactions[folder]
+        spec = _array_spec(self._state / folder, name, array, self._codec)
+        opening = ts.open(spec, create=True, context=self._context, transaction=transaction)
+        self._opened.append((opening, parts))
+
+    def begin(self) -> None:
+        """Begins to write; leaving the context waits until everything is durable."""
+        copies = []
+        for opening, parts in self._opened:
+            store = opening.result()
+            for start, part in parts.items():
+                region = tuple(slice(s, s + n) for s, n in zip(start, part.shape, strict=True))
+                written = store[region].write(part, can_reference_source_data_indefinitely=True)
+                copies.append(written.copy)
+        for copy in copies:
+            copy.result()  # a commit before would leave out chunks
+        self._commits = [each.commit_async() for each in self._transactions.values()]
+
+    def __enter__(self) -> _Batch:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            for transaction in self._transactions.values():
+                transaction.abort()
+        # Whatever happened: nothing is written any more after this.
+        failures = [commit.exception() for commit in self._commits]
+        if error is None:
+            for failure in failures:
+                if failure is not None:
+                    raise failure
+
+
+def merge(state: epath.Path, folders: Iterable[str], names: Iterable[str]) -> None:
+    """Writes the database of all: references to what the databases in ``folders`` have.
+
+    Args:
+      state: the folder of the step's arrays.
+      folders: the names of the folders of all databases.
+      names: the stored names of the arrays that the databases must have.
+
+    Raises:
+      SaveError: an array, or a chunk of one, is in none of the databases.
+      ValueError, OSError: storage does not answer.
+    """
+    context = _context()  # one for all, or TensorStore copies no references
+    transaction = ts.Transaction(atomic=True)
+    opening = [ts.KvStore.open(_kvstore(state / f), context=context) for f in folders]
+    root = ts.KvStore.open(_kvstore(state), context=context).result()
+    merged = root.with_transaction(transaction)
+    copies = [each.result().experimental_copy_range_to(merged) for each in opening]
+    for copy in copies:
+        copy.result()
+    found: dict[str, int] = {}
+    for stored in merged.list().result():
+        array = stored.decode().rpartition("/")[0]
+        found[array] = found.get(array, 0) + 1
+    keys = {name: array_checks.stored_key(name) for name in names}
+    reads = {name: merged.read(f"{key}/.zarray") for name, key in keys.items()}
+    for name, key in keys.items():
+        content = reads[name].result()
+        # An array that an earlier step wrote for other devices may have other chunks.
+        described = json.loads(content.value) if content.state == "value" else None
+        count = chunking.num_pieces(described["shape"], described["chunks"]) if described else 1
+        num_found = found.get(key, 1) - 1  # without the metadata
+        if num_found != count:
+            raise SaveError(
+                f"{name}: expected {count} chunks in the new step, found {num_found}: another "
+                f"program removes files in {state}, or the processes of this run did not save the "
+                "same arrays",
+                key_path=name,
+            )
+    transaction.commit_async().result()
+
+
+def _context() -> ts.Context:
+    settings = {"cache_pool#ocdbt": {"total_bytes_limit": 100_000_000}}
+    return ts.Context({**settings, "file_io_concurrency": {"limit": 128}})
+
+
+def _kvstore(folder: epath.Path) -> dict[str, Any]:
+    """Returns the spec of a database that is written, or whose references are copied."""
+    base: dict[str, Any] = dict(location.kvstore(folder))
+    if location.is_bucket(folder):
+        return {**_OCDBT, "base": base}
+    # Nobody reads a data file before the index, so only the index is written by a rename.
+    return {**_OCDBT, "base": {**base, "file_io_locking": {"mode": "non_atomic"}}, "manifest": base}
+
+
+def _array_spec(
+    folder: epath.Path, name: str, array: AnyArray, codec: Codec | None
+) -> dict[str, Any]:
+    chunk = chunking.chunk_shape(array)
+    limit = chunking.chunk_limit(array)
+    return {
+        "driver": "zarr",
+        "kvstore": {
+            **_kvstore(folder),
+            "path": f"{array_checks.stored_key(name)}/",
+            "target_data_file_size": max(_DATA_FILE_BYTES, limit),
+        },
+        "dtype": np.dtype(array.dtype).name,
+        "metadata": {
+            "shape": array.shape,
+            "chunks": chunk,
+            "compressor": compression.zarr_compressor(codec, chunk) if codec else None,
+        },
+        "recheck_cached_metadata": False,
+        "recheck_cached_data": False,
+        "store_data_equal_to_fill_value": True,
+    }
+
+
+def _digests(name: str, array: AnyArray, parts: Parts, is_stack: bool, with_long: bool) -> Digests:
+    if array.dtype == np.bool_ and any((p.view(np.uint8) > 1).any() for p in parts.values()):
+        raise SaveError(
+            f"{name}: expected booleans whose bytes are 0 or 1, found other bytes, which "
+            "storage does not preserve; compute the array again, for example as x != 0",
+            key_path=name,
+        )
+    return block_digests.take(array, parts, is_stack=is_stack, with_long=with_long)
+
+
+def _require_readable(name: str, array: AnyArray) -> None:
+    """Raises if readers would reject an array because of its size."""
+    count = chunking.num_pieces(array.shape, chunking.chunk_shape(array))
+    if count > array_checks.MAX_CHUNKS:
+        raise SaveError(
+            f"{name}: expected an array of at most {array_checks.MAX_CHUNKS} chunks, found {count} "
+            f"chunks in {array.dtype}{list(array.shape)}; divide the array into several",
+            key_path=name,
+        )

@@ -1,0 +1,99 @@
+"""Moves device arrays to the host, in batches, without leaving copies beside the arrays.
+
+JAX keeps the fetched bytes beside an array as long as that array exists. Arrays are therefore
+fetched through temporary arrays, which share the buffers of the original arrays.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+
+import jax
+import numpy as np
+
+from torchax_ckpt.snapshot.device_programs import sliced
+from torchax_ckpt.snapshot.device_sizes import HOST_MEMORY
+from torchax_ckpt.snapshot.host_array import HostArray, Start, start_of
+from torchax_ckpt.snapshot.sharding import shards_of, unshared
+from torchax_ckpt.storage.arrays import chunking
+from torchax_ckpt.storage.arrays.chunking import AnyArray
+
+Parts = Mapping[Start, np.ndarray]
+"""Where each part of an array that this process stores begins -> the part."""
+
+
+def batches(arrays: Mapping[str, AnyArray], max_bytes: int | None) -> Iterator[list[str]]:
+    """Yields the names of arrays that are fetched together: at most ``max_bytes``, or one array.
+
+    Only device arrays count. Yields at least one batch, maybe an empty one.
+    """
+    batch: list[str] = []
+    nbytes = 0
+    for name, array in arrays.items():
+        array_bytes = 0
+        if not isinstance(array, np.ndarray | HostArray):
+            array_bytes = chunking.num_stored_bytes(array)
+        if max_bytes is not None and nbytes and nbytes + array_bytes > max_bytes:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(name)
+        nbytes += array_bytes
+    yield batch
+
+
+def start(array: AnyArray) -> Callable[[], Parts]:
+    """Starts to copy the parts of an array that this process stores to the host.
+
+    Returns a function that waits for the copies and returns them.
+    """
+    if isinstance(array, np.ndarray):
+        return lambda: {(0,) * array.ndim: array}
+    if isinstance(array, HostArray):
+        return lambda: _cut_shards(array)
+    # JAX would keep the host's copy beside the original array.
+    shards = {shard.device: shard.data for shard in shards_of(unshared(array))}
+    is_on_host = array.sharding.memory_kind in HOST_MEMORY
+    copies: list[tuple[Start, jax.Array, tuple[slice, ...] | None]] = []
+    for part in chunking.stored_parts(array):
+        shard, within = shards[part.device], part.within
+        # A program that cuts a small array in memory of the host might hang: Orbax avoids that too.
+        if within is not None and not is_on_host:
+            shard, within = sliced(shard, within), None
+        shard.copy_to_host_async()
+        copies.append((part.start, shard, within))
+
+    def fetch() -> Parts:
+        found = {}
+        for at, shard, within in copies:
+            host = np.asarray(shard)
+            found[at] = host if within is None else host[within]
+        return found
+
+    return fetch
+
+
+def fetched_shards(array: jax.Array | HostArray) -> HostArray:
+    """Fetches an array: returns the shards on devices of this process."""
+    if isinstance(array, HostArray):
+        return array
+    shards = shards_of(unshared(array))
+    parts = {start_of(shard.index): np.asarray(shard.data) for shard in shards}
+    return HostArray(tuple(array.shape), array.dtype, array.sharding, parts)
+
+
+def without_parts(array: jax.Array | HostArray) -> HostArray:
+    """Returns the shape, dtype and sharding of an array, in the form of an array without parts."""
+    if isinstance(array, HostArray):
+        return dataclasses.replace(array, parts={})
+    return HostArray(tuple(array.shape), array.dtype, array.sharding, {})
+
+
+def _cut_shards(array: HostArray) -> Parts:
+    """Returns the parts that this process stores, cut from the shards of a host array."""
+    index_of = array.sharding.addressable_devices_indices_map(array.shape)
+    parts = {}
+    for part in chunking.stored_parts(array):
+        shard = array.parts[start_of(index_of[part.device])]
+        parts[part.start] = shard if part.within is None else shard[part.within]
+    return parts

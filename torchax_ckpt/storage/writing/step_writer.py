@@ -1,0 +1,183 @@
+"""Writes what makes a folder with arrays a step that Orbax reads, and last the commit mark.
+
+    STEP/state/                            the arrays (``array_writer.py``)
+    STEP/state/_METADATA                   the tree of the arrays
+    STEP/state/_sharding                   how the arrays were sharded
+    STEP/state/array_metadatas/process_0   how the arrays are cut
+    STEP/ITEM/data.json                    an item in JSON
+    STEP/orbax.checkpoint                  empty; says that the folder is a checkpoint
+    STEP/_CHECKPOINT_METADATA              the items and the commit time
+    STEP/commit_success.txt                the commit mark
+
+Orbax could write these files itself. Its saves count operations with one counter for the process,
+and wait for other processes at barriers that name nobody, so that two tiers, a save of one process
+or a save of the program's own would disturb each other.
+
+Source: Orbax 0.12.8, ``metadata/tree.py``, ``metadata/sharding.py``,
+``metadata/array_metadata_store.py`` and ``metadata/step_metadata_serialization.py``.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from etils import epath
+
+from torchax_ckpt.layout import names, unchanged
+from torchax_ckpt.layout.unchanged import Database
+from torchax_ckpt.storage.arrays import array_checks, chunking
+from torchax_ckpt.storage.arrays.chunking import AnyArray
+from torchax_ckpt.storage.directory import commit_record
+from torchax_ckpt.storage.directory.committed_step import STATE
+from torchax_ckpt.storage.medium import fsync, permissions
+from torchax_ckpt.storage.writing import array_writer
+
+# The name that TensorStore gives to folders that hold files of array data, which it syncs itself.
+_DATA = "d"
+_INDICATOR = "orbax.checkpoint"
+_TREE = "_METADATA"
+_CUTTING = "array_metadatas/process_0"
+# The classes of Orbax that read the items.
+_PYTREE_HANDLER = "orbax.checkpoint.experimental.v1._src.handlers.pytree_handler.PyTreeHandler"
+_JSON_HANDLER = "orbax.checkpoint.experimental.v1._src.handlers.json_handler.JsonHandler"
+# Orbax's number for a key of a dict.
+_DICT_KEY = 2
+
+
+def begin(step: epath.Path) -> None:
+    """Creates the folder of a step, which other users cannot enter until ``mark``."""
+    permissions.make_closed_folder(step)
+    (step / STATE).mkdir(exist_ok=True)
+
+
+def complete(
+    step: epath.Path,
+    arrays: Mapping[str, AnyArray],
+    databases: Mapping[str, Database],
+    num_processes: int,
+    items: Mapping[str, bytes],
+    *,
+    began_nsecs: int,
+    at_nsecs: int,
+) -> None:
+    """Writes all of a step but its arrays and the commit mark; call it once these are durable.
+
+    Args:
+      step: the step's folder.
+      arrays: stored name -> array, of all arrays of the step; values do not count.
+      databases: name -> database of unchanged arrays.
+      num_processes: how many processes have written arrays.
+      items: name -> content, of the items in JSON, as UTF-8.
+      began_nsecs, at_nsecs: when the save began, and the time of the commit, since 1970.
+
+    Raises:
+      SaveError: an array is incomplete.
+      ValueError, OSError: storage does not take the files.
+    """
+    apart = {name for database in databases.values() for name in database.arrays}
+    others = [array for name, array in arrays.items() if name not in apart]
+    writers = {0} if num_processes == 1 else set().union(*map(chunking.storing_processes, others))
+    folders = [array_writer.folder_of_process(index) for index in sorted(writers) if others]
+    for name, database in databases.items():
+        folders += unchanged.folders_of(name, database.processes)
+    array_writer.merge(step / STATE, folders, arrays)
+    _write_tree(step, arrays)
+    for item, content in items.items():
+        (step / item).mkdir(parents=True, exist_ok=True)
+        (step / item / "data.json").write_bytes(content)
+    (step / _INDICATOR).write_bytes(b"")
+    record = {
+        "item_handlers": {STATE: _PYTREE_HANDLER, **dict.fromkeys(items, _JSON_HANDLER)},
+        "metrics": {},
+        "performance_metrics": {},
+        "init_timestamp_nsecs": began_nsecs,
+        "commit_timestamp_nsecs": at_nsecs,
+        "custom_metadata": {},
+    }
+    _write(step / commit_record.RECORD, record)
+
+
+def mark(step: epath.Path) -> None:
+    """Writes the commit mark, and makes everything durable but the name of the step's folder."""
+    (step / commit_record.MARK).write_text(commit_record.sealing(step, "committed"))
+    permissions.open_folder(step)
+    fsync.sync_tree(step, but=_DATA)
+
+
+def _write_tree(step: epath.Path, arrays: Mapping[str, AnyArray]) -> None:
+    on_devices = {n: a for n, a in arrays.items() if not isinstance(a, np.ndarray)}
+    entries = {str(_keys(name)): _entry(name, array) for name, array in arrays.items()}
+    tree = {
+        "tree_metadata": entries,
+        "use_ocdbt": True,
+        "use_zarr3": False,
+        "store_array_data_equal_to_fill_value": True,
+        "custom_metadata": None,
+    }
+    _write(step / STATE / _TREE, tree)
+    if not on_devices:
+        return
+    described: dict[Any, str] = {}  # many arrays have one sharding
+    shardings = {}
+    for name, array in on_devices.items():
+        if (text := described.get(array.sharding)) is None:
+            text = described[array.sharding] = json.dumps(_described(array.sharding))
+        key = base64.urlsafe_b64encode(array_checks.stored_key(name).encode()).decode()
+        shardings[key] = text
+    _write(step / commit_record.SHARDINGS, shardings)
+    cutting = [
+        {
+            "array_metadata": {
+                "param_name": array_checks.stored_key(name),
+                "write_shape": chunking.written_shape(array),
+                "chunk_shape": chunking.chunk_shape(array),
+                "ext_metadata": None,
+            }
+        }
+        for name, array in on_devices.items()
+    ]
+    _write(step / STATE / _CUTTING, {"array_metadatas": cutting})
+
+
+def _write(path: epath.Path, content: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content))
+
+
+def _keys(name: str) -> tuple[str, ...]:
+    return names.component_and_rest(name)
+
+
+def _entry(name: str, array: AnyArray) -> dict[str, Any]:
+    value: dict[str, Any] = {"value_type": "np.ndarray", "skip_deserialize": False}
+    if not isinstance(array, np.ndarray):
+        value["value_type"] = "jax.Array"
+        value["write_shape"] = chunking.written_shape(array)
+    keys = [{"key": key, "key_type": _DICT_KEY} for key in _keys(name)]
+    return {"key_metadata": keys, "value_metadata": value}
+
+
+def _described(sharding: jax.sharding.Sharding) -> dict[str, Any]:
+    """Returns a sharding as Orbax describes it.
+
+    Orbax has no description of other shardings than these two. Its reader needs one for each array,
+    so that of an array with another sharding says one device.
+    """
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        device = min(map(str, sharding.device_set))
+        return {"sharding_type": "SingleDeviceSharding", "device_str": device}
+    mesh = sharding.mesh
+    ids = np.array([{"id": device.id} for device in mesh.devices.flat])
+    return {
+        "sharding_type": "NamedSharding",
+        "shape": list(mesh.shape.values()),
+        "axis_names": list(mesh.axis_names),
+        "axis_types": [str(kind) for kind in mesh.axis_types],
+        "partition_spec": tuple(sharding.spec),
+        "device_mesh": {"mesh": ids.reshape(mesh.devices.shape).tolist()},
+    }
