@@ -202,8 +202,10 @@ class HostMemory:
         put, make, ready = jax.device_put, jax.make_array_from_callback, jax.block_until_ready
         moving: dict[int, Any] = {}
 
-        def slow_put(hosts: list[np.ndarray], *args: Any, **named: Any) -> Any:
+        def slow_put(hosts: Any, *args: Any, **named: Any) -> Any:
             arrays = put(hosts, *args, **named)
+            if not isinstance(hosts, list):
+                return arrays
             moving.update({id(array): host for array, host in zip(arrays, hosts, strict=True)})
             return arrays
 
