@@ -7,7 +7,8 @@ Kill it (or let it kill itself: ``--crash-at 150``) and run the same command aga
 from the newest checkpoint and ends with the same bits as an uninterrupted run.
 
 The data are the 1,797 digits of 8x8 pixels that ship with scikit-learn. A jitted
-``value_and_grad`` computes the gradients, and a torch optimizer steps eagerly.
+``value_and_grad`` computes the gradients, and a torch optimizer steps eagerly. The run also keeps
+an average of the weights, which is saved and restored like everything else.
 """
 
 from __future__ import annotations
@@ -113,6 +114,34 @@ def batches(loader: StatefulDataLoader) -> Iterator[Batch]:
         yield from loader
 
 
+class WeightAverage:
+    """An exponential moving average of a model's parameters, on the devices of the model.
+
+    Attributes:
+      weights: name -> average, a torchax tensor with the parameter's shape, dtype and sharding.
+    """
+
+    def __init__(self, model: nn.Module, decay: float = 0.99) -> None:
+        def averaged(old: Any, new: Any) -> Any:
+            return {name: old[name] * decay + new[name] * (1 - decay) for name in old}
+
+        self.model = model
+        # New tensors around the arrays of the parameters, which JAX never changes.
+        self.weights = {name: p.detach() for name, p in model.named_parameters()}
+        # Donates nothing, because a save in flight may still read the old averages.
+        self.averaged = interop.jax_jit(averaged)
+
+    def update(self) -> None:
+        """Takes the present parameters into the average."""
+        self.weights = self.averaged(self.weights, dict(self.model.named_parameters()))
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.weights
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.weights = state_dict
+
+
 def digest(state: Any) -> str:
     """Returns a hash of every name and every bit of a tree of tensors and numbers."""
     hashed = hashlib.sha256()
@@ -162,6 +191,7 @@ def main() -> None:
     # Created after .to("jax"), which replaces the parameters.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.995)
+    average = WeightAverage(model)
 
     def loss_fn(params: Any, key: Any, images: torch.Tensor, labels: torch.Tensor) -> Any:
         # The key is an argument, because a key that torchax drew while tracing would be a constant
@@ -180,12 +210,19 @@ def main() -> None:
             lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=chip),
             interop.jax_view((dict(model.named_parameters()), key, *collate(examples[:BATCH]))),
         )
-        state = {"model": params, "optimizer": params}  # The momentum has the parameters' shapes.
+        # Momentum and averages have the parameters' shapes.
+        state = {"model": params, "optimizer": params, "average": params}
         print(step_on_topology(args.check_topology, value_and_grad, params, *inputs, state=state))
         return
 
     with TorchaxCheckpointer(args.directory) as ckpt:
-        start = ckpt.attach(model, optimizer, lr_scheduler=scheduler, dataloader=loader)
+        start = ckpt.attach(
+            model,
+            optimizer,
+            lr_scheduler=scheduler,
+            dataloader=loader,
+            stateful={"average": average},
+        )
         print(f"resumed: step {start}" if start else "started: no checkpoint")
         stream = batches(loader)
         steps = ckpt.steps(args.steps)
@@ -199,6 +236,7 @@ def main() -> None:
                 parameter.grad = grads[name]
             optimizer.step()
             scheduler.step()
+            average.update()
             ckpt.record(loss=loss)
             if step % 50 == 0 or step == args.steps:
                 tqdm.write(f"step {step}: loss {loss.item():.4f}")
@@ -210,9 +248,11 @@ def main() -> None:
         sys.exit(128 + signal.SIGTERM)  # An error code, so that the scheduler restarts the job.
 
     model.eval()
-    accuracy = (model(test_images).argmax(dim=1) == test_labels).float().mean().item()
+    logits = torch.func.functional_call(model, average.weights, (test_images,))
+    accuracy = (logits.argmax(dim=1) == test_labels).float().mean().item()
     print(f"test accuracy: {accuracy:.1%}")
-    print(f"final state: {digest((model.state_dict(), optimizer.state_dict()))}")
+    state = model.state_dict(), optimizer.state_dict(), average.state_dict()
+    print(f"final state: {digest(state)}")
     print(f"saved: step {ckpt.latest_step()} in {ckpt.directory}")
 
 

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from torchax_ckpt.formats.state_dict import load_torch_state_dict
     from torchax_ckpt.restoring.restore import RestoreReport
     from torchax_ckpt.restoring.warm_start import warm_start
-    from torchax_ckpt.state.averages.weight_average import WeightAverage
     from torchax_ckpt.state.random_state import RandomState
     from torchax_ckpt.telemetry.events import Event
     from torchax_ckpt.telemetry.stats import Stats
@@ -27,7 +26,6 @@ __all__ = [
     "RestoreReport",
     "Stats",
     "TorchaxCheckpointer",
-    "WeightAverage",
     "errors",
     "load_torch_state_dict",
     "planning",
@@ -43,7 +41,6 @@ _LAZY = {
     "RestoreReport": "torchax_ckpt.restoring.restore",
     "Stats": "torchax_ckpt.telemetry.stats",
     "TorchaxCheckpointer": "torchax_ckpt.checkpointer",
-    "WeightAverage": "torchax_ckpt.state.averages.weight_average",
     "load_torch_state_dict": "torchax_ckpt.formats.state_dict",
     "warm_start": "torchax_ckpt.restoring.warm_start",
 }

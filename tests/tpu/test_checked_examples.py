@@ -50,8 +50,13 @@ def test_the_step_of_gpt_donates_its_state(tmp_path: Path) -> None:
         assert f"    {f'{name}:':<17}{rows[name]}\n" in page
 
 
-@pytest.mark.parametrize("name", ["train_digits.py", "train_lightning.py"])
-def test_gradients_are_compiled_for_a_chip_beside_the_momentum(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "num_trees"),
+    [("train_digits.py", 3), ("train_lightning.py", 2)],  # the parameters, their momentum, ...
+)
+def test_gradients_are_compiled_for_a_chip_beside_the_other_state(
+    tmp_path: Path, name: str, num_trees: int
+) -> None:
     rows = table(check(name, "v5e:2x4", tmp_path), tmp_path)
     donated, arguments = numbers(rows["donated"])
     copies, state = numbers(rows["a snapshot"])
@@ -60,8 +65,9 @@ def test_gradients_are_compiled_for_a_chip_beside_the_momentum(tmp_path: Path, n
     (step,) = numbers(rows["the step"])
     assert copies == state
     inputs = 64 * 128 * 4 + 512 + 512  # images [64, 64] in tiles, labels and the key
-    assert arguments == state // 2 + inputs  # the parameters, but not their momentum
-    assert step > arguments + state // 2
+    parameters = state // num_trees
+    assert arguments == parameters + inputs
+    assert step > arguments + state - parameters
 
 
 def test_chips_that_the_batch_cannot_be_divided_by_are_refused(tmp_path: Path) -> None:

@@ -24,7 +24,6 @@ from support.tpu import Collective, Compiled, along, compiled, devices, mesh, on
 from torchax_ckpt.snapshot import device_programs, move_shards, offload, stacking
 from torchax_ckpt.snapshot.device_sizes import padded_bytes, shard_bytes
 from torchax_ckpt.snapshot.planner import Planner
-from torchax_ckpt.state.averages import weight_average
 
 pytestmark = pytest.mark.tpu
 
@@ -428,26 +427,10 @@ def test_a_shard_is_reshaped_and_created_on_its_device_alone(dtype: str) -> None
     assert_saves_alone(compiled(device_programs.zeros_program(specs, sharding)))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_average_stays_on_its_devices(dtype: str) -> None:
-    found = devices(*FIRST)
-    sharding = NamedSharding(mesh(found, fsdp=len(found)), P("fsdp"))
-
-    def leaf(kind: str) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((256, 128), jnp.dtype(kind), sharding=sharding)
-
-    share = jax.ShapeDtypeStruct((), jnp.float32)
-    program = weight_average.average_program(sharding)
-    arguments = (leaf("float32"),) * 3, (leaf(dtype),) * 3
-    assert_saves_alone(compiled(program, share, *arguments))
-    cast = weight_average.cast_program(jnp.dtype(dtype), sharding)
-    assert_saves_alone(compiled(cast, leaf("float32")))
-
-
 def test_every_program_is_compiled_here() -> None:
     """Whoever adds a program adds a test of it above, and its name here."""
     assert set(device_programs.BUILDERS) == {
-        "average_program", "cast_program", "concatenate_program", "copy_program",
-        "offload_program", "permute_program", "reshape_program", "reshard_program",
-        "slice_program", "stack_program", "sum_program", "zeros_program",
+        "concatenate_program", "copy_program", "offload_program", "permute_program",
+        "reshape_program", "reshard_program", "slice_program", "stack_program", "sum_program",
+        "zeros_program",
     }  # fmt: skip

@@ -1,1 +1,0 @@
-"""Keeps averages of a model's weights while it trains."""
