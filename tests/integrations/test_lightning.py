@@ -7,7 +7,6 @@ import csv
 import dataclasses
 import json
 import logging
-import re
 import shutil
 import signal
 import subprocess
@@ -17,7 +16,6 @@ from typing import Any
 
 import jax
 import lightning
-import numpy as np
 import pytest
 import torch
 import torchax
@@ -26,16 +24,15 @@ from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, TQDMProgr
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_program import Run, outcome, train
-from support import PROGRAMS, ROOT, forked
-from support.compare import assert_trees_identical, training_state
+from support import PROGRAMS, forked
 from support.processes import Started, run_python
-from support.training import adamw, fsdp_mesh, fsdp_rule, mlp, train_step
+from support.training import fsdp_mesh, fsdp_rule
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchax_ckpt import TorchaxCheckpointer, policies, torchax_backend
 from torchax_ckpt.errors import PolicyError
-from torchax_ckpt.integrations.lightning import BareLoop, TorchaxCheckpoint, TorchaxStrategy
+from torchax_ckpt.integrations.lightning import TorchaxCheckpoint, TorchaxStrategy
 
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{warning}")
@@ -569,137 +566,6 @@ def test_it_enables_torchax_where_the_program_has_not() -> None:
     assert "jax:0 [0.25, 0.25] {'sum': tensor(0.5000)}" in result.stdout
 
 
-# --- a bare loop -------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_the_hooks_work_in_a_loop_without_a_trainer(directory: Path) -> None:
-    def run(directory: Path, last: int) -> Any:
-        model = mlp()
-        optimizer = adamw(model)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        checkpoint = TorchaxCheckpoint(directory, monitor="loss", num_best=1)
-        loop = BareLoop(optimizers=[optimizer], lr_schedulers=[scheduler])
-        checkpoint.on_fit_start(loop, model)
-        began = loop.global_step
-        for step in range(began + 1, last + 1):
-            loop.callback_metrics = {"loss": train_step(model, optimizer, seed=step)}
-            scheduler.step()
-            loop.global_step = step
-            checkpoint.on_train_batch_end(loop, model)
-        checkpoint.on_train_end(loop, model)
-        checkpoint.teardown(loop, model, "fit")
-        assert checkpoint.checkpointer is not None
-        assert checkpoint.checkpointer.metrics(last).keys() == {"loss"}
-        assert checkpoint.checkpointer.best_step() is not None
-        return began, [*training_state(model, optimizer), scheduler.state_dict()]
-
-    torch.manual_seed(0), torchax.default_env().manual_seed(0)
-    _, expected = run(directory / "uninterrupted", 8)
-    torch.manual_seed(0), torchax.default_env().manual_seed(0)
-    run(directory / "resumed", 5)
-    torch.manual_seed(5), torchax.default_env().manual_seed(5)
-    began, resumed = run(directory / "resumed", 8)
-    assert began == 5
-    assert_trees_identical(resumed, expected)
-
-
-class Bare:
-    """A training in a loop of one's own: noise, an order of batches, a schedule and momentum."""
-
-    def __init__(self, directory: Path, save_at: list[int]) -> None:
-        self.model = mlp()
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-2, momentum=0.9)
-        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
-        self.loader = StatefulDataLoader(range(12), shuffle=True)
-        self.checkpoint = TorchaxCheckpoint(
-            directory,
-            save_decision_policy=policies.SpecificStepsPolicy(save_at),
-            preservation_policy=policies.PreserveAll(),
-        )
-        self.loop = BareLoop(
-            optimizers=[self.optimizer],
-            lr_schedulers=[self.scheduler],
-            train_dataloader={"train": self.loader},
-        )
-        self.seen: list[Any] = []
-
-    def train(self, fail: str = "", at: int = 0) -> list[Any]:
-        """Eight steps; what must come back. Fails in the step it is told to, at that place."""
-        loop, model = self.loop, self.model
-        self.checkpoint.on_fit_start(loop, model)
-        batches = iter(self.loader)
-        try:
-            while loop.global_step < 8:
-                step = loop.global_step + 1
-                noise = np.random.random()
-                self.seen.append((int(next(batches)), noise))
-                self.scheduler.step()
-                if (fail, at) == ("before", step):
-                    raise RuntimeError("asked for")
-                train_step(model, self.optimizer, seed=self.seen[-1][0] + int(noise * 1000))
-                if (fail, at) == ("after", step):
-                    raise RuntimeError("asked for")
-                loop.global_step = step
-                self.checkpoint.on_train_batch_end(loop, model)
-            self.checkpoint.on_train_end(loop, model)
-        except BaseException as error:
-            self.checkpoint.on_exception(loop, model, error)
-            raise
-        finally:
-            self.checkpoint.teardown(loop, model, "fit")
-        return [*training_state(model, self.optimizer), self.scheduler.state_dict()]
-
-
-def seeded(seed: int) -> None:
-    torch.manual_seed(seed), torchax.default_env().manual_seed(seed), np.random.seed(seed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("fail", "saved"), [("before", [2, 5]), ("after", [2])])
-def test_an_exception_in_a_bare_loop_saves_the_step_that_is_still_there(
-    fail: str, saved: list[int], directory: Path
-) -> None:
-    seeded(0)
-    uninterrupted = Bare(directory / "uninterrupted", [])
-    expected = uninterrupted.train()
-    seeded(0)
-    failing = Bare(directory / "failing", [2])
-    with pytest.raises(RuntimeError, match="asked for"):
-        failing.train(fail, at=6)
-    assert steps_of(directory / "failing") == saved
-    seeded(5)
-    resumed = Bare(directory / "failing", [])  # the lease is free
-    assert_trees_identical(resumed.train(), expected)
-    assert resumed.seen == uninterrupted.seen[saved[-1] :]
-
-
-def test_a_loop_that_catches_nothing_ends_at_a_sigterm_with_a_code_to_restart_on(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bare = Bare(directory, [])
-    bare.checkpoint.on_fit_start(bare.loop, bare.model)
-    bare.loop.global_step = 1
-    monkeypatch.setattr(TorchaxCheckpointer, "reached_preemption", lambda self: True)
-    with pytest.raises(SystemExit) as ended:
-        bare.checkpoint.on_train_batch_end(bare.loop, bare.model)
-    assert ended.value.code == 128 + signal.SIGTERM
-    bare.checkpoint.teardown(bare.loop, bare.model, "fit")
-
-
-@pytest.mark.slow
-def test_the_loop_that_is_documented_ends_at_a_sigterm(directory: Path) -> None:
-    page = (ROOT / "docs/lightning.md").read_text()
-    section = page.partition("## A loop without a Trainer")[2]
-    block = section.partition("```python\n")[2].partition("```")[0]
-    documented = re.sub(r"\.\.\. +# train on a batch", "train_on_a_batch()", block)
-    assert documented != block
-    result = run_python(PROGRAMS / "documented_loop.py", str(directory), documented, check=False)
-    assert result.returncode == 128 + signal.SIGTERM, result.stderr
-    last = int(result.stdout.splitlines()[-1])
-    assert steps_of(directory) == [last]
-
-
 @pytest.mark.slow
 def test_a_metric_that_ranks_no_step_is_warned_of_where_the_program_can_help_it(
     directory: Path, caplog: pytest.LogCaptureFixture
@@ -721,22 +587,10 @@ def test_a_monitored_scalar_on_a_device_is_not_waited_for(
 ) -> None:
     """In steps, saved or not: a look at it would wait for all that the step computes."""
 
-    def bare(loss: Any) -> TorchaxCheckpoint:
-        checkpoint = TorchaxCheckpoint(
-            directory / "bare",
-            monitor="loss",
-            save_decision_policy=policies.FixedIntervalPolicy(2),
-            preservation_policy=policies.PreserveAll(),
-        )
-        model = mlp()
-        loop = BareLoop(optimizers=[torch.optim.SGD(model.parameters(), lr=0.1)])
-        checkpoint.on_fit_start(loop, model)
-        for step in (1, 2, 3, 4):
-            loop.global_step, loop.callback_metrics = step, {"loss": loss(step)}
-            checkpoint.on_train_batch_end(loop, model)
-        checkpoint.on_train_end(loop, model)
-        checkpoint.teardown(loop, model, "fit")
-        return checkpoint
+    class Scored(Losses):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            super().training_step(batch, batch_idx)
+            self.log("score", torch.full((), self.losses[batch_idx], device="jax"))
 
     looked_at: list[str] = []
     training = threading.current_thread()
@@ -749,22 +603,17 @@ def test_a_monitored_scalar_on_a_device_is_not_waited_for(
             return original(tensor)
 
         monkeypatch.setattr(torchax.tensor.Tensor, name, look)
-    values = {1: 3.0, 2: float("nan"), 3: 1.0, 4: 2.0}
-    ckpt = bare(lambda step: torch.full((), values[step], device="jax")).checkpointer
-    assert not looked_at
-    assert ckpt is not None
-    assert ckpt.all_steps() == [2, 4]
-    assert ckpt.best_step() == 4  # NaN ranks nothing
-
     checkpoint = TorchaxCheckpoint(
-        directory / "trainer",
-        monitor="step_loss",
-        save_decision_policy=policies.FixedIntervalPolicy(1),
+        directory,
+        monitor="score",
+        save_decision_policy=policies.FixedIntervalPolicy(2),
         preservation_policy=policies.PreserveAll(),
     )
-    trainer_with(checkpoint).fit(Losses([1.0]), numbers(6))
+    trainer_with(checkpoint).fit(Scored([1.0, float("nan"), 0.5, 2.0, 1.0, 3.0]), numbers(6))
     assert looked_at == ["__float__"]  # at the end of the epoch, where what it is decides
-    assert steps_of(directory / "trainer") == [1, 2, 3, 4, 5, 6]
+    assert checkpoint.checkpointer is not None
+    assert checkpoint.checkpointer.all_steps() == [2, 4, 6]
+    assert checkpoint.checkpointer.best_step() == 4  # NaN ranks nothing
 
 
 # --- installing --------------------------------------------------------------------------------

@@ -9,8 +9,7 @@ except ModuleNotFoundError as error:
         'torchax_ckpt.integrations.lightning needs its extra: pip install "torchax-ckpt[lightning]"'
     ) from error
 
-from torchax_ckpt.integrations.lightning.bare_loop import BareLoop
 from torchax_ckpt.integrations.lightning.checkpoint import TorchaxCheckpoint
 from torchax_ckpt.integrations.lightning.strategy import TorchaxStrategy
 
-__all__ = ["BareLoop", "TorchaxCheckpoint", "TorchaxStrategy"]
+__all__ = ["TorchaxCheckpoint", "TorchaxStrategy"]

@@ -22,7 +22,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
 from torchax_ckpt.errors import CheckpointError, MetricsError, SaveError
 from torchax_ckpt.integrations.lightning import sigterm, tensor_patches
-from torchax_ckpt.integrations.lightning.bare_loop import BareLoop, BarePosition
 from torchax_ckpt.integrations.lightning.loop_position import LoopPosition, Moment
 
 logger = logging.getLogger(__name__)
@@ -45,10 +44,6 @@ class TorchaxCheckpoint(Checkpoint):
     saves the last step of the training; each step for which validation or the end of an epoch
     logged the monitored metric; and the last completed step on SIGTERM or, if the run has one
     process, on an exception.
-
-    In a training loop without a Trainer, create a ``BareLoop`` and pass it as the trainer to
-    ``on_fit_start``, to ``on_train_batch_end`` after each step, to ``on_train_end`` or
-    ``on_exception``, and finally to ``teardown``.
 
     Args:
       directory: a local path or ``gs://bucket/prefix``, one per run.
@@ -93,14 +88,14 @@ class TorchaxCheckpoint(Checkpoint):
             options=options,
         )
         self._placing = {"shardings": shardings, "init": init}
-        self._position: LoopPosition | BarePosition | None = None
+        self._position: LoopPosition | None = None
         self._seen: dict[str, Any] = {}
         self._is_validated = self._was_validated = False
         self._warned: set[str] = set()
 
     # --- hooks ---------------------------------------------------------------------------------
 
-    def on_fit_start(self, trainer: Trainer | BareLoop, pl_module: torch.nn.Module) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: torch.nn.Module) -> None:
         """Attaches the module and its optimizers, and restores the newest step if there is one.
 
         Raises:
@@ -111,17 +106,6 @@ class TorchaxCheckpoint(Checkpoint):
         self._seen, self._warned = {}, set()
         self._is_validated = self._was_validated = False
         ckpt = self.checkpointer = self._make()
-        if isinstance(trainer, BareLoop):
-            tensor_patches.complete()
-            bare = self._position = BarePosition(trainer, pl_module)
-            trainer.global_step = ckpt.attach(
-                pl_module,
-                _one_or_several(trainer.optimizers),
-                lr_scheduler=trainer.lr_schedulers or None,
-                dataloader=bare.dataloader,
-                **self._placing,
-            )
-            return
         if trainer.ckpt_path is not None:
             raise MisconfigurationException(
                 f"fit: expected no ckpt_path, found {str(trainer.ckpt_path)!r}, which is for "
@@ -145,39 +129,9 @@ class TorchaxCheckpoint(Checkpoint):
             rank_zero_info(f"resumed: step {step} in {ckpt.directory}")
         position.watch(functools.partial(self._reached, trainer, position))
 
-    def on_train_batch_end(
-        self,
-        trainer: Trainer | BareLoop,
-        pl_module: torch.nn.Module,
-        outputs: Any = None,
-        batch: Any = None,
-        batch_idx: int = 0,
-    ) -> None:
-        """Saves the step of a ``BareLoop``, if the policy says so.
-
-        With a Trainer, ``on_train_batch_end`` does nothing, because other hooks and the validation
-        of the batch have not run yet.
-
-        Raises:
-          SIGTERMException: SIGTERM has arrived, and the step is saved. Uncaught, the exception
-            ends the process with exit code 143.
-        """
-        if isinstance(trainer, BareLoop):
-            assert isinstance(self._position, BarePosition), "on_fit_start was not called"
-            self._position.hold()
-            self._open.save(
-                trainer.global_step,
-                metrics=self._rankable(trainer.callback_metrics),
-            )
-            if self._open.reached_preemption():
-                raise SIGTERMException(_SIGTERM_EXIT_CODE)
-
-    def on_train_end(self, trainer: Trainer | BareLoop, pl_module: torch.nn.Module) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: torch.nn.Module) -> None:
         """Saves the last step of the training, and waits until this step is durable."""
-        if isinstance(trainer, BareLoop):
-            metrics = self._rankable(trainer.callback_metrics)
-            self._open.save(trainer.global_step, metrics=metrics, force=True)
-        elif trainer.global_step == 0:
+        if trainer.global_step == 0:
             self._warn(
                 "nothing was saved: no optimizer step was counted. training_step must step the "
                 "optimizers that self.optimizers() returns"
@@ -189,7 +143,7 @@ class TorchaxCheckpoint(Checkpoint):
             self._open.wait_until_finished()
 
     def on_exception(
-        self, trainer: Trainer | BareLoop, pl_module: torch.nn.Module, exception: BaseException
+        self, trainer: Trainer, pl_module: torch.nn.Module, exception: BaseException
     ) -> None:
         """Saves the last completed step if its values are unchanged; closes the checkpointer.
 
@@ -221,14 +175,14 @@ class TorchaxCheckpoint(Checkpoint):
             # Lightning's own exit code, 0, would tell most schedulers that the job has finished.
             exception.code = _SIGTERM_EXIT_CODE
 
-    def teardown(self, trainer: Trainer | BareLoop, pl_module: torch.nn.Module, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: torch.nn.Module, stage: str) -> None:
         """Closes this fit's checkpointer; SIGTERM is handled as before the fit.
 
         Raises:
           SaveError: the newest save failed.
         """
         try:
-            if isinstance(self._position, LoopPosition):
+            if self._position is not None:
                 self._position.unwatch()
                 sigterm.end_lightnings(trainer)
             self._position = None
