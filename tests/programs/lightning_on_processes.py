@@ -23,7 +23,7 @@ from torchax import interop
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchax_ckpt import policies, torchax_backend
-from torchax_ckpt.integrations.lightning import TorchaxCheckpoint, TorchaxStrategy, sigterm
+from torchax_ckpt.integrations.lightning import TorchaxCheckpoint, TorchaxStrategy, checkpoint
 
 directory, seed, max_steps = sys.argv[4], int(sys.argv[5]), int(sys.argv[6])
 
@@ -74,7 +74,7 @@ class Module(lightning.LightningModule):
 with torch.device("meta"):
     module = Module()
 torch.manual_seed(seed + INDEX), np.random.seed(seed + INDEX)
-checkpoint = TorchaxCheckpoint(
+callback = TorchaxCheckpoint(
     directory,
     monitor="loss",
     shardings=rule,
@@ -84,26 +84,26 @@ checkpoint = TorchaxCheckpoint(
 )
 trainer = lightning.Trainer(
     strategy=TorchaxStrategy(),
-    callbacks=[checkpoint],
+    callbacks=[callback],
     max_steps=max_steps,
     logger=False,
     enable_progress_bar=False,
     enable_model_summary=False,
 )
-handler = sigterm._action.__wrapped__().raw[:16]  # in C: the function and the mask
+handler = checkpoint._sigterm_action.__wrapped__().raw[:16]  # in C: the function and the mask
 trainer.fit(
     module,
     StatefulDataLoader(
         Mine(), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(INDEX)
     ),
 )
-assert checkpoint.checkpointer is not None
+assert callback.checkpointer is not None
 report(
-    is_sigterm_as_before=sigterm._action.__wrapped__().raw[:16] == handler,
+    is_sigterm_as_before=checkpoint._sigterm_action.__wrapped__().raw[:16] == handler,
     ranks=[trainer.global_rank, trainer.world_size],
     seen=module.seen,
-    steps=checkpoint.checkpointer.all_steps(),
-    loss=checkpoint.checkpointer.metrics(max_steps)["loss"],
+    steps=callback.checkpointer.all_steps(),
+    loss=callback.checkpointer.metrics(max_steps)["loss"],
     whole={
         name: digest(
             np.asarray(

@@ -24,7 +24,7 @@ __all__ = ["Publisher"]
 logger = logging.getLogger(__name__)
 
 
-class _Stopped(Exception):  # noqa: N818 - ends a publication from inside, and is no failure
+class _ProgramEnds(Exception):  # noqa: N818 - ends a publication from inside; no failure
     """The program ends while a folder is being written."""
 
 
@@ -181,7 +181,7 @@ class Publisher:
             return
         try:
             new = self._follower.publish_due(is_at_end=is_at_end)
-        except _Stopped:
+        except _ProgramEnds:
             return
         except Exception as error:  # whatever it is, training goes on
             self._report(error)
@@ -200,4 +200,4 @@ class Publisher:
 
     def _go_on(self, num_bytes: int) -> None:
         if self._exiting.is_set:
-            raise _Stopped
+            raise _ProgramEnds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import logging
 import math
@@ -21,7 +22,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
 from torchax_ckpt.errors import CheckpointError, MetricsError, SaveError
-from torchax_ckpt.integrations.lightning import sigterm, tensor_patches
 from torchax_ckpt.integrations.lightning.loop_position import LoopPosition, Moment
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class TorchaxCheckpoint(Checkpoint):
                 f"resumes from the newest step in {ckpt.directory}"
             )
         _refuse_unsaved(trainer)
-        sigterm.remember()
+        _remember_sigterm()  # before Lightning registers its handler
         position = self._position = LoopPosition(trainer)
         step = ckpt.attach(
             pl_module,
@@ -137,7 +137,7 @@ class TorchaxCheckpoint(Checkpoint):
                 "optimizers that self.optimizers() returns"
             )
         else:
-            self._save_held()
+            self._save_recorded()
         # Errors of saves are logged already; teardown raises the error of the newest save.
         with contextlib.suppress(SaveError, MetricsError):
             self._open.wait_until_finished()
@@ -160,7 +160,7 @@ class TorchaxCheckpoint(Checkpoint):
             # With several processes, a process that saves here would wait for the others, which
             # do not know of its exception.
             if not isinstance(exception, CheckpointError) and jax.process_count() == 1:
-                self._save_held()
+                self._save_recorded()
         except Exception:
             logger.exception("no step was saved for the %s", type(exception).__name__)
         with contextlib.suppress(CheckpointError):  # The error is logged already.
@@ -184,7 +184,7 @@ class TorchaxCheckpoint(Checkpoint):
         try:
             if self._position is not None:
                 self._position.unwatch()
-                sigterm.end_lightnings(trainer)
+                _end_lightnings_sigterm(trainer)
             self._position = None
         finally:
             if self.checkpointer is not None:
@@ -198,20 +198,15 @@ class TorchaxCheckpoint(Checkpoint):
         return self.checkpointer
 
     def _reached(self, trainer: Any, position: LoopPosition, moment: Moment) -> None:
-        """Handles a moment of the fit, which ``LoopPosition.watch`` reports.
-
-        Before the first batch, gives SIGTERM back to JAX on several processes, and warns of loaders
-        without ``state_dict``. Before a validation, records the position. After a batch or an
-        epoch, asks the policy, once for each step, whether to save it.
-        """
+        """Handles a moment of the fit; after a batch or an epoch, saves a step if it is due."""
         if moment is Moment.START:
-            sigterm.put_back()
+            _put_sigterm_back()
             self._warn_of_loaders(trainer)
         elif moment is Moment.BEFORE_VALIDATION:
             self._is_validated = self._was_validated = True
             if position.is_due:
                 # The policy is asked after the validation, whose metrics rank the step.
-                position.hold(moment)
+                position.record(moment)
         elif not trainer.fast_dev_run:
             was_measured = moment is Moment.AFTER_EPOCH or self._is_validated
             self._is_validated = False
@@ -222,7 +217,7 @@ class TorchaxCheckpoint(Checkpoint):
     ) -> None:
         ckpt, is_due = self._open, position.is_due
         if is_due:
-            position.hold(moment)
+            position.record(moment)
         # Metrics are read at every step. Otherwise a metric that an earlier step logged would be
         # taken for a metric of this step.
         fresh = self._fresh(trainer) if is_due or was_measured else {}
@@ -241,18 +236,18 @@ class TorchaxCheckpoint(Checkpoint):
         if ckpt.reached_preemption():
             raise SIGTERMException
 
-    def _save_held(self) -> None:
+    def _save_recorded(self) -> None:
         """Saves the last completed step, unless a tensor has changed or another step has begun."""
         position = self._position
         if position is None or not position.is_current:
             return
-        with position.as_held():
+        with position.as_recorded():
             self._open.save(position.step, force=True)
 
     # --- metrics -------------------------------------------------------------------------------
 
     def _fresh(self, trainer: Trainer) -> dict[str, Any]:
-        """Returns the metrics that were logged since the last call of ``_fresh``."""
+        """Returns the metrics that were logged since the last call."""
         logged = dict(trainer.callback_metrics)
         seen, self._seen = self._seen, logged
         return {n: v for n, v in logged.items() if n not in seen or not _is_same(v, seen[n])}
@@ -260,11 +255,8 @@ class TorchaxCheckpoint(Checkpoint):
     def _rankable(self, metrics: dict[str, Any], *, waits: bool = False) -> dict[str, Any]:
         """Returns the metrics, without the monitored metric if its value is NaN.
 
-        Args:
-          metrics: the metrics by name.
-          waits: True to check even a monitored metric that is on a device, which waits for the
-            device. If False, the checkpointer fetches such a metric in the background when it saves
-            the step, and does not rank the step if the metric is NaN.
+        Waits for a metric on a device only if ``waits`` is true. Otherwise the checkpointer fetches
+        it in the background, and does not rank the step if it is NaN.
         """
         monitored = metrics.get(self.monitor or "")
         if monitored is None or (_is_on_device(monitored) and not waits):
@@ -302,13 +294,7 @@ class TorchaxCheckpoint(Checkpoint):
 
 
 def _refuse_unsaved(trainer: Any) -> None:
-    """Raises if a callback overrides ``on_save_checkpoint``, which TorchaxCheckpoint never calls.
-
-    Callbacks that average weights, for instance, often store state in ``on_save_checkpoint``.
-
-    Raises:
-      MisconfigurationException: a callback overrides ``on_save_checkpoint``.
-    """
+    """Raises if a callback has state in ``on_save_checkpoint``, which is never called here."""
     for callback in trainer.callbacks:
         if is_overridden("on_save_checkpoint", callback):
             raise MisconfigurationException(
@@ -331,15 +317,49 @@ def _is_on_device(value: Any) -> bool:
 
 
 def _is_same(value: Any, seen: Any) -> bool:
-    """True if two values are the same logged tensor or object.
-
-    Lightning returns a newly detached tensor at each access, so two tensors are the same
-    if they share their memory; their elements are not compared.
-    """
+    """Returns whether two values are the same logged object, or one tensor detached twice."""
     if value is seen:
         return True
     if not (isinstance(value, torch.Tensor) and isinstance(seen, torch.Tensor)):
         return False
-    return value.device == seen.device and tensor_patches.memory_of(
-        value
-    ) == tensor_patches.memory_of(seen)
+    return value.device == seen.device and _memory_of(value) == _memory_of(seen)
+
+
+def _memory_of(tensor: torch.Tensor) -> int:
+    if tensor.device.type == "jax":
+        return id(tensor.jax())  # type: ignore[attr-defined]
+    return tensor.data_ptr()
+
+
+# --- SIGTERM on several processes ------------------------------------------------------------
+#
+# JAX's handler makes all processes agree on the step after which they end. It is written in C++, so
+# Python does not see it, and Lightning replaces it with its own handler when a fit begins. Only the
+# process that got the SIGTERM would then end, in the middle of the work of all.
+
+
+@functools.cache
+def _sigterm_action() -> ctypes.Array[ctypes.c_char]:
+    """Returns C's handler of SIGTERM as it is at the first call."""
+    # Larger than C's struct sigaction on any platform; only the C library looks into it.
+    action = ctypes.create_string_buffer(1024)
+    ctypes.CDLL(None).sigaction(signal.SIGTERM, None, action)
+    return action
+
+
+def _remember_sigterm() -> None:
+    if jax.distributed.is_initialized():
+        _sigterm_action()
+
+
+def _put_sigterm_back() -> None:
+    if jax.distributed.is_initialized():
+        ctypes.CDLL(None).sigaction(signal.SIGTERM, _sigterm_action(), None)
+
+
+def _end_lightnings_sigterm(trainer: Any) -> None:
+    """Removes Lightning's handler, so that ``close`` finds and removes this package's below it."""
+    connector = trainer._signal_connector
+    if (handler := connector._original_handlers.pop(signal.SIGTERM, None)) is not None:
+        connector._register_signal(signal.SIGTERM, handler)
+    _put_sigterm_back()

@@ -14,18 +14,19 @@ from __future__ import annotations
 import contextlib
 import copy
 import enum
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from torchax_ckpt import RandomState
-from torchax_ckpt.integrations.lightning.held_step import HeldStep
 
 
 class Moment(enum.StrEnum):
-    """A point in a Trainer's loops at which ``LoopPosition.watch`` calls its argument ``tell``."""
+    """A point in a Trainer's loops that ``LoopPosition.watch`` reports."""
 
     START = "start"
     """Before the first batch."""
@@ -37,20 +38,98 @@ class Moment(enum.StrEnum):
     """After the last batch of an epoch and the epoch's hooks."""
 
 
+class CompletedStep:
+    """What a save needs of a completed step until the next step begins.
+
+    Tensors are not copied: a change of one is detected. Schedulers, hyperparameters and random
+    state are copied, because they can change before the next step.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        schedulers: Sequence[Any],
+    ) -> None:
+        self._module, self._optimizers, self._schedulers = module, optimizers, schedulers
+        self._versions = [(weakref.ref(value), number) for value, number in self._present_tensors()]
+        self._settings = copy.deepcopy(self._present_settings())
+        self.random_state = RandomState().state_dict()
+
+    @property
+    def is_unchanged(self) -> bool:
+        """True if no tensor changed and no parameter group was added since the completed step."""
+        present = list(self._present_tensors())
+        return (
+            len(present) == len(self._versions)
+            and all(
+                reference() is value and before == number
+                for (reference, before), (value, number) in zip(
+                    self._versions, present, strict=True
+                )
+            )
+            # Callbacks that unfreeze layers add groups.
+            and len(self._groups) == len(self._settings["groups"])
+        )
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """In the block, schedulers, hyperparameters and random state are those of the step."""
+        rng = RandomState()
+        random_state, settings = rng.state_dict(), self._present_settings()
+        try:
+            self._set(self._settings)
+            rng.load_state_dict(self.random_state)
+            yield
+        finally:
+            self._set(settings)
+            rng.load_state_dict(random_state)
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
+
+    def _present_tensors(self) -> Iterator[tuple[Any, int]]:
+        """Yields an object and a number for each tensor; a change of its value changes one."""
+        # An optimizer may fail in the middle of a step, after it has changed its state.
+        of_optimizers = (
+            value
+            for optimizer in self._optimizers
+            for state in optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, torch.Tensor)
+        )
+        for tensor in (*self._module.parameters(), *self._module.buffers(), *of_optimizers):
+            if tensor.device.type == "jax":
+                yield tensor.jax(), 0  # type: ignore[attr-defined]  # arrays are immutable
+            else:
+                yield tensor, tensor._version
+
+    def _present_settings(self) -> dict[str, list[Any]]:
+        """Returns the state of schedulers and the hyperparameters, which may share objects."""
+        return {
+            "schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
+            "groups": [{n: v for n, v in g.items() if n != "params"} for g in self._groups],
+        }
+
+    def _set(self, settings: dict[str, list[Any]]) -> None:
+        for scheduler, state in zip(self._schedulers, settings["schedulers"], strict=True):
+            scheduler.load_state_dict(state)
+        for group, values in zip(self._groups, settings["groups"], strict=True):
+            group.update(values)
+
+
 class LoopPosition:
     """The position of a Trainer after its last optimizer step.
 
     A checkpoint stores the position under the name ``stateful/lightning``. Between two optimizer
     steps Lightning fetches batches, accumulates gradients and ends epochs, while the tensors of
     modules and optimizers do not change. A save therefore stores loops, loaders and callbacks as
-    the last call of ``hold`` recorded them, not as they are at the save. ``TorchaxCheckpoint``
-    calls ``hold`` after each optimizer step. In a ``with`` block of ``as_held``, schedulers,
-    parameter groups and random state too have the values that they had at the last call of
-    ``hold``, so a save stores the completed step.
+    the last call of ``record`` found them, not as they are at the save.
 
     Attributes:
-      step: ``trainer.global_step`` at the last ``hold``.
-      moment: the moment of the last ``hold``.
+      step: ``trainer.global_step`` at the last ``record``.
+      moment: the moment of the last ``record``.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -62,50 +141,42 @@ class LoopPosition:
         # The state of loaders and random generators before the prefetched batch was fetched.
         self._before_fetch: dict[str, Any] = {}
         self._restored: dict[str, Any] = {}
-        self._held: HeldStep | None = None
+        self._completed: CompletedStep | None = None
 
-    # --- holding -------------------------------------------------------------------------------
+    # --- recording -----------------------------------------------------------------------------
 
     @property
     def is_due(self) -> bool:
-        """True if the caller should call ``hold`` to record the present position.
-
-        A call is due if an optimizer has stepped since the last call of ``hold``, or if the last
-        call came before a validation, which may change the position.
-        """
+        """True if an optimizer has stepped since the last ``record``, or a validation has run."""
         is_halfway = self.moment is Moment.BEFORE_VALIDATION
         return self._trainer.global_step > self.step or is_halfway
 
     @property
     def is_current(self) -> bool:
-        """True if the step that ``hold`` recorded last can still be saved.
-
-        The step can be saved until an optimizer begins the next step, or a tensor of the module or
-        of an optimizer changes. With ``fast_dev_run``, no step can be saved.
-        """
-        if self._held is None or self._trainer.fast_dev_run:
+        """True if the recorded step can still be saved: no optimizer has begun the next step."""
+        if self._completed is None or self._trainer.fast_dev_run:
             return False
         optimization = self._trainer.fit_loop.epoch_loop.manual_optimization
         has_stepped = optimization.optim_step_progress.total.ready != self.step
-        return not has_stepped and self._held.is_unchanged
+        return not has_stepped and self._completed.is_unchanged
 
-    def hold(self, moment: Moment) -> None:
+    def record(self, moment: Moment) -> None:
         """Records the Trainer's present position."""
         trainer = self._trainer
         self.step = trainer.global_step
         self.moment = moment
         self._loops = trainer.fit_loop.state_dict()
         self._fetched_ahead = self._before_fetch
-        self._held = self._hold()
-        self._others = self._ask_others()
+        self._completed = self._completed_step()
+        self._others = self._other_states()
 
-    def _hold(self) -> HeldStep:
+    def _completed_step(self) -> CompletedStep:
         trainer = self._trainer
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-        return HeldStep(trainer.lightning_module, trainer.optimizers, schedulers)
+        return CompletedStep(trainer.lightning_module, trainer.optimizers, schedulers)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position of the last ``hold`` or ``resume``; {} if neither was called."""
+        """Returns the recorded or resumed position; {} without one."""
         if self.moment is Moment.START:
             return {}
         return {
@@ -116,25 +187,17 @@ class LoopPosition:
         }
 
     @contextlib.contextmanager
-    def as_held(self) -> Iterator[None]:
-        """Restores the state at the last call of ``hold`` until the ``with`` block ends.
+    def as_recorded(self) -> Iterator[None]:
+        """In the block, the live objects that a save reads have their recorded state.
 
-        In the block, schedulers, parameter groups and random generators have their state at that
-        call; the end of the block undoes this. The checkpointer saves schedulers, parameter groups
-        and random state from the live objects, which may have changed after ``hold``. A scheduler,
-        for example, may step in a batch that only accumulates gradients, in a validation, or at the
-        end of an epoch.
+        A scheduler, for example, may have stepped since in a batch that only accumulates gradients.
         """
-        assert self._held is not None
-        with self._held.put_back():
+        assert self._completed is not None
+        with self._completed.restored():
             yield
 
-    def _ask_others(self) -> dict[str, Any]:
-        """Returns what a position contains in addition to the loops.
-
-        The result contains the states of callbacks and datamodule, the dict that the module fills
-        in ``on_save_checkpoint``, and the Trainer's ``callback_metrics``.
-        """
+    def _other_states(self) -> dict[str, Any]:
+        """Returns the states of callbacks, datamodule and module, and the Trainer's metrics."""
         trainer = self._trainer
         datamodule = getattr(trainer, "datamodule", None)
         module: dict[str, Any] = {}
@@ -157,15 +220,13 @@ class LoopPosition:
         self._restored = state_dict
 
     def resume(self) -> None:
-        """Moves the Trainer to the restored position.
+        """Moves the Trainer to the restored position, when Lightning would restore its loops.
 
-        Call ``resume`` at the point of a fit at which Lightning itself would restore its loops.
-        Lightning restores the loaders after ``resume``, when it creates them. Immediately before
-        the first batch, a wrapper that ``watch`` installs restores the random state, because
-        Lightning's set-up draws random numbers.
+        Lightning restores the loaders later, when it creates them. Its set-up draws random numbers,
+        so the random state is restored immediately before the first batch.
         """
         trainer, restored = self._trainer, self._restored
-        self._held = self._hold()
+        self._completed = self._completed_step()
         self.moment = Moment(restored["moment"])
         self._loops = restored["loops"]
         self._fetched_ahead = restored["fetched_ahead"]
@@ -185,13 +246,8 @@ class LoopPosition:
         trainer.callback_metrics.update(restored["metrics"])
 
     def _start(self) -> None:
-        """Restores the prefetched batch and the random state, after Lightning's set-up of the fit.
-
-        Lightning's set-up draws random numbers, so the random state is restored after the set-up.
-        Sets flags of Lightning's loops, so that the loops continue at the restored moment. Does
-        nothing if the fit did not restore a step.
-        """
-        if self._held is None:
+        """Restores the prefetched batch and the random state, if the fit resumes a step."""
+        if self._completed is None:
             return
         fit = self._trainer.fit_loop
         if self.moment is Moment.AFTER_EPOCH:
@@ -204,13 +260,10 @@ class LoopPosition:
             validation._restart_stage = "restarted_mid_evaluation"
         if self._fetched_ahead and self.moment is not Moment.AFTER_EPOCH:
             self._fetch_ahead(fit._data_fetcher)
-        RandomState().load_state_dict(self._held.random_state)
+        RandomState().load_state_dict(self._completed.random_state)
 
     def _fetch_ahead(self, fetcher: Any) -> None:
-        """Fetches again the batch that Lightning had prefetched when the position was recorded.
-
-        Puts loaders and random generators first into the state that they had before that prefetch.
-        """
+        """Fetches again the batch that Lightning had prefetched when the position was recorded."""
         loaders = fetcher.combined_loader
         loaders._load_state_dicts(self._fetched_ahead["loaders"])
         # A restored loader draws from the random state when it is first asked for its state; see
@@ -220,12 +273,8 @@ class LoopPosition:
         iter(fetcher)
 
     def _note_fetch(self, fetcher: Any) -> None:
-        """Records the state of loaders and random generators before Lightning prefetches a batch.
-
-        Lightning prefetches one batch if the loader has no length. If the loader has a length,
-        Lightning prefetches no batch, and ``_note_fetch`` records nothing.
-        """
-        if fetcher.length is None:
+        """Records the state of loaders and random generators before a batch is prefetched."""
+        if fetcher.length is None:  # Otherwise Lightning prefetches none.
             self._before_fetch = {
                 "loaders": fetcher.combined_loader._state_dicts(),
                 "random_state": RandomState().state_dict(),
@@ -239,15 +288,15 @@ class LoopPosition:
 
     # --- wrapping Lightning's loops ------------------------------------------------------------
 
-    def watch(self, tell: Callable[[Moment], None]) -> None:
-        """Wraps methods of the Trainer's loops, so that they call ``tell`` at each ``Moment``."""
+    def watch(self, on_moment: Callable[[Moment], None]) -> None:
+        """Wraps methods of the Trainer's loops, so that they call ``on_moment`` at each moment."""
         fit = self._trainer.fit_loop
         epoch = fit.epoch_loop
 
         def run_started(original: Callable[[], None]) -> None:
             original()
             self._start()
-            tell(Moment.START)
+            on_moment(Moment.START)
 
         def epoch_started(original: Callable[[Any], None], fetcher: Any) -> None:
             original(fetcher)
@@ -256,12 +305,12 @@ class LoopPosition:
 
         def batch_done(fetcher: Any) -> None:
             if not epoch._num_ready_batches_reached():
-                tell(Moment.WITHIN_EPOCH)
+                on_moment(Moment.WITHIN_EPOCH)
                 self._note_fetch(fetcher)
 
         def batch_ended(original: Callable[[Any], None], fetcher: Any) -> None:
             if epoch._should_check_val_fx(fetcher):
-                tell(Moment.BEFORE_VALIDATION)
+                on_moment(Moment.BEFORE_VALIDATION)
             try:
                 original(fetcher)
             except SIGTERMException:
@@ -274,9 +323,9 @@ class LoopPosition:
             try:
                 original()
             except SIGTERMException:
-                tell(Moment.AFTER_EPOCH)
+                on_moment(Moment.AFTER_EPOCH)
                 raise
-            tell(Moment.AFTER_EPOCH)
+            on_moment(Moment.AFTER_EPOCH)
 
         _wrap(fit, "on_run_start", run_started)
         _wrap(fit, "on_advance_end", epoch_ended)

@@ -7,6 +7,7 @@ checkpoints, because ``torch.save`` cannot store torchax tensors.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NoReturn
 
 import torch
@@ -17,8 +18,8 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-
-from torchax_ckpt.integrations.lightning import tensor_patches
+from torch.utils._mode_utils import no_dispatch
+from torchax.tensor import Tensor
 
 _HOW_TO_TRAIN = (
     "torchax has no loss.backward(): set self.automatic_optimization = False, take gradients in "
@@ -46,7 +47,7 @@ class TorchaxStrategy(SingleDeviceStrategy):
     def __init__(self) -> None:
         super().__init__(device=torch.device("jax", 0), accelerator=_JaxDevices())
         # The patches are applied this early, because programs often create metrics before training.
-        tensor_patches.complete()
+        _patch_torchax()
 
     def setup_environment(self) -> None:
         """Enables torchax globally, if the program has not done so."""
@@ -88,11 +89,8 @@ class TorchaxStrategy(SingleDeviceStrategy):
             torch.__future__.set_swap_module_params_on_conversion(swaps)
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Sets the epoch of a loader's sampler before the loader reads the sampler's indices.
-
-        Lightning itself sets the epoch later, which is too late for a loader that resumes within an
-        epoch.
-        """
+        """Sets the epoch of a loader's sampler before the loader reads the sampler's indices."""
+        # Lightning sets it later: too late for a loader that resumes within an epoch.
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         if trainer.state.fn == TrainerFn.FITTING:
@@ -163,3 +161,49 @@ def _is_enabled() -> bool:
         return torch.zeros((), device="jax") is not None
     except (NotImplementedError, RuntimeError):
         return False
+
+
+# --- operations that Lightning needs and torchax 0.0.13 lacks ------------------------------------
+#
+# With them ``self.log`` accepts device scalars without waiting for the device, and callbacks can
+# print or copy logged values.
+
+_EMPTY = torch.ops.aten.empty.memory_format
+
+
+@functools.cache
+def _patch_torchax() -> None:
+    """Patches torchax for the whole process."""
+    torchax.default_env().override_op_definition(_EMPTY, _empty)
+    for name, method in (("__format__", _format), ("__deepcopy__", _deepcopy)):
+        if name not in vars(Tensor):
+            setattr(Tensor, name, method)
+
+
+def _empty(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """Returns an uninitialized tensor on the requested device, as torch does.
+
+    torchax returns a tensor on ``"jax"`` even if one on the CPU is requested. Metrics, including
+    those of ``self.log``, deep-copy their initial values, and ``copy.deepcopy`` of a CPU tensor
+    requests a new tensor on the CPU.
+    """
+    device = kwargs.get("device")
+    with no_dispatch(), torch._C.DisableTorchFunction():
+        plain = _EMPTY(*args, **{**kwargs, "device": "cpu", "pin_memory": None})
+    is_plain = device is not None and torch.device(device).type == "cpu"
+    return plain if is_plain else torchax.default_env().to_xla(plain)
+
+
+def _format(self: Tensor, spec: str) -> str:
+    """Formats a 0-d tensor as torch does, for example in ``f"{loss:.3f}"``."""
+    return format(self.item(), spec) if spec and self.ndim == 0 else object.__format__(self, spec)
+
+
+def _deepcopy(self: Tensor, memo: dict[int, Any]) -> Tensor:
+    """Returns a new tensor that shares the JAX array of ``self``, because arrays are immutable."""
+    if id(self) not in memo:
+        copied: Any = Tensor(self.jax(), torchax.default_env(), self.requires_grad)
+        if isinstance(self, torch.nn.Parameter):
+            copied = torch.nn.Parameter(copied, requires_grad=self.requires_grad)
+        memo[id(self)] = copied
+    return memo[id(self)]
