@@ -234,7 +234,6 @@ class TorchaxCheckpointer:
         include: str | Iterable[str] | None = None,
         exclude: str | Iterable[str] | None = None,
         rename: Mapping[str, str] | None = None,
-        optimizer_class: Literal["any"] | None = None,
         tier: TierName | None = None,
     ) -> RestoreReport:
         """Restores a step into the attached objects, in place.
@@ -250,8 +249,6 @@ class TorchaxCheckpointer:
             match and reports the rest.
           include, exclude, rename: patterns that select and rename the model's tensors, and so
             their optimizer state, as for ``warm_start``. Other tensors and their state stay.
-          optimizer_class: "any" to take state of another class with the same entries, such as
-            Adam's for AdamW; of the hyperparameters, only the learning rates then come along.
           tier: "durable" or "local"; None for any tier that has the step, the local tier first.
 
         Returns:
@@ -272,7 +269,6 @@ class TorchaxCheckpointer:
             include=include,
             exclude=exclude,
             rename=rename,
-            optimizer_class=optimizer_class,
             tier=tier,
         )
         self._loop.restored(report.step)

@@ -39,13 +39,10 @@ class Selection:
         equally many ``*``; the n-th ``*`` on one side stands for the same text as the n-th on the
         other. If several patterns match a name, the first of them applies. ``include`` and
         ``exclude`` are patterns for the program's names.
-      optimizer_class: "any" to take the state of an optimizer of another class, if it fits; None
-        to take the state of an optimizer of the same class only.
 
     Attributes:
       left_out: the names for which ``takes`` has returned False, of tensors in the checkpoint or
         the program.
-      takes_any_optimizer: whether optimizers may be of another class.
 
     Raises:
       SelectionError: an argument is not a valid pattern.
@@ -56,13 +53,7 @@ class Selection:
         include: str | Iterable[str] | None = None,
         exclude: str | Iterable[str] | None = None,
         rename: Mapping[str, str] | None = None,
-        optimizer_class: str | None = None,
     ) -> None:
-        if optimizer_class not in (None, "any"):
-            raise SelectionError(
-                f'optimizer_class: expected "any" or None, found {optimizer_class!r:.80}'
-            )
-        self.takes_any_optimizer = optimizer_class is not None
         self._include = None if include is None else _patterns("include", include)
         self._exclude = _patterns("exclude", () if exclude is None else exclude)
         if rename is not None and not isinstance(rename, Mapping):

@@ -7,7 +7,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.options import CheckpointOptions, TierName
@@ -51,16 +51,13 @@ class ReadCalls:
         include: str | Iterable[str] | None,
         exclude: str | Iterable[str] | None,
         rename: Mapping[str, str] | None,
-        optimizer_class: Literal["any"] | None,
         tier: TierName | None,
     ) -> RestoreReport:
         """Restores a step into the attached objects; see ``TorchaxCheckpointer.restore``."""
         with self._tiers.processes.round("beginning"):
             attached = require_attached()
             self._tiers.wait()
-            selection = functools.partial(
-                Selection, _listed(include), _listed(exclude), rename, optimizer_class
-            )
+            selection = functools.partial(Selection, _listed(include), _listed(exclude), rename)
             selection()  # raises for what is no pattern
             number = self._checked(step, tier)
         report, skipped = newest_readable(

@@ -84,9 +84,8 @@ class Findings:
             return f"The model's names differ by a prefix: {first}(rename={rename})."
         if self.has_other_optimizer:
             return (
-                "Attach an optimizer of the stored class. To go on with the state of another class "
-                "that has the same entries, such as Adam's in AdamW, call attach(resume=False), "
-                "then restore(optimizer_class='any')."
+                "Attach an optimizer of the stored class. To go on with one of another class and "
+                "without the stored state, call attach(resume=False), then restore(strict=False)."
             )
         if call == "warm_start":
             return (

@@ -9,7 +9,7 @@ and the program.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -37,13 +37,11 @@ from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.state.leaf import Specs, freeze_all
 from torchax_ckpt.state.modules.module_tensors import same_objects
 from torchax_ckpt.state.optimizer_entries import (
-    SCHEDULED,
     compatible,
     leaf_placement,
     other_state,
     rebuild,
     same,
-    why_unfit,
 )
 from torchax_ckpt.state.pytree import Encoder
 from torchax_ckpt.state.stored_entries import BY_POSITION, OTHER_STATE, StoredGroup, StoredOptimizer
@@ -240,11 +238,9 @@ class OptimizerComponent:
                 "leave the group in the optimizer, and give its parameters no gradients"
             )
         stored = stored.selected(selection)
-        is_other = stored_class != type(self.optimizer).__qualname__
-        is_asked = selection.takes_any_optimizer
-        if is_other and (why := why_unfit(self.optimizer, stored, stored_class, is_asked)):
-            findings.mismatch(where, *why)
-            findings.has_other_optimizer = not is_asked
+        if stored_class != (live_class := type(self.optimizer).__qualname__):
+            findings.mismatch(where, live_class, stored_class)
+            findings.has_other_optimizer = True
             return restoration
         group_of, state = stored.group_of, stored.state
         # A save may have named a tied parameter by another of its names.
@@ -261,8 +257,7 @@ class OptimizerComponent:
         findings.unexpected += [f"{where}/{name}" for name in group_of if name not in live]
         findings.left_out += [f"{where}/{name}" for name in stored.left_out]
         homes = self._placements()
-        keys = SCHEDULED if is_other else None
-        self._prepare_groups(group_of, name_of, homes, keys, findings, restoration)
+        self._prepare_groups(group_of, name_of, homes, findings, restoration)
         for name, parameter in live.items():
             if name not in group_of:
                 continue
@@ -302,14 +297,10 @@ class OptimizerComponent:
         group_of: Mapping[str, StoredGroup],
         name_of: Mapping[int, str],
         homes: Mapping[int, Placement],
-        keys: Collection[str] | None,
         findings: Findings,
         restoration: Restoration,
     ) -> None:
-        """Adds writes that give each group the hyperparameters stored for its parameters.
-
-        ``keys`` names the hyperparameters to restore; None stands for all.
-        """
+        """Adds writes that give each group the hyperparameters stored for its parameters."""
         for index, group in enumerate(self.optimizer.param_groups):
             where = names.join((*self.key_path, "param_groups", index))
             members = [name_of[id(p)] for p in group["params"]]
@@ -321,8 +312,7 @@ class OptimizerComponent:
                 key
                 for other in others
                 for key in first.hyperparameters.keys() | other.hyperparameters.keys()
-                if (keys is None or key in keys)
-                and not same(first.hyperparameters.get(key), other.hyperparameters.get(key))
+                if not same(first.hyperparameters.get(key), other.hyperparameters.get(key))
             }
             for key in sorted(differing):
                 findings.mismatch(
@@ -332,7 +322,7 @@ class OptimizerComponent:
                 )
             home = homes[id(group["params"][0])]
             for key, node in first.hyperparameters.items():
-                if key not in differing and (keys is None or key in keys):
+                if key not in differing:
                     self._prepare_hyperparameter(group, key, node, home, restoration)
 
     def _prepare_hyperparameter(

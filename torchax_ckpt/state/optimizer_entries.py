@@ -9,50 +9,10 @@ import torch
 from torchax_ckpt import torchax_backend
 from torchax_ckpt.layout.manifest import Node
 from torchax_ckpt.snapshot.sharding import Local, Placement, placement_of, replicated_like
-from torchax_ckpt.state import node_checks
 from torchax_ckpt.state.component import Values, revive
 from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.state.leaf import DEVICE_KINDS, Spec, describe
 from torchax_ckpt.state.pytree import decode
-from torchax_ckpt.state.stored_entries import StoredOptimizer
-
-# The hyperparameters that a schedule changes. An optimizer of another class takes only these: the
-# others, such as Adam's decoupled_weight_decay, make the classes what they are.
-SCHEDULED = frozenset({"lr", "initial_lr"})
-# Classes that are known to keep the same entries for each parameter.
-_ALIKE = frozenset({"Adam", "AdamW"})
-
-
-def why_unfit(
-    optimizer: torch.optim.Optimizer, stored: StoredOptimizer, stored_class: str, is_asked: bool
-) -> tuple[str, str] | None:
-    """Returns why an optimizer cannot take the state of one of another class; None if it can.
-
-    It can if the user asked for it (``is_asked``) and all parameters have entries of the same
-    names, such as ``exp_avg``. An optimizer that has made no step has no entries yet; then the two
-    classes must be known to have the same.
-
-    Returns:
-      What is expected (attached) and found (stored), for messages.
-    """
-    kind = type(optimizer).__qualname__
-    if not is_asked:
-        return kind, stored_class
-    theirs = {
-        name: frozenset(map(str, node_checks.keyed(node, f"optimizer/{name}")))
-        for name, node in stored.state.items()
-    }
-    ours = {
-        frozenset(map(str, entry))
-        for key, entry in optimizer.state.items()
-        if isinstance(key, torch.Tensor) and entry
-    }
-    if {kind, stored_class} == _ALIKE or set(theirs.values()) <= ours or not theirs:
-        return None
-    found = f"{stored_class} with {', '.join(sorted(set().union(*theirs.values())))}"
-    if not ours:
-        return f"{kind}, whose entries are not known before its first step", found
-    return f"{kind} with {', '.join(sorted(set().union(*ours)))}", found
 
 
 def unwrapped(value: Any) -> Any:
