@@ -7,10 +7,10 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from torchax_ckpt import policies, torchax_backend
-from torchax_ckpt.errors import AttachError, CallError, CheckpointError, ClosedError
+from torchax_ckpt.errors import AttachError, CheckpointError, ClosedError
 from torchax_ckpt.formats.huggingface.model_files import ModelFiles
 from torchax_ckpt.options import CheckpointOptions, LocalTier, TierName
 from torchax_ckpt.policies import preservation
@@ -20,7 +20,6 @@ from torchax_ckpt.runtime.call_guard import Calls, guarded
 from torchax_ckpt.runtime.preemption import Preemption
 from torchax_ckpt.runtime.step_number import as_step
 from torchax_ckpt.runtime.tracebacks import brief
-from torchax_ckpt.saving.last_completed import LastCompleted
 from torchax_ckpt.saving.loop import Loop
 from torchax_ckpt.saving.read_calls import ReadCalls
 from torchax_ckpt.saving.save_calls import SaveCalls
@@ -341,23 +340,17 @@ class TorchaxCheckpointer:
     # --- saving --------------------------------------------------------------------------------
 
     @guarded(trains=True)
-    def steps(self, total: int, *, on_exit: Literal["save"] | None = None) -> Iterator[int]:
+    def steps(self, total: int) -> Iterator[int]:
         """Yields the remaining steps, from the first after the restored step to ``total``.
 
         After each loop body, saves the step with its recorded metrics if the policy says so; the
         last step is always saved. If a body calls ``restore``, the loop continues after the
         restored step, and the step of that body is not saved. ``break`` and exceptions leave the
-        loop without a save of the current step; with ``on_exit="save"``, which captures the state
-        at each step, the step before it is saved if no array has been replaced since (not in runs
-        of several processes). At a preemption, saves the step, waits for it and ends the loop.
+        loop without a save. At a preemption, saves the step, waits for it and ends the loop.
         """
         self._require_open()
-        attached, at_exit = self._require_attached("steps"), None
-        if on_exit not in (None, "save"):
-            raise CallError(f'steps: on_exit: expected "save" or None, found {on_exit!r:.80}')
-        if on_exit and self._processes.count == 1:
-            at_exit = LastCompleted(attached, self._saves, self._calls, self._require_open)
-        return self._loop.steps(as_step(total), self.save, self.reached_preemption, at_exit)
+        self._require_attached("steps")
+        return self._loop.steps(as_step(total), self.save, self.reached_preemption)
 
     @brief
     def record(self, **metrics: Any) -> None:

@@ -19,19 +19,6 @@ class SaveStep(Protocol):
         """Saves the step if a policy wants it or ``force`` is set; returns whether a save began."""
 
 
-class AtExit(Protocol):
-    """What remembers the last completed step, for a loop that ends early; see ``LastCompleted``."""
-
-    def hold(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Remembers a completed step that was not saved."""
-
-    def drop(self) -> None:
-        """Forgets the step."""
-
-    def save(self) -> None:
-        """Saves the step, if there is one."""
-
-
 class Loop:
     """The position (last step) and the recorded metrics of one training loop.
 
@@ -84,18 +71,13 @@ class Loop:
             )
 
     def steps(
-        self,
-        total: int,
-        save: SaveStep,
-        reached_preemption: Callable[[], bool],
-        at_exit: AtExit | None = None,
+        self, total: int, save: SaveStep, reached_preemption: Callable[[], bool]
     ) -> Iterator[int]:
         """Yields the step numbers from the one after ``position`` up to and including ``total``.
 
         After each loop body, calls ``save`` for the step, with ``force=True`` at step ``total``. If
         the body restored a step, does not call ``save``, and next yields the number after the
-        restored step. If the run got a preemption notice, the iteration ends after ``save``. If a
-        body ends the loop, by ``break`` or by an exception, ``at_exit`` saves the step before it.
+        restored step. If the run got a preemption notice, the iteration ends after ``save``.
         """
         step = self.position or 0
         if step >= total:
@@ -108,21 +90,14 @@ class Loop:
                 yield step
             except GeneratorExit:  # the body ended the loop, which let go of this iterator
                 self._recorded = {}
-                if at_exit is not None and self._num_restores == num_restores:
-                    at_exit.save()
                 raise
-            if at_exit is not None:
-                at_exit.drop()
             if self._num_restores != num_restores:
                 # The body restored another step, so the attached state is now the state of that
                 # step.
                 step = self.position or 0
                 continue
-            metrics = dict(self._recorded)
-            began = save(step, force=step == total)
+            save(step, force=step == total)
             self.position = step
             if reached_preemption():
                 logger.warning("step %d: preempted; ending the loop", step)
                 return
-            if at_exit is not None and not began:
-                at_exit.hold(step, metrics)
