@@ -251,8 +251,8 @@ def main() -> None:
     logits = torch.func.functional_call(model, average.weights, (test_images,))
     accuracy = (logits.argmax(dim=1) == test_labels).float().mean().item()
     print(f"test accuracy: {accuracy:.1%}")
-    state = model.state_dict(), optimizer.state_dict(), average.state_dict()
-    print(f"final state: {digest(state)}")
+    final = model.state_dict(), optimizer.state_dict(), average.state_dict()
+    print(f"final state: {digest(final)}")
     print(f"saved: step {ckpt.latest_step()} in {ckpt.directory}")
 
 

@@ -25,7 +25,7 @@ from torchax_ckpt.saving.read_calls import ReadCalls
 from torchax_ckpt.saving.save_calls import SaveCalls
 from torchax_ckpt.saving.tiers import Tiers
 from torchax_ckpt.snapshot.snapshotter import Snapshotter
-from torchax_ckpt.state.loaders import protocols
+from torchax_ckpt.state.stateful import explain_worker_error
 from torchax_ckpt.state.training_state import TrainingState
 from torchax_ckpt.telemetry.events import Event
 from torchax_ckpt.telemetry.hook import Hook
@@ -525,7 +525,7 @@ class TorchaxCheckpointer:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:
-            protocols.explain(error)
+            explain_worker_error(error)
         try:
             self.close()
         except CheckpointError:

@@ -118,10 +118,8 @@ def buffers(tensors: Sequence[Any]) -> list[jax.Array | None]:
 
 
 def set_buffer(tensor: Any, array: jax.Array) -> None:
-    """Replaces the array of a torchax tensor; for a view, changes the tensor that it views.
-
-    The caller must check that shape and dtype stay the same, because torchax does not check them.
-    """
+    """Replaces the array of a torchax tensor; for a view, changes the tensor that it views."""
+    # torchax does not check that shape and dtype stay the same; the callers do.
     if isinstance(tensor, View):
         tensor.update(array)
     else:
@@ -135,10 +133,7 @@ def release(tensor: object) -> None:
 
 
 def jitted(function: Any) -> Any:
-    """Returns the function of JAX arrays that is behind a function which ``jax_jit`` returned.
-
-    Any other function is returned itself. ``jax_jit`` is torchax's ``interop.jax_jit``.
-    """
+    """Returns the function of JAX arrays behind one of ``jax_jit``; other functions as they are."""
     if isinstance(function, functools.partial) and function.func is call_jax:
         return function.args[0]
     return function
@@ -150,11 +145,7 @@ def wrap(array: jax.Array) -> torch.Tensor:
 
 
 def fill_meta(tensor: torch.Tensor, array: jax.Array) -> None:
-    """Turns a meta tensor into a torchax tensor around the array.
-
-    The tensor remains the same object, so modules, ties and optimizers that refer to it see the
-    array.
-    """
+    """Turns a meta tensor, which stays the same object, into a torchax tensor around the array."""
     filled = wrap(array)
     if isinstance(tensor, torch.nn.Parameter):
         filled = torch.nn.Parameter(filled, requires_grad=tensor.requires_grad)
@@ -201,11 +192,10 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 def scalars_to_numpy(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
-    """Copies 0-d CPU tensors into numpy arrays.
+    """Copies 0-d CPU tensors into numpy arrays; call it in a ``with native_torch()`` block.
 
-    Call ``scalars_to_numpy`` in a ``with native_torch()`` block. All tensors of one dtype are
-    copied together, because a thousand separate copies, of step counters for example, would take
-    longer than the rest of a snapshot.
+    All tensors of one dtype are copied at once, because a thousand copies, of step counters for
+    example, would take longer than the rest of a snapshot.
     """
     dtypes = {tensor.dtype for tensor in tensors}
     if len(dtypes) > 1:
@@ -246,11 +236,8 @@ def copy_into(tensor: torch.Tensor, array: np.ndarray) -> None:
 def unwrap_jittable(
     module: Any,
 ) -> tuple[torch.nn.Module, Mapping[str, torch.Tensor]]:
-    """Returns the module in a JittableModule, and the JittableModule's params and buffers by name.
-
-    For any other module, returns the module and {}. JittableModule reports the class of the wrapped
-    module as its own, so ``isinstance`` cannot detect a JittableModule.
-    """
+    """Returns the module in a JittableModule, and its newer params and buffers; else itself, {}."""
+    # isinstance cannot detect a JittableModule, which reports the class of the wrapped module.
     if not issubclass(type(module), JittableModule):
         return module, {}
     return module._model, {**module.params, **module.buffers}
@@ -260,11 +247,7 @@ def unwrap_jittable(
 
 
 def prng_key() -> jax.Array:
-    """Returns the random key that torchax keeps for this thread.
-
-    Until ``env.manual_seed`` is called, the random key is a typed JAX key (``jax.random.key``).
-    After that, the random key is an array of type uint32[2].
-    """
+    """Returns torchax's random key of this thread: typed, or uint32[2] after ``manual_seed``."""
     return torchax.default_env().prng_key
 
 
@@ -275,10 +258,7 @@ def set_prng_key(key: jax.Array) -> None:
 
 
 def torchax_mesh(value: object) -> tuple[jax.sharding.Mesh, Any] | None:
-    """Returns the JAX mesh and sharder of a ``torchax.mesh_util.Mesh``; None for other objects.
-
-    The sharder, a function from a tensor's name and shape to its PartitionSpec, may be None.
-    """
+    """Returns the JAX mesh and sharder (or None) of a torchax Mesh; None for other objects."""
     from torchax import mesh_util
 
     if isinstance(value, mesh_util.Mesh):

@@ -66,7 +66,7 @@ from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.processes.coordination import SINGLE_PROCESS
 from torchax_ckpt.restoring import restore, step_reader
 from torchax_ckpt.snapshot.move_shards import put
-from torchax_ckpt.state import component, functional, node_checks, random_state
+from torchax_ckpt.state import findings, functional, node_checks, random_state
 from torchax_ckpt.state.training_state import TrainingState
 from torchax_ckpt.storage.arrays import array_checks
 from torchax_ckpt.storage.directory import commit_record
@@ -346,7 +346,7 @@ class Corpus:
         self.runs = RunReaders(folder / "runs")
         manifest = step_reader.read_manifest(self.committed)
         self.array_metadata = _array_metadata(self.step)
-        reads = self.live.attached.prepare(manifest.document, component.Findings()).reads
+        reads = self.live.attached.prepare(manifest.document, findings.Findings()).reads
         read = step_reader.read_leaves(self.committed, manifest, reads, CheckpointOptions())
         self.values = {name: np.asarray(value) for name, value in read.items()}
 
@@ -418,11 +418,11 @@ class Readers:
     def restore(self, raw: bytes) -> None:
         """A manifest, up to live objects; array data comes from memory."""
         manifest = self._manifest(raw)
-        findings = component.Findings()
+        differences = findings.Findings()
         with random_state.left_alone(on_success=False):
-            restoration = self.corpus.live.attached.prepare(manifest.document, findings)
-            if len(raw) % 2 and findings:  # the other half as restore(strict=False)
-                raise findings.error(2, "run/2")
+            restoration = self.corpus.live.attached.prepare(manifest.document, differences)
+            if len(raw) % 2 and differences:  # the other half as restore(strict=False)
+                raise differences.error(2, "run/2")
             restoration.apply(self._values(restoration.reads, manifest))
 
     def load(self, raw: bytes) -> None:
@@ -435,10 +435,10 @@ class Readers:
         }
         for abstract in (None, {"model": model}):
             nodes = [[n, d] for n, d in manifest.document.items() if not abstract or n in abstract]
-            findings = component.Findings()
-            request = functional.Request({"dict": nodes}, abstract, (), findings)
-            if findings:
-                raise findings.error(2, "run/2")
+            differences = findings.Findings()
+            request = functional.Request({"dict": nodes}, abstract, (), differences)
+            if differences:
+                raise differences.error(2, "run/2")
             request.build(self._values(request.reads, manifest))
 
     def array_metadata(self, raw: bytes) -> None:

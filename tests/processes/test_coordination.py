@@ -596,8 +596,9 @@ def test_what_each_process_has_for_itself_goes_into_one_document(
     }
     others = dict(document["processes"]["dict"])
     assert others["2"] is None  # as process 0
-    place = [SimpleNamespace(index=i, count=3) for i in range(3)]
-    nodes = [per_process_state.document_of(document, p, "step 1")["rng"]["dict"] for p in place]
+    nodes = [
+        per_process_state.document_of(document, i, 3, "step 1")["rng"]["dict"] for i in range(3)
+    ]
     assert [dict(node)["state"]["array"] for node in nodes] == [
         "rng/torch",
         "processes/1/rng/torch",
@@ -606,12 +607,11 @@ def test_what_each_process_has_for_itself_goes_into_one_document(
     # If they are all alike, nothing is said of processes, and any number of them may restore it.
     assert per_process_state.joined(sent[::2])[0].keys() == {"rng"}
     left_out = "restored by 2.*the states of processes 2 to 2 are left out"
-    place_of_two = SimpleNamespace(index=0, count=2)
     with pytest.warns(UserWarning, match=left_out):
-        expected = per_process_state.document_of(document, place_of_two, "step 1")
+        expected = per_process_state.document_of(document, 0, 2, "step 1")
     # A filter that turns warnings into errors changes nothing; the log says it in any case.
     caplog.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert per_process_state.document_of(document, place_of_two, "step 1") == expected
+        assert per_process_state.document_of(document, 0, 2, "step 1") == expected
     assert sum(re.search(left_out, text) is not None for text in caplog.messages) == 1

@@ -15,14 +15,14 @@ import safetensors.numpy
 import torch
 from jax.sharding import NamedSharding
 from support.compare import assert_trees_identical, bits, training_state
-from support.training import P, before_enabling, fsdp_mesh
+from support.training import P, before_enabling, fsdp_mesh, save
 from torch import nn
 from torchax.interop import JittableModule
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, torchax_backend, warm_start
 from torchax_ckpt.errors import DirectoryError, MismatchError
 from torchax_ckpt.processes.coordination import Processes
-from torchax_ckpt.state.modules.declared_ties import declared_ties
+from torchax_ckpt.state.modules.ties import declared_ties
 
 
 class Declaring(nn.Module):
@@ -151,9 +151,7 @@ def test_a_run_of_tied_weights_ties_a_sharded_model(
 ) -> None:
     origin = untied()
     origin.tie_weights()
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.attach(origin)
-        ckpt.save(1, force=True)
+    save(directory, origin)
     if is_on_meta:
         with before_enabling(), torch.device("meta"):
             model = Declaring()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.training import resume
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
@@ -97,8 +97,7 @@ def test_a_loader_of_each_protocol_goes_on_where_it_was(
         ckpt.save(1, force=True)
         want = list(itertools.islice(loader, 3))
     fresh = {"train": kind(), "other": kind()}
-    with TorchaxCheckpointer(directory) as ckpt:
-        assert ckpt.attach(dataloader=fresh) == 1
+    assert resume(directory, dataloader=fresh) == 1
     assert list(itertools.islice(fresh["train"], 3)) == want == [5, 6, 7]
     assert next(fresh["other"]) == 0
 
@@ -139,12 +138,6 @@ def test_a_loader_of_grain_is_not_told_to_be_torchdatas(directory: Path) -> None
 # --- another number of processes ---------------------------------------------------------------
 
 
-@dataclasses.dataclass
-class Place:
-    index: int
-    count: int
-
-
 Document = tuple[dict[str, Any], dict[str, np.ndarray]]
 
 
@@ -161,10 +154,7 @@ def resumed(document: Document, loaders: Sequence[Any], redistribute: Any = None
     for index, loader in enumerate(loaders):
         attached = TrainingState(dataloader=loader, rng=False, redistribute=redistribute)
         of_process = per_process_state.document_of(
-            nodes,
-            Place(index, len(loaders)),
-            "step 1",
-            redistributes=attached.redistributes,
+            nodes, index, len(loaders), "step 1", redistributes=attached.redistributes
         )
         findings = Findings()
         restoration = attached.prepare(of_process, findings)
@@ -298,8 +288,7 @@ def test_workers_in_which_torchax_is_enabled_are_warned_of(
         worker_init_fn: Any = staticmethod(lambda worker: None)
 
     for kind, says in ((Prepared, False), (WithWorkers, True)):
-        with TorchaxCheckpointer(directory) as ckpt:
-            ckpt.attach(dataloader=kind())
+        resume(directory, dataloader=kind())
         assert ("worker_init_fn=lambda worker: torchax.disable_globally()" in caplog.text) == says
 
 

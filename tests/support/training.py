@@ -83,6 +83,19 @@ def train_and_save(
             train_step(model, optimizer, step)
 
 
+def save(directory: Path, *attached: Any, step: int = 1, **more: Any) -> None:
+    """Saves objects as they are, whatever the directory has."""
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(*attached, resume=False, **more)
+        assert ckpt.save(step, force=True)
+
+
+def resume(directory: Path, *attached: Any, **more: Any) -> int:
+    """Restores the newest step into objects; returns the step."""
+    with TorchaxCheckpointer(directory) as ckpt:
+        return ckpt.attach(*attached, **more)
+
+
 _grads: dict[int, Any] = {}
 
 

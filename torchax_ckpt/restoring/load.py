@@ -22,7 +22,7 @@ from torchax_ckpt.restoring.step_reader import Source
 from torchax_ckpt.snapshot.move_shards import put
 from torchax_ckpt.snapshot.sharding import Local
 from torchax_ckpt.state import functional, per_process_state
-from torchax_ckpt.state.component import Read
+from torchax_ckpt.state.component import Read, revive
 from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.state.leaf import require_jax_dtype
 from torchax_ckpt.state.pytree import key_part
@@ -53,7 +53,7 @@ def load_state(
     else:
         asked = abstract_state.keys() if isinstance(abstract_state, Mapping) else None
         document = per_process_state.document_of(
-            source.document, processes, f"step {committed.step}"
+            source.document, processes.index, processes.count, f"step {committed.step}"
         )
         root = {"dict": [[n, d] for n, d in document.items() if asked is None or n in asked]}
     with step_reader.about(committed):
@@ -84,7 +84,7 @@ def _load_foreign(committed: CommittedStep, abstract_state: Any, options: Checkp
     loaded = foreign.load_foreign(committed, state, options)
     found = {str(i): leaf for i, leaf in enumerate(jax.tree_util.tree_leaves(loaded))}
     arrays = put({n: found[n] for n in reads}, {n: read.placement for n, read in reads.items()})
-    revived = {n: functional.revive(reads[n].spec.node(n), arrays[n]) for n in reads}
+    revived = {n: revive(reads[n].spec.node(n), arrays[n]) for n in reads}
     return jax.tree_util.tree_unflatten(treedef, {**found, **revived}.values())
 
 

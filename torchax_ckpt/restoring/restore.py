@@ -78,7 +78,8 @@ def restore_attached(
     with step_reader.about(committed), random_state.left_alone(on_success=not restores_rng):
         document = per_process_state.document_of(
             source.document,
-            processes,
+            processes.index,
+            processes.count,
             f"step {committed.step}",
             redistributes=attached.redistributes,
         )

@@ -34,7 +34,7 @@ from torchax_ckpt.saving.unchanged.reuse import Reuse
 from torchax_ckpt.snapshot.host_array import HostArray, to_host_part
 from torchax_ckpt.snapshot.planner import beside
 from torchax_ckpt.snapshot.snapshotter import Stored
-from torchax_ckpt.state.per_process_state import joined, on_host
+from torchax_ckpt.state.per_process_state import joined, joined_on_host
 from torchax_ckpt.storage.arrays import block_digests, compression
 from torchax_ckpt.storage.directory import committed_step
 from torchax_ckpt.storage.directory.abandonment import SUMMARY_FIELD
@@ -376,7 +376,9 @@ class Writer:
         if self._hosts is not None:
             state = capture.state(document)
             kept = self._keepers.exchange(self._hosts, state, host_shards.parts(document))
-            nodes, leaves = on_host(self._hosts.host_index, self._hosts.num_hosts, state, kept)
+            nodes, leaves = joined_on_host(
+                self._hosts.host_index, self._hosts.num_hosts, state, kept
+            )
         elif not self._processes.is_first:
             return document, plan, stored, []
         else:

@@ -1,4 +1,11 @@
-"""Defines the interface through which other code saves and restores parts of a training state."""
+"""What the components of a training state (modules, optimizers, ...) return to save and restore.
+
+A component has two methods. ``capture()`` returns its present state as ``Captured``, without
+blocking the training thread. ``prepare(node, findings, selection)`` compares a stored node with the
+live object, adds the differences to ``findings``, changes nothing else, and returns the plan of the
+restore as ``Restoration``. ``selection`` selects tensors of models by name; components without
+state of such tensors ignore it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +13,7 @@ import dataclasses
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,13 +28,14 @@ from torchax_ckpt.errors import (
 )
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node, array_nodes
-from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.snapshot.sharding import Local, Placement, placement_of
-from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.state.leaf import Array, Spec, require_jax_dtype
 from torchax_ckpt.state.pytree import Encoder, decode
 
 logger = logging.getLogger(__name__)
+
+
+# --- saving ------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -60,11 +68,7 @@ class Captured:
 
 
 def encoded(value: Any, key_path: tuple[object, ...]) -> Captured:
-    """Captures any Python value; each call makes a new ``Form`` object.
-
-    Raises:
-      UnsupportedLeafError: a part of the value cannot be stored.
-    """
+    """Captures any Python value, with a new ``Form`` object at each call."""
     encoder = Encoder()
     node = encoder.encode(value, key_path)
     return Captured(Form(node, tuple(encoder.leaves)), list(encoder.leaves.values()))
@@ -129,6 +133,8 @@ class SameForm:
         return Captured(self._form, captured.arrays)
 
 
+# --- restoring ---------------------------------------------------------------------------------
+
 Values = Mapping[str, Any]
 """Leaf name -> the array that was read, on its placement (on the host, a numpy array)."""
 
@@ -191,11 +197,7 @@ class Restoration:
     tied_again: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def read(self, node: Mapping[str, Any], placement: Placement, dtype: str | None = None) -> None:
-        """Adds the leaf of an array node to the reads; ``dtype`` None keeps the stored dtype.
-
-        Raises:
-          UnsupportedLeafError: the leaf goes to devices, where JAX would narrow its dtype.
-        """
+        """Adds a leaf to the reads; UnsupportedLeafError if JAX would narrow its dtype."""
         spec = Spec.of_node(node)
         if placement is not Local.HOST:
             require_jax_dtype(dtype or spec.dtype, node["array"])
@@ -225,11 +227,7 @@ class Restoration:
         )
 
     def apply(self, values: Values, agree: Callable[[], None] = lambda: None) -> None:
-        """Makes all changes or none: if a write in ``calls`` fails, it and those before are undone.
-
-        After ``calls`` and before ``writes``, this method calls ``agree``, which raises an error if
-        another process has failed. If ``agree`` raises an error, all ``calls`` are undone.
-        """
+        """Makes all changes or none; see ``apply_calls``."""
         self.apply_calls(values, agree)
         self.apply_writes(self.writes, values)
 
@@ -241,7 +239,11 @@ class Restoration:
             write.do(values)
 
     def apply_calls(self, values: Values, agree: Callable[[], None] = lambda: None) -> None:
-        """Makes the changes in ``calls``, or none of them. For ``agree``, see ``apply``."""
+        """Makes the changes in ``calls``, or undoes them if one of them fails.
+
+        ``agree`` comes after the last call and raises if another process has failed; then all calls
+        are undone.
+        """
         for check in self.checks:
             check.do(values)
         done: list[Write] = []
@@ -259,22 +261,6 @@ class Restoration:
                         # One object that refuses its old state must not stop the other undos.
                         logger.exception("a restore failed, and undoing one of its calls failed")
             raise
-
-
-class Component(Protocol):
-    """A part of the training state: a module, an optimizer, the random state, ..."""
-
-    def capture(self) -> Captured:
-        """Returns the component's present state, without blocking the training thread."""
-        ...
-
-    def prepare(self, node: Node, findings: Findings, selection: Selection) -> Restoration:
-        """Compares a stored node with the live object; returns the plan of its restore.
-
-        Adds the differences to ``findings``, changes nothing else. ``selection`` selects tensors of
-        models by name; components without state of such tensors ignore ``selection``.
-        """
-        ...
 
 
 def restore_by_call(
@@ -309,7 +295,7 @@ def restore_by_call(
         restoration.read(child, placement)
 
     def call(values: Values) -> None:
-        state = decode(node, lambda n: revive(n, values[n["array"]]))
+        state = value_of(node, values)
         try:
             take(state)
         except CheckpointError:
@@ -324,16 +310,20 @@ def restore_by_call(
         if hasattr(owner, "__dict__"):
             owner.__dict__.clear()
             owner.__dict__.update(attributes)
-        (put_back or take)(thaw(live))
+        # Rebuilt, so that it shares no mutable data with what was captured.
+        (put_back or take)(value_of(live.form.node, arrays))
 
-    needs = tuple(child["array"] for child in array_nodes(node))
-    return Write(call, undo, needs=needs)
+    return Write(call, undo, needs=leaf_names(node))
 
 
-def thaw(captured: Captured) -> Any:
-    """Rebuilds the captured value. The result shares no mutable data with the captured object."""
-    arrays = captured.by_name()
-    return decode(captured.form.node, lambda n: revive(n, arrays[n["array"]]))
+def leaf_names(node: Node) -> tuple[str, ...]:
+    """Returns the names of the leaves below a node."""
+    return tuple(leaf["array"] for leaf in array_nodes(node))
+
+
+def value_of(node: Node, values: Values) -> Any:
+    """Returns the Python value that a node describes, with the given arrays as its leaves."""
+    return decode(node, lambda leaf: revive(leaf, values[leaf["array"]]))
 
 
 def revive(node: Mapping[str, Any], value: Any) -> Any:
@@ -348,11 +338,9 @@ def revive(node: Mapping[str, Any], value: Any) -> Any:
         case "numpy_scalar":
             return value[()]
         case "jax" if node.get("weak"):
-            return weakly_typed(value)
+            # JAX's weak type: operations use the other operand's dtype.
+            return convert_element_type_p.bind(
+                value, new_dtype=value.dtype, weak_type=True, sharding=None
+            )
         case _:
             return value
-
-
-def weakly_typed(array: jax.Array) -> jax.Array:
-    """Returns the array with JAX's weak type, so operations use the other operand's dtype."""
-    return convert_element_type_p.bind(array, new_dtype=array.dtype, weak_type=True, sharding=None)

@@ -120,10 +120,7 @@ class Findings:
 
 
 def type_name(value: object) -> str:
-    """Returns the type of an object that is not what was expected, for messages.
-
-    The object itself may be a model, whose ``repr`` takes pages.
-    """
+    """Returns the type of an object for messages; the ``repr`` of a model would take pages."""
     if isinstance(value, type):
         return f"the class {value.__qualname__}"
     kind = type(value)
@@ -138,7 +135,7 @@ def _section(title: str, found: Iterable[str], texts: Mapping[str, str]) -> list
         name: owner
         for name in known
         if name.startswith(_OPTIMIZER)
-        # The optimizer may have a name of its own, which precedes the parameter's name.
+        # The name of one of several optimizers precedes the parameter's name.
         for _, *rest in [name.split("/")]
         for owner in (_MODEL + "/".join(rest), _MODEL + "/".join(rest[1:]))
         if owner in known

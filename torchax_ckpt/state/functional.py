@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -21,11 +22,11 @@ from torchax_ckpt.state.component import (
     Values,
     encoded,
     require_alive,
-    revive,
+    value_of,
 )
 from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.state.leaf import Spec, describe, freeze, require_jax_dtype
-from torchax_ckpt.state.pytree import Encoder, Finder, decode, key_part, leaf_paths
+from torchax_ckpt.state.pytree import Encoder, is_leaf, key_part, nodes_by_path
 
 KEY_PATH = ("state",)
 # The types of leaves that are compared by value. A pytree with many of them is described faster
@@ -36,17 +37,12 @@ _ARRAYS = (torch.Tensor, jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic
 
 
 class PytreeCapture:
-    """Captures a pytree at each save; reuses the JSON description of earlier captures if it can.
+    """Captures a pytree at each save; reuses the ``Form`` of earlier captures if it can.
 
-    The description (a ``Form``) is the JSON node of the whole pytree, and the list of the leaves'
-    names. A capture reuses the ``Form`` of the two captures before it if the structure of the
-    pytree and the order of its dicts are the same, each array has the same type, shape and dtype,
-    and each leaf that is not an array is an equal int, bool, string or bytes object. A capture that
-    reuses a ``Form`` builds no nodes: it takes references to device arrays, copies host arrays, and
-    does nothing else.
-
-    Args:
-      key_path: prefix of the leaves' names.
+    A capture reuses the ``Form`` of the two captures before it if the structure of the pytree and
+    the order of its dicts are the same, each array has the same type, shape and dtype, and each
+    leaf that is not an array is an equal int, bool, string or bytes object. Such a capture builds
+    no nodes: it takes references to device arrays, copies host arrays, and does nothing else.
     """
 
     def __init__(self, key_path: tuple[str, ...] = KEY_PATH) -> None:
@@ -57,11 +53,7 @@ class PytreeCapture:
         self._order: list[int] | None = None
 
     def capture(self, state: Any) -> Captured:
-        """Captures the pytree at this moment.
-
-        Raises:
-          UnsupportedLeafError: a leaf cannot be stored, or its buffer was donated.
-        """
+        """Captures the pytree; UnsupportedLeafError if a leaf cannot be stored or was donated."""
         leaves, signature = _flattened(state)
         is_known = signature is not None and _equal(signature, self._signature)
         if is_known and self._order is not None:
@@ -81,10 +73,7 @@ class PytreeCapture:
         return captured
 
     def _positions(self, state: Any, form: Form) -> list[int] | None:
-        """Returns the position of each leaf of the form in the flattened pytree.
-
-        Returns None if the form has leaves that the pytree does not have.
-        """
+        """Returns the position of each of the form's leaves in the flattened pytree, or None."""
         paths, _ = jax.tree_util.tree_flatten_with_path(state)
         position = {
             names.join((*self._key_path, *map(key_part, path))): i
@@ -95,10 +84,9 @@ class PytreeCapture:
 
 
 def _flattened(state: Any) -> tuple[list[Any], Any]:
-    """Returns the leaves of a pytree, and its signature.
+    """Returns the leaves of a pytree, and its signature: equal signatures have equal nodes.
 
-    If two pytrees have equal signatures, their nodes are equal. The signature is None for a pytree
-    that none can describe, or whose nodes are made faster than its signature.
+    The signature is None for a pytree that none can describe, or whose nodes are made faster.
     """
     if (orders := _orders(state)) is None:
         return [], None
@@ -116,10 +104,8 @@ def _flattened(state: Any) -> tuple[list[Any], Any]:
 
 @functools.cache
 def _device_array() -> Any:
-    """Returns the class of device arrays; ``isinstance(leaf, jax.Array)`` takes much longer.
-
-    Tracers and random keys are of other classes.
-    """
+    """Returns the class of device arrays, which neither tracers nor random keys have."""
+    # isinstance(leaf, jax.Array) takes much longer.
     return type(jax.device_put(np.zeros((), np.int32)))
 
 
@@ -169,12 +155,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _signature_of(leaf: Any) -> Any:
-    """Returns the signature of a leaf, which tells whether the leaf's previous node is still right.
-
-    If two leaves at the same position in the pytree have equal signatures, their nodes are equal.
-    The signature is None for types that no signature can describe (a float or a set, for example);
-    a capture that contains such a leaf builds all its nodes again.
-    """
+    """Returns the signature of a leaf; None for types that none can describe, such as floats."""
     if isinstance(leaf, jax.Array):
         return type(leaf), leaf.aval  # shape, dtype and weak type; arrays share these objects
     if isinstance(leaf, torch.Tensor):
@@ -187,11 +168,7 @@ def _signature_of(leaf: Any) -> Any:
 
 
 def same_form(abstract: Any, node: Node) -> bool:
-    """Returns whether a value has the type that a stored node represents.
-
-    Types are, for example, number (int or float), string and list. The value comes from the
-    abstract state, which the user passed to ``load``.
-    """
+    """Returns whether a value of the abstract state has the type that a stored node represents."""
     return _tag(Encoder().encode(abstract, ("",))) == _tag(node)
 
 
@@ -203,18 +180,11 @@ def _tag(node: Node) -> str:
 
 
 class Request:
-    """Collects the leaves that ``load`` reads for an abstract state, and builds the result.
+    """The leaves that ``load`` reads for an abstract state, by name, and the result built of them.
 
-    Args:
-      root: the stored node.
-      abstract_state: a pytree of ShapeDtypeStructs, arrays, tensors and Python values. The result
-        has the structure, kinds and placements of this pytree. None loads everything as it was
-        saved.
-      prefix: the key path of the root, for messages.
-      findings: collects the differences between the node and the abstract state.
-
-    Attributes:
-      reads: leaf name -> the read of this leaf.
+    The result has the structure, kinds and placements of ``abstract_state``, a pytree of
+    ShapeDtypeStructs, arrays, tensors and Python values. None loads everything as it was saved.
+    Differences from the stored node ``root``, whose key path is ``prefix``, go to ``findings``.
     """
 
     def __init__(
@@ -222,31 +192,30 @@ class Request:
     ) -> None:
         self.reads: dict[str, Read] = {}
         self._root = root
-        self._find = Finder(root)
         self._abstract = abstract_state
         self._nodes: list[Node] = []
         if abstract_state is None:
             self._read_all(root)
             return
+        stored = nodes_by_path(root)
         wanted: set[tuple[str, ...]] = set()
-        for path, abstract in jax.tree_util.tree_flatten_with_path(abstract_state)[0]:
-            parts = [key_part(entry) for entry in path]
-            self._nodes.append(self._match(parts, abstract, prefix, findings))
-            wanted.add(tuple(parts))
-        findings.unexpected += [
-            name for name, parts in leaf_paths(root, prefix) if not _starts(parts, wanted)
-        ]
+        for entries, abstract in jax.tree_util.tree_flatten_with_path(abstract_state)[0]:
+            path = tuple(map(key_part, entries))
+            wanted.add(path)
+            name = names.join((*prefix, *path))
+            if path in stored:
+                self._nodes.append(self._match(stored[path], name, abstract, findings))
+            else:
+                findings.missing.append(name)
+        for path, node in stored.items():
+            if is_leaf(node) and not any(path[:n] in wanted for n in range(len(path) + 1)):
+                is_array = isinstance(node, dict) and "array" in node
+                findings.unexpected.append(
+                    node["array"] if is_array else names.join((*prefix, *path))
+                )
 
-    def _match(
-        self, parts: list[str], abstract: Any, prefix: tuple[str, ...], findings: Findings
-    ) -> Node:
-        name = names.join((*prefix, *parts))
-        try:
-            node = self._find(parts)
-        except KeyError:
-            findings.missing.append(name)
-            return None
-        is_leaf = isinstance(node, dict) and "array" in node
+    def _match(self, node: Node, name: str, abstract: Any, findings: Findings) -> Node:
+        """Adds the reads of one leaf of the abstract state; returns the node of the result."""
         if not isinstance(abstract, _ARRAYS):
             if not same_form(abstract, node):
                 findings.mismatch(name, f"a {type(abstract).__name__}", _form(node))
@@ -254,15 +223,11 @@ class Request:
                 self._read_all(node)
             return node
         expected = describe(abstract, name)
-        if not is_leaf:
+        if not (isinstance(node, dict) and "array" in node):
             findings.mismatch(name, expected.content(), _form(node))
             return node
         found = Spec.of_node(node)
-        if (expected.dtype, expected.shape, expected.impl) != (
-            found.dtype,
-            found.shape,
-            found.impl,
-        ):
+        if dataclasses.replace(found, kind=expected.kind, is_weak=expected.is_weak) != expected:
             findings.mismatch(name, expected.content(), found.content())
             return node
         self._read(node, _placement(abstract, expected))
@@ -280,21 +245,14 @@ class Request:
 
     def build(self, values: Values) -> Any:
         """Returns the loaded state, built from the arrays that were read."""
-
-        def leaf(node: Mapping[str, Any]) -> Any:
-            return revive(node, values[node["array"]])
-
         if self._abstract is None:
-            return decode(self._root, leaf)
+            return value_of(self._root, values)
         treedef = jax.tree_util.tree_structure(self._abstract)
-        return jax.tree_util.tree_unflatten(treedef, [decode(n, leaf) for n in self._nodes])
+        return jax.tree_util.tree_unflatten(treedef, [value_of(n, values) for n in self._nodes])
 
 
 def as_read(abstract: Any) -> Read | None:
-    """Returns the spec and placement of a leaf of the abstract state, as a ``Read``.
-
-    The name in the ``Read`` is empty. Returns None if the leaf is a plain Python value.
-    """
+    """Returns spec and placement of a leaf of the abstract state; None for a plain value."""
     if not isinstance(abstract, _ARRAYS):
         return None
     spec = describe(abstract, "")
@@ -310,10 +268,6 @@ def _placement(abstract: Any, spec: Spec) -> Placement:
     if spec.kind == "key" and not isinstance(array, jax.core.Tracer) and not array.is_deleted():
         array = jax.random.key_data(array)
     return placement_of(array)
-
-
-def _starts(parts: list[str], wanted: set[tuple[str, ...]]) -> bool:
-    return any(tuple(parts[:length]) in wanted for length in range(len(parts) + 1))
 
 
 def _form(node: Node) -> str:

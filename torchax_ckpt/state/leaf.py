@@ -29,11 +29,7 @@ DEVICE_KINDS = frozenset({"torchax", "jax", "key"})
 def freeze(value: Any, name: str) -> Array:
     """Returns the array to store for a leaf: a device array itself, or a copy of a host array.
 
-    The caller must be within the context ``torchax_backend.native_torch``, in which torch runs CPU
-    operations without torchax, and must pass a value for which ``describe`` raises no error.
-
-    Raises:
-      UnsupportedLeafError: the leaf is a meta tensor.
+    Call it within ``torchax_backend.native_torch``, and for a value that ``describe`` accepts.
     """
     if isinstance(value, jax.Array):
         if isinstance(value.dtype, np.dtype):  # quicker than the question below
@@ -54,10 +50,7 @@ def freeze(value: Any, name: str) -> Array:
 
 
 def freeze_all(tensors: Sequence[torch.Tensor], name: str) -> list[Array]:
-    """Does for many tensors what ``freeze`` does for one: returns the arrays to store.
-
-    All 0-d CPU tensors of one dtype are copied in one operation.
-    """
+    """Returns the arrays to store for tensors; copies 0-d CPU tensors of one dtype at once."""
     with torchax_backend.native_torch():
         arrays: list[Any] = torchax_backend.buffers(tensors)
         on_host = [i for i, array in enumerate(arrays) if array is None]
@@ -72,15 +65,11 @@ def freeze_all(tensors: Sequence[torch.Tensor], name: str) -> list[Array]:
 
 
 class Specs:
-    """The types, dtypes and shapes of tensors: what their nodes depend on, beside their names.
+    """The types, dtypes and shapes of tensors: all that their nodes depend on but the names.
 
     A save compares the specs of all leaves with those of the save before. The arrays that one
-    compiled function returns share the objects that describe their dtypes and shapes, so that most
-    comparisons are comparisons of identities.
-
-    Args:
-      tensors: the tensors.
-      arrays: the arrays to store for them, as ``freeze_all`` returns them.
+    compiled function returns share the objects that describe their dtypes and shapes, so most
+    comparisons are comparisons of identities. ``arrays`` are those that ``freeze_all`` returns.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], arrays: Sequence[Any]) -> None:
@@ -130,17 +119,14 @@ class Spec:
 
     def node(self, name: str) -> dict[str, Any]:
         """Returns the array node of a leaf with this spec."""
-        node: dict[str, Any] = {
+        return {
             "array": name,
             "kind": self.kind,
             "dtype": self.dtype,
             "shape": list(self.shape),
+            **({} if self.impl is None else {"impl": self.impl}),
+            **({"weak": True} if self.is_weak else {}),
         }
-        if self.impl is not None:
-            node["impl"] = self.impl
-        if self.is_weak:
-            node["weak"] = True
-        return node
 
     @classmethod
     def of_node(cls, node: Mapping[str, Any]) -> Spec:
@@ -178,8 +164,7 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
 def describe(value: Any, name: str) -> Spec:
     """Returns the spec of a tensor, an array or a ``jax.ShapeDtypeStruct``.
 
-    Raises:
-      UnsupportedLeafError: the value cannot be stored as it is.
+    Raises UnsupportedLeafError if the value cannot be stored as it is.
     """
 
     def refuse(why: str) -> UnsupportedLeafError:
@@ -244,10 +229,7 @@ def _no_keys(dtype: Any) -> jax.Array:
 
 
 def require_jax_dtype(dtype: str, name: str) -> None:
-    """Raises UnsupportedLeafError if JAX would convert the dtype to a narrower dtype.
-
-    For example, JAX would turn the int64 value 2**40 into the int32 value 0.
-    """
+    """Raises UnsupportedLeafError if JAX would narrow the dtype: int64 2**40 to int32 0, say."""
     if jax.dtypes.canonicalize_dtype(np.dtype(dtype)) != np.dtype(dtype):
         raise UnsupportedLeafError(
             f"{name}: is {dtype}, which JAX would convert to a narrower dtype. Set "

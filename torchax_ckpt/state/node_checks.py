@@ -26,18 +26,13 @@ _HASHABLE_KINDS = frozenset({"torchax", "torch", "numpy_scalar"})
 
 
 def check_document(document: Mapping[str, Node]) -> None:
-    """Calls ``check`` for the node of each component, which raises if the node is malformed."""
+    """Calls ``check`` for the node of each component."""
     for component, node in document.items():
         check(node, component)
 
 
 def check(node: Node, where: str) -> None:
-    """Raises CorruptCheckpointError unless the node can be decoded and its leaves rebuilt.
-
-    Args:
-      node: any node.
-      where: the node's name, for messages.
-    """
+    """Raises CorruptCheckpointError unless the node can be decoded and its leaves rebuilt."""
     for child in array_nodes(node):
         kind, is_weak = child["kind"], bool(child.get("weak"))
         width = tuple(child["shape"][-1:]) if kind == "key" else ()
@@ -66,18 +61,12 @@ def _why_not_rebuilt(
 
 
 def fields(node: Node, where: str) -> dict[str, Node]:
-    """Returns a dict from key to child, for a dict node whose keys are strings.
-
-    Raises:
-      CorruptCheckpointError: the node is not a dict node, a key is not a string, or a key occurs
-        twice.
-    """
-    pairs = node.get("dict") if isinstance(node, dict) else None
-    return named(pairs, where)
+    """Returns key -> child of a dict node with string keys, none of which occurs twice."""
+    return named(node.get("dict") if isinstance(node, dict) else None, where)
 
 
 def named(pairs: Any, where: str) -> dict[str, Node]:
-    """Returns a dict from key to node, for a list of [key, node] pairs; raises as ``fields``."""
+    """Returns name -> node of a list of [name, node] pairs, in which no name occurs twice."""
     if not isinstance(pairs, list):
         raise corrupt(where, "a list of named nodes", _kind(pairs))
     found: dict[str, Node] = {}
@@ -91,11 +80,7 @@ def named(pairs: Any, where: str) -> dict[str, Node]:
 
 
 def leaves(node: Node, where: str) -> dict[str, Node]:
-    """Returns a dict from key to child, for a dict node whose children are array nodes.
-
-    Raises:
-      CorruptCheckpointError: as for ``fields``; or a child is not an array node.
-    """
+    """Returns key -> child of a dict node whose children are all array nodes."""
     found = fields(node, where)
     for name, child in found.items():
         if not (isinstance(child, dict) and "array" in child):
@@ -104,30 +89,21 @@ def leaves(node: Node, where: str) -> dict[str, Node]:
 
 
 def named_texts(pairs: Any, where: str) -> dict[str, str]:
-    """Returns a dict from key to string, for a list of (key, string) pairs.
-
-    Raises:
-      CorruptCheckpointError: as for ``named``; or a value is not a string.
-    """
+    """Returns name -> text of a list of [name, text] pairs, in which no name occurs twice."""
     found = named(pairs, where)
     texts(list(found.values()), where)
     return found
 
 
 def texts(values: Any, where: str) -> list[str]:
-    """Returns ``values``; raises CorruptCheckpointError unless they are a list of strings."""
+    """Returns ``values``, which must be a list of strings."""
     if not (isinstance(values, list) and all(isinstance(value, str) for value in values)):
         raise corrupt(where, "a list of names", _kind(values))
     return values
 
 
 def keyed(node: Node, where: str) -> dict[Any, Node]:
-    """Returns a dict from key to child, for a dict node whose keys are any hashable values.
-
-    Raises:
-      CorruptCheckpointError: the node is not a dict node, a key is a leaf or unhashable, or a key
-        occurs twice.
-    """
+    """Returns key -> child of a dict node; its keys are hashable, no leaves, and occur once."""
     pairs = node.get("dict") if isinstance(node, dict) else None
     if not isinstance(pairs, list):
         raise corrupt(where, "a dict", _kind(node))

@@ -20,7 +20,7 @@ from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node, array_nodes
 from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.runtime import user_warnings
-from torchax_ckpt.snapshot.sharding import Placement
+from torchax_ckpt.snapshot.sharding import Local, Placement, placement_of, replicated_like
 from torchax_ckpt.state import node_checks
 from torchax_ckpt.state.component import (
     Captured,
@@ -31,18 +31,13 @@ from torchax_ckpt.state.component import (
     Values,
     Write,
     encoded,
+    leaf_names,
     require_alive,
+    value_of,
 )
 from torchax_ckpt.state.findings import Findings
-from torchax_ckpt.state.leaf import Specs, freeze_all
+from torchax_ckpt.state.leaf import DEVICE_KINDS, Spec, Specs, describe, freeze_all
 from torchax_ckpt.state.modules.module_tensors import same_objects
-from torchax_ckpt.state.optimizer_entries import (
-    compatible,
-    leaf_placement,
-    other_state,
-    rebuild,
-    same,
-)
 from torchax_ckpt.state.pytree import Encoder
 from torchax_ckpt.state.stored_entries import BY_POSITION, OTHER_STATE, StoredGroup, StoredOptimizer
 
@@ -56,15 +51,7 @@ ParameterPlacements = Callable[[], Mapping[int, Placement]]
 
 
 class OptimizerComponent:
-    """One attached optimizer.
-
-    Args:
-      optimizer: the optimizer.
-      key_path: prefix of the leaves' names: ``("optimizer",)``, or ``("optimizer", name)`` if there
-        are several optimizers.
-      parameter_names: returns the names of the attached modules' parameters.
-      placements: returns the parameters' placements after a restore; moments get the same ones.
-    """
+    """One attached optimizer; its moments get the placements of their parameters."""
 
     def __init__(
         self,
@@ -141,7 +128,7 @@ class OptimizerComponent:
         state = self._capture_state()
         groups_ = encoded(hyperparameters, (*self.key_path, "param_groups"))
         parts = [self._with_same_form(groups_), state]
-        if others := other_state(self.optimizer):
+        if others := _other_state(self.optimizer):
             parts.append(encoded(others, (*self.key_path, OTHER_STATE)))
         captured = self._combined(parts)
         require_alive(captured)
@@ -227,7 +214,7 @@ class OptimizerComponent:
         where = names.join(self.key_path)
         if not (isinstance(node, dict) and "class" in node):
             findings.missing.append(where)
-            findings.unexpected += [n["array"] for n in array_nodes(node)]
+            findings.unexpected += leaf_names(node)
             return restoration
         (stored_class,) = node_checks.texts([node["class"]], where)
         stored = StoredOptimizer.of_node(node, where)
@@ -270,27 +257,21 @@ class OptimizerComponent:
                 continue
             home = homes[id(parameter)]
             self._prepare_state(name, parameter, home, state.get(name), findings, restoration)
-        if taken := [p for name, p in live.items() if name in group_of]:
-            self._prepare_other_state(stored.other_state, homes[id(taken[0])], restoration)
+        if restored := [p for name, p in live.items() if name in group_of]:
+            self._prepare_other_state(stored.other_state, homes[id(restored[0])], restoration)
         return restoration
 
     def _prepare_other_state(
         self, stored: Mapping[Any, Node], home: Placement, restoration: Restoration
     ) -> None:
         """Adds a write that replaces the state under keys that are not parameters."""
-        leaves = [leaf for child in stored.values() for leaf in array_nodes(child)]
-        for leaf in leaves:
-            restoration.read(leaf, leaf_placement(leaf, None, None, home))
 
-        def write(values: Values) -> None:
-            live = other_state(self.optimizer)
-            rebuilt = {k: rebuild(child, live.get(k), values) for k, child in stored.items()}
-            for key in live:
+        def replace(rebuilt: dict[Any, Any]) -> None:
+            for key in _other_state(self.optimizer):
                 del self.optimizer.state[key]
             self.optimizer.state.update(rebuilt)
 
-        needs = tuple(leaf["array"] for leaf in leaves)
-        restoration.writes.append(Write(write, needs=needs))
+        _add_write(restoration, stored, _other_state(self.optimizer), replace, None, home)
 
     def _prepare_groups(
         self,
@@ -307,12 +288,13 @@ class OptimizerComponent:
             sources = {s.index: s for m in members if (s := group_of.get(m)) is not None}
             if not sources:
                 continue
-            first, *others = sources.values()
+            first, *others = (source.hyperparameters for source in sources.values())
             differing = {
                 key
                 for other in others
-                for key in first.hyperparameters.keys() | other.hyperparameters.keys()
-                if not same(first.hyperparameters.get(key), other.hyperparameters.get(key))
+                for key in first.keys() | other.keys()
+                # Tensors differ even if they are equal, because a node has no values.
+                if first.get(key) != other.get(key)
             }
             for key in sorted(differing):
                 findings.mismatch(
@@ -320,28 +302,9 @@ class OptimizerComponent:
                     "one value for the group",
                     f"different values: its parameters come from stored groups {sorted(sources)}",
                 )
+            stored = {key: node for key, node in first.items() if key not in differing}
             home = homes[id(group["params"][0])]
-            for key, node in first.hyperparameters.items():
-                if key not in differing:
-                    self._prepare_hyperparameter(group, key, node, home, restoration)
-
-    def _prepare_hyperparameter(
-        self,
-        group: dict[str, Any],
-        key: str,
-        node: Node,
-        home: Placement,
-        restoration: Restoration,
-    ) -> None:
-        live = group.get(key)
-        for child in array_nodes(node):
-            restoration.read(child, leaf_placement(child, live, None, home))
-
-        def write(values: Values) -> None:
-            group[key] = rebuild(node, live, values)
-
-        needs = tuple(child["array"] for child in array_nodes(node))
-        restoration.writes.append(Write(write, needs=needs))
+            _add_write(restoration, stored, dict(group), group.update, None, home)
 
     def _prepare_state(
         self,
@@ -359,23 +322,18 @@ class OptimizerComponent:
         unfit = [
             key
             for key, child in stored.items()
-            if not compatible(child, live.get(key), f"{where}/{names.escape(str(key))}", findings)
+            if not _fits(child, live.get(key), f"{where}/{names.escape(str(key))}", findings)
         ]
         if unfit:
             if len(unfit) < len(stored):  # no entry is restored unless all fit
                 differing = ", ".join(map(str, unfit))
                 findings.mismatch(where, "entries that all fit", f"differences in {differing}")
             return
-        for key, child in stored.items():
-            for leaf in array_nodes(child):
-                placement = leaf_placement(leaf, live.get(key), tuple(parameter.shape), home)
-                restoration.read(leaf, placement)
 
-        def write(values: Values) -> None:
+        def replace(rebuilt: dict[Any, Any]) -> None:
             if not stored:
                 self.optimizer.state.pop(parameter, None)
                 return
-            rebuilt = {k: rebuild(child, live.get(k), values) for k, child in stored.items()}
             entry = self.optimizer.state[parameter]
             entry.clear()
             entry.update(rebuilt)
@@ -384,5 +342,90 @@ class OptimizerComponent:
             for value in live.values():
                 torchax_backend.release(value)
 
-        needs = tuple(leaf["array"] for child in stored.values() for leaf in array_nodes(child))
-        restoration.writes.append(Write(write, needs=needs, release=release))
+        shape = tuple(parameter.shape)
+        _add_write(restoration, stored, live, replace, shape, home).release = release
+
+
+def _add_write(
+    restoration: Restoration,
+    stored: Mapping[Any, Node],
+    live: Mapping[Any, Any],
+    replace: Callable[[dict[Any, Any]], None],
+    parameter_shape: tuple[int, ...] | None,
+    home: Placement,
+) -> Write:
+    """Adds reads of stored values, and the write that passes them, rebuilt, to ``replace``.
+
+    ``live`` are the values that they replace. They belong to a parameter of ``parameter_shape``,
+    or to none, whose placement is ``home``.
+    """
+    needs = []
+    for key, child in stored.items():
+        for leaf in array_nodes(child):
+            restoration.read(leaf, _placement(leaf, live.get(key), parameter_shape, home))
+            needs.append(leaf["array"])
+
+    def do(values: Values) -> None:
+        replace({k: _rebuilt(child, live.get(k), values) for k, child in stored.items()})
+
+    restoration.writes.append(Write(do, needs=tuple(needs)))
+    return restoration.writes[-1]
+
+
+def unwrapped(value: Any) -> Any:
+    """Returns the optimizer in a wrapper that has no state of its own; other objects as they are.
+
+    ``AcceleratedOptimizer`` of accelerate and ``LightningOptimizer`` are such wrappers: their
+    ``state`` and ``param_groups`` are those of the optimizer in their attribute ``optimizer``. An
+    optimizer such as Lookahead, which adds state to that of another, is not.
+    """
+    inner = getattr(value, "optimizer", None)
+    if not isinstance(inner, torch.optim.Optimizer) or inner is value:
+        return value
+    shared = all(getattr(value, n, None) is getattr(inner, n) for n in ("state", "param_groups"))
+    return unwrapped(inner) if shared else value
+
+
+def _other_state(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+    """Returns the state under keys that are not parameters, which torch saves as it is."""
+    return {k: v for k, v in optimizer.state.items() if not isinstance(k, torch.Tensor)}
+
+
+def _fits(node: Node, live: Any, where: str, findings: Findings) -> bool:
+    """Returns whether a stored value can replace the live one; if not, records a mismatch.
+
+    Only an array cannot replace a tensor of another dtype or shape.
+    """
+    if not isinstance(live, torch.Tensor) or not (isinstance(node, dict) and "array" in node):
+        return True
+    expected = describe(live, where)
+    if (expected.dtype, expected.shape) == (node["dtype"], tuple(node["shape"])):
+        return True
+    findings.mismatch(where, expected.content(), Spec.of_node(node).content())
+    return False
+
+
+def _rebuilt(node: Node, live: Any, values: Values) -> Any:
+    """Returns the stored value; if it is a tensor with the spec of ``live``, fills ``live``."""
+    if isinstance(live, torch.Tensor) and isinstance(node, dict) and "array" in node:
+        spec, value = Spec.of_node(node), values[node["array"]]
+        if spec == describe(live, node["array"]):
+            if spec.on_device:
+                torchax_backend.set_buffer(live, value)
+            else:
+                torchax_backend.copy_into(live, value)
+            return live
+    return value_of(node, values)
+
+
+def _placement(
+    node: Node, live: Any, parameter_shape: tuple[int, ...] | None, home: Placement
+) -> Placement:
+    """Returns where a leaf goes that replaces ``live`` and belongs to a parameter at ``home``."""
+    if node["kind"] not in DEVICE_KINDS:
+        return Local.HOST
+    if tuple(node["shape"]) == parameter_shape:
+        return home
+    if isinstance(live, torch.Tensor) and torchax_backend.is_device_tensor(live):
+        return placement_of(torchax_backend.buffer(live))
+    return replicated_like(home)

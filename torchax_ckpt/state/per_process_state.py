@@ -1,26 +1,21 @@
 """Saves and restores per-process state: state that differs between the processes of a run.
 
-All processes together save the arrays that lie on devices of several processes. State that does not
-lie on devices of several processes is local: each process has its own version of that state. The
-local state of modules, optimizers and schedulers is equal on all processes, and process 0 saves it.
-The local state of the components in ``COMPONENTS`` (data loaders, users' objects and random state)
-differs between processes and is called per-process state. Each process sends its per-process state
-to process 0, which stores it unless it equals the per-process state of process 0. The document (the
-nodes of all components) has the per-process states of processes 1, 2, ... under the key
-``processes``; null means that a process has the same state as process 0:
+Arrays on devices of several processes are saved once, by all of these. Other state of modules,
+optimizers and schedulers is equal on all processes, and process 0 saves it. Other state of the
+components in ``COMPONENTS`` differs: each process sends it to process 0, which stores it unless it
+equals that of process 0. The document (component -> node) has the states of processes 1, 2, ...
+under the key ``processes``; null means that a process has the same state as process 0:
 
     {"dict": [["1", {"dict": [["rng", node], ...]}], ["2", null], ...]}
 
 The leaves of process 1 have the names of process 0's leaves, prefixed with ``processes/1/``.
 
-In a local tier, the step of each host holds the per-process state of its own process, and copies of
-the states of a few others. The state of its own process then takes the place of that of process 0,
-and the entries ``count`` and ``index`` under the key ``processes`` say how many processes saved the
-step, and which of them is this one.
+In a local tier, the step of each host has the state of its process in the place of that of process
+0, and copies of the states of a few others. The entries ``count`` and ``index`` under ``processes``
+say how many processes saved the step, and which of them is this one.
 
-If a step is restored by as many processes as saved it, each process gets the state that it saved.
-If n processes saved a step and another number of processes restores it, process i gets the state
-that process i modulo n saved, and process 0 emits a warning. The states of loaders go to the user's
+Process i gets the state that process i modulo n saved, if n processes saved the step. If another
+number restores it, process 0 emits a warning, and the states of loaders go to the user's
 ``redistribute`` instead, if there is one.
 """
 
@@ -31,7 +26,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -43,16 +38,18 @@ from torchax_ckpt.snapshot.device_programs import copied
 from torchax_ckpt.state import node_checks
 from torchax_ckpt.state.component import Captured
 from torchax_ckpt.state.leaf import Array
-from torchax_ckpt.state.loaders.saved_states import LOADER, SavedStates, is_elastic
 
+LOADER = "dataloader"
 COMPONENTS = (LOADER, "stateful", "rng")
-# Keys beside the indices of processes, in the step of one host in a local tier.
+# Keys in addition to the indices of processes, in the step of one host in a local tier.
 _COUNT, _INDEX = "count", "index"
+# The key under which Grain's ElasticIterator keeps the position of all processes.
+_GLOBAL_POSITION = "global_next_index"
 
 
 @dataclasses.dataclass(frozen=True)
 class PerProcessState:
-    """The per-process state of one process at one moment; see the module's docstring.
+    """The per-process state of one process at one moment.
 
     Attributes:
       nodes: component -> node.
@@ -63,10 +60,7 @@ class PerProcessState:
     leaves: Mapping[str, Any]
 
     def to_bytes(self) -> bytes:
-        """Serializes the state, to send it to process 0; first copies device arrays to the host.
-
-        Equal states give equal bytes.
-        """
+        """Returns the state as a message, with all leaves on the host; equal states are equal."""
         hosts = {name: np.asarray(leaf) for name, leaf in self.leaves.items()}
         descriptions = [[name, host.dtype.name, host.shape] for name, host in hosts.items()]
         header = json.dumps([self.nodes, descriptions]).encode()
@@ -74,7 +68,7 @@ class PerProcessState:
 
     @classmethod
     def of_bytes(cls, sent: bytes) -> PerProcessState:
-        """Returns the state that ``to_bytes`` serialized, with all leaves on the host."""
+        """Returns the state in a message of ``to_bytes``, with all leaves on the host."""
         start = 8 + int.from_bytes(sent[:8])
         nodes, descriptions = json.loads(sent[8:start])
         leaves = {}
@@ -87,11 +81,7 @@ class PerProcessState:
 
 
 def split(captured: Mapping[str, Captured]) -> tuple[list[str], list[Array], PerProcessState]:
-    """Separates the leaves that a step stores once from this process's per-process state.
-
-    Returns:
-      The names of the shared leaves, the arrays of the shared leaves, and the per-process state.
-    """
+    """Returns the names and arrays of the leaves that a step stores once, and the other state."""
     shared: dict[str, Array] = {}
     local: dict[str, Array] = {}
     for component, part in captured.items():
@@ -109,10 +99,7 @@ def split(captured: Mapping[str, Captured]) -> tuple[list[str], list[Array], Per
 
 
 def joined(sent: Sequence[bytes]) -> tuple[dict[str, Node], dict[str, np.ndarray]]:
-    """Joins the per-process states of all processes into nodes and leaves to store.
-
-    Args:
-      sent: for each process, in order, the result of ``PerProcessState.to_bytes``.
+    """Joins the states of all processes, in order, as ``PerProcessState.to_bytes`` returned them.
 
     Returns:
       Component -> node for the document, and leaf name -> array on the host.
@@ -124,21 +111,15 @@ def joined(sent: Sequence[bytes]) -> tuple[dict[str, Node], dict[str, np.ndarray
     return document, leaves
 
 
-def on_host(
-    index: int, count: int, state: bytes, kept: Mapping[int, bytes]
+def joined_on_host(
+    index: int, count: int, state: bytes, copies: Mapping[int, bytes]
 ) -> tuple[dict[str, Node], dict[str, np.ndarray]]:
-    """Joins the per-process states that the step of one host in a local tier holds.
+    """Joins the states in the step of one host in a local tier; returns what ``joined`` returns.
 
-    Args:
-      index: the index of the host's process.
-      count: the number of processes.
-      state: the state of this process, as ``PerProcessState.to_bytes`` returned it.
-      kept: the states of other processes of which this host keeps copies, by index.
-
-    Returns:
-      As ``joined``; the nodes outside of ``processes`` are those of this process.
+    ``state`` is that of process ``index`` of ``count``, whose nodes stand outside of ``processes``;
+    ``copies`` are the states of other processes, by index.
     """
-    document, leaves, others = _joined(state, kept)
+    document, leaves, others = _joined(state, copies)
     document[PROCESSES] = {"dict": [[_COUNT, count], [_INDEX, index], *others]}
     return document, leaves
 
@@ -147,8 +128,8 @@ def _joined(
     first: bytes, others: Mapping[int, bytes]
 ) -> tuple[dict[str, Node], dict[str, np.ndarray], list[Any]]:
     """Returns the nodes of a state, the leaves of all states, and the entries of the others."""
-    mine = PerProcessState.of_bytes(first)
-    leaves: dict[str, np.ndarray] = dict(mine.leaves)
+    local = PerProcessState.of_bytes(first)
+    leaves: dict[str, np.ndarray] = dict(local.leaves)
     entries: list[Any] = []
     for index, message in sorted(others.items()):
         node = None
@@ -158,7 +139,7 @@ def _joined(
             node = {"dict": [list(pair) for pair in renamed.items()]}
             leaves.update({of_process(index, name): leaf for name, leaf in state.leaves.items()})
         entries.append([str(index), node])
-    return dict(mine.nodes), leaves, entries
+    return dict(local.nodes), leaves, entries
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,27 +158,23 @@ class HostStates:
 
     @classmethod
     def of_document(cls, document: Mapping[str, Node]) -> HostStates:
-        """Returns the states in a document that ``on_host`` or, before, ``joined`` has made.
-
-        Raises:
-          CorruptCheckpointError: the entries for the processes are malformed.
-        """
-        own = {name: document[name] for name in COMPONENTS if name in document}
+        """Returns the states in a document of ``joined_on_host``; older steps have ``joined``'s."""
+        local = {name: document[name] for name in COMPONENTS if name in document}
         if (count := count_of(document)) is None:
-            return cls(None, {}, own)
+            return cls(None, {}, local)
         others = node_checks.fields(document[PROCESSES], PROCESSES)
         others.pop(_COUNT, None)
         index = others.pop(_INDEX, 0)
         if type(index) is not int or not all(map(str.isdecimal, others)):
             raise node_checks.corrupt(PROCESSES, "indices of processes", f"{others.keys()!r:.80}")
         nodes = {
-            int(i): own if node is None else {**own, **node_checks.fields(node, PROCESSES)}
+            int(i): local if node is None else {**local, **node_checks.fields(node, PROCESSES)}
             for i, node in others.items()
         }
-        return cls(count, {**nodes, index: own}, {})
+        return cls(count, {**nodes, index: local}, {})
 
     def of_process(self, index: int) -> Mapping[str, Node]:
-        """Returns component -> node of a process, whose states this host's step holds."""
+        """Returns component -> node of a process whose states this host's step has."""
         return self.equal if self.count is None else self.nodes[index]
 
 
@@ -225,10 +202,8 @@ def _renamed(node: Node, state: PerProcessState, index: int) -> Node:
 
 
 def count_of(document: Mapping[str, Node]) -> int | None:
-    """Returns how many processes saved the document; None if one did, or equal states were saved.
-
-    If a loader was attached, None always stands for one process.
-    """
+    """Returns how many processes saved the document; None if one did, or if all were equal."""
+    # joined() records the number if there is a loader, even if the states are equal.
     if PROCESSES not in document:
         return None
     others = node_checks.fields(document[PROCESSES], PROCESSES)
@@ -238,39 +213,23 @@ def count_of(document: Mapping[str, Node]) -> int | None:
     return count
 
 
-class Place(Protocol):
-    """The index of a process in the run, and the number of processes in the run."""
-
-    index: int
-    count: int
-
-
 def document_of(
-    document: Mapping[str, Node], place: Place, where: str, *, redistributes: bool = False
+    document: Mapping[str, Node], index: int, count: int, where: str, *, redistributes: bool = False
 ) -> Mapping[str, Any]:
-    """Returns the document that one process restores, with the per-process state for this process.
+    """Returns the document that process ``index`` of ``count`` restores, with its own state.
 
-    Warns on process 0 if the number of processes that restore the step differs from the number that
-    saved it, and names the components whose states are then left out or used twice.
-
-    Args:
-      document: the document of the step.
-      place: the process that restores, and the number of processes.
-      where: the step, for messages.
-      redistributes: whether the user redistributes the states of loaders. If so, and the number of
-        processes has changed, the loader's entry is a ``SavedStates``.
-
-    Raises:
-      CorruptCheckpointError: the entries for the processes are malformed.
+    Warns on process 0 if another number of processes saved the step, and names the components whose
+    states are then left out or used twice. If the user redistributes the states of loaders, the
+    loader's entry is then a ``SavedStates``.
     """
     saved = count_of(document)
-    if saved is None and (LOADER not in document or place.count == 1):
+    if saved is None and (LOADER not in document or count == 1):
         return document
     local = _of_each_process(document, saved)
     saved = len(local)
-    result = {n: local[place.index % saved].get(n, node) for n, node in document.items()}
+    result = {n: local[index % saved].get(n, node) for n, node in document.items()}
     result.pop(PROCESSES, None)
-    if saved == place.count:
+    if saved == count:
         return result
     affected = set().union(*local[1:])
     if LOADER in document:
@@ -278,9 +237,9 @@ def document_of(
         affected = affected - {LOADER} if is_elastic(nodes) else affected | {LOADER}
         if redistributes:
             affected -= {LOADER}
-            result[LOADER] = SavedStates(nodes, place.index, place.count)
-    if affected and place.index == 0:
-        _warn(where, sorted(affected), saved, place.count)
+            result[LOADER] = SavedStates(nodes, index, count)
+    if affected and index == 0:
+        _warn(where, sorted(affected), saved, count)
     return result
 
 
@@ -323,3 +282,50 @@ def _warn(where: str, affected: Sequence[str], saved: int, count: int) -> None:
         f"index modulo {saved}: {result}.{remedy}",
         stacklevel=3,
     )
+
+
+# --- loaders -----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedStates:
+    """The states of a loader on all processes that saved a step, for another number of processes.
+
+    Attributes:
+      nodes: one for each process that saved the step, in order.
+      index, count: the process that restores the step, and the number of such processes.
+    """
+
+    nodes: tuple[Node, ...]
+    index: int
+    count: int
+
+    def of_member(self, name: str, where: str) -> SavedStates:
+        """Returns the nodes of one of several loaders, which were attached by name."""
+        nodes = [node_checks.fields(node, where) for node in self.nodes]
+        if missing := [i for i, members in enumerate(nodes) if name not in members]:
+            raise node_checks.corrupt(where, f"{name} of every process", f"none of {missing[0]}")
+        return dataclasses.replace(self, nodes=tuple(members[name] for members in nodes))
+
+    def share(self, states: Sequence[Any]) -> Any:
+        """Returns this process's state of those that the user's ``redistribute`` returned."""
+        if len(states) != self.count:
+            raise ValueError(
+                f"redistribute returned {len(states)} states, expected {self.count}, one for each "
+                "process"
+            )
+        return states[self.index]
+
+
+def is_elastic(nodes: Sequence[Node]) -> bool:
+    """Returns whether any of these states restores the loader on any number of processes.
+
+    The states of Grain's ElasticIterator are equal on all processes, and count the samples of all.
+    """
+    first = nodes[0]
+    pairs = first.get("dict") if isinstance(first, Mapping) else None
+    if not isinstance(pairs, list) or any(node != first for node in nodes):
+        return False
+    if first.get("group") is True:
+        return all(isinstance(p, list) and len(p) == 2 and is_elastic([p[1]]) for p in pairs)
+    return [pair[0] for pair in pairs if isinstance(pair, list) and pair] == [_GLOBAL_POSITION]

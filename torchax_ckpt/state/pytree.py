@@ -19,7 +19,7 @@ import itertools
 import math
 import reprlib
 import struct
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -73,15 +73,11 @@ class Encoder:
         self.leaves: dict[str, Array] = {}
 
     def encode(self, value: Any, key_path: tuple[object, ...]) -> Node:
-        """Returns the node of a value; adds the value's leaves to ``leaves``, by their names.
-
-        Raises:
-          UnsupportedLeafError: a part cannot be stored. The message names the first one.
-        """
+        """Returns the node of a value and adds its leaves; UnsupportedLeafError names the first."""
         return self.encode_all([(key_path, value)])[0]
 
     def encode_all(self, items: Iterable[tuple[tuple[object, ...], Any]]) -> list[Node]:
-        """Does what ``encode`` does, for (key path, value) pairs; returns their nodes."""
+        """Does what ``encode`` does, for (key path, value) pairs."""
         key_path: tuple[object, ...] = ()
         nodes = []
         with torchax_backend.native_torch():
@@ -177,12 +173,7 @@ class Encoder:
 
 
 def decode(node: Node, leaf: Callable[[Mapping[str, Any]], Any]) -> Any:
-    """Returns the Python value of a node; calls ``leaf`` for the value of each array node.
-
-    Raises:
-      CorruptCheckpointError: the node has no known form, or is nested deeper than ``Encoder``
-        allows.
-    """
+    """Returns the Python value of a node; ``leaf`` gives the value of each array node."""
     return _decode(node, leaf, 0)
 
 
@@ -241,65 +232,36 @@ class _TooDeepError(Exception):
     """A value is nested deeper than a manifest allows."""
 
 
-class Finder:
-    """Finds a node by the keys and indices that lead to it from the root.
+def nodes_by_path(root: Node) -> dict[tuple[str, ...], Node]:
+    """Returns the keys and indices that lead to each node, as text -> the node; parents first.
 
-    The finder keeps a list of the children of each node that it passes, so that a later search
-    through the same node does not list the children again.
-
-    Args:
-      root: the root node. It must not change while the finder is in use.
+    Of two keys that are equal as text, such as 1 and "1", only the first counts.
     """
+    found: dict[tuple[str, ...], Node] = {}
 
-    def __init__(self, root: Node) -> None:
-        self._root = root
-        self._children: dict[int, dict[str, Node]] = {}
-
-    def __call__(self, parts: Iterable[str]) -> Node:
-        """Returns the node to which these keys and indices lead from the root.
-
-        Raises:
-          KeyError: the tree has no node there.
-        """
-        node = self._root
-        for part in parts:
-            if id(node) not in self._children:  # the root keeps its nodes alive, so ids stay valid
-                self._children[id(node)] = _children(node)
-            node = self._children[id(node)][part]
-        return node
-
-
-def _children(node: Node) -> dict[str, Node]:
-    """Returns a node's children by key or index, as text; if texts are equal, keeps the first."""
-    tag = next(iter(node), None) if isinstance(node, dict) else None
-    if isinstance(node, list) or tag == "tuple":
-        return {str(i): c for i, c in enumerate(node if isinstance(node, list) else node["tuple"])}
-    if tag in _PAIRS:
-        return {str(_key(key)): child for key, child in reversed(node[tag])}
-    return {}
-
-
-def leaf_paths(node: Node, prefix: tuple[str, ...]) -> Iterator[tuple[str, list[str]]]:
-    """Yields the name and the keys of each leaf below a node.
-
-    A value that stands in the node itself, such as an int or a string, counts as a leaf; None does
-    not.
-    """
-
-    def walk(node: Node, parts: list[str]) -> Iterator[tuple[str, list[str]]]:
+    def visit(node: Node, path: tuple[str, ...]) -> None:
+        if path in found:
+            return
+        found[path] = node
+        children: Iterable[tuple[Any, Node]] = ()
         tag = next(iter(node), None) if isinstance(node, dict) else None
         if isinstance(node, list) or tag == "tuple":
-            for i, child in enumerate(node if isinstance(node, list) else node["tuple"]):
-                yield from walk(child, [*parts, str(i)])
-        elif isinstance(node, dict) and tag in _PAIRS and tag != "Counter":
-            for key, child in node[tag]:
-                yield from walk(child, [*parts, str(_key(key))])
-        elif tag == "array":
-            yield node["array"], parts
-        elif node is not None:
-            yield names.join((*prefix, *parts)), parts
+            children = enumerate(node if isinstance(node, list) else node["tuple"])
+        elif tag in _PAIRS:
+            children = ((_key(key), child) for key, child in node[tag])
+        for key, child in children:
+            visit(child, (*path, str(key)))
 
-    return walk(node, [])
+    visit(root, ())
+    return found
+
+
+def is_leaf(node: Node) -> bool:
+    """Returns whether a node is an array or a plain value; None counts as no value."""
+    if isinstance(node, dict):
+        tag = next(iter(node), None)
+        return tag != "tuple" and tag not in _PAIRS
+    return node is not None and not isinstance(node, list)
 
 
 def _key(node: Node) -> Any:
@@ -318,14 +280,14 @@ def _distinct(parts: list[str]) -> list[str]:
     """Makes the texts of a dict's keys distinct: 1 and "1" become "1" and "1%2"."""
     if len(set(parts)) == len(parts):
         return parts
-    taken = set(parts)
+    used = set(parts)
     seen: set[str] = set()
     result = []
     for part in parts:
         name = part
         if part in seen:
-            name = next(n for i in itertools.count(2) if (n := f"{part}%{i}") not in taken)
-            taken.add(name)
+            name = next(n for i in itertools.count(2) if (n := f"{part}%{i}") not in used)
+            used.add(name)
         seen.add(part)
         result.append(name)
     return result

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -20,16 +20,13 @@ from torchax_ckpt.state import node_checks
 from torchax_ckpt.state.component import (
     Captured,
     Restoration,
-    Values,
     Write,
     encoded,
-    revive,
+    leaf_names,
+    value_of,
 )
 from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.state.leaf import Spec
-from torchax_ckpt.state.pytree import decode
-
-_STATES = frozenset({"torchax", "torch", "numpy", "python"})
 
 
 class RandomStateComponent:
@@ -38,10 +35,7 @@ class RandomStateComponent:
     key_path = ("rng",)
 
     def capture(self) -> Captured:
-        """Returns torchax's key, as an array on its device, and the states of the generators.
-
-        This method does not wait until the device has computed the key.
-        """
+        """Returns the generators' states and, without waiting for its device, torchax's key."""
         if isinstance(torchax_backend.prng_key(), jax.core.Tracer):
             raise UnsupportedLeafError(
                 "rng/torchax: torchax's random key is a JAX tracer: a random operation (dropout, "
@@ -57,26 +51,21 @@ class RandomStateComponent:
         """Returns the plan to set torchax's key and the generators' states.
 
         A restore sets the random state last, because loading other state may draw random numbers.
-        Before a restore changes any live object, it sets the stored random state on throwaway
-        generators, and raises an error if the stored random state is invalid.
+        Before it changes any live object, it tries the stored state on throwaway generators.
         """
         restoration = Restoration()
         stored = node_checks.fields(node, "rng")
-        if stored.keys() != _STATES:
+        if stored.keys() != _TRIALS.keys():
             raise node_checks.corrupt(
-                "rng", f"the states {sorted(_STATES)}", f"{sorted(stored)!r:.80}"
+                "rng", f"the states {sorted(_TRIALS)}", f"{sorted(stored)!r:.80}"
             )
         for child in array_nodes(node):
             on_device = Spec.of_node(child).on_device
             placement = _key_placement() if on_device else Local.HOST
             restoration.read(child, placement)
-
-        def decoded(values: Values) -> Any:
-            return decode(node, lambda child: revive(child, values[child["array"]]))
-
-        needs = tuple(child["array"] for child in array_nodes(node))
-        restoration.checks.append(Write(lambda values: _check(decoded(values)), needs=needs))
-        restoration.writes.append(Write(lambda values: _set(decoded(values)), needs=needs))
+        needs = leaf_names(node)
+        restoration.checks.append(Write(lambda values: _check(value_of(node, values)), needs=needs))
+        restoration.writes.append(Write(lambda values: _set(value_of(node, values)), needs=needs))
         return restoration
 
 
@@ -119,18 +108,12 @@ def _get() -> dict[str, Any]:
     }
 
 
-def _check(state: Mapping[str, Any]) -> None:
-    """Raises CorruptCheckpointError unless ``_set`` can set this random state."""
-    for part, attempt in (
-        ("torchax", _try_key),
-        ("torch", _try_torch),
-        ("numpy", _try_numpy),
-        ("python", _try_python),
-    ):
-        try:
-            attempt(state[part])
-        except Exception as error:  # the generators raise many types
-            raise node_checks.corrupt(f"rng/{part}", "random state", f"{error!r:.200}") from error
+def _set(state: Mapping[str, Any]) -> None:
+    torchax_backend.set_prng_key(state["torchax"])
+    with torchax_backend.native_torch():
+        torch.set_rng_state(state["torch"])
+    np.random.set_state(state["numpy"])
+    random.setstate(state["python"])
 
 
 def _try_key(key: Any) -> None:
@@ -170,22 +153,29 @@ def _try_python(state: Any) -> None:
         )
 
 
-def _set(state: Mapping[str, Any]) -> None:
-    torchax_backend.set_prng_key(state["torchax"])
-    with torchax_backend.native_torch():
-        torch.set_rng_state(state["torch"])
-    np.random.set_state(state["numpy"])
-    random.setstate(state["python"])
+_TRIALS: Mapping[str, Callable[[Any], None]] = {
+    "torchax": _try_key,
+    "torch": _try_torch,
+    "numpy": _try_numpy,
+    "python": _try_python,
+}
+
+
+def _check(state: Mapping[str, Any]) -> None:
+    """Raises CorruptCheckpointError unless ``_set`` can set this random state."""
+    for part, attempt in _TRIALS.items():
+        try:
+            attempt(state[part])
+        except Exception as error:  # the generators raise many types
+            raise node_checks.corrupt(f"rng/{part}", "random state", f"{error!r:.200}") from error
 
 
 @contextlib.contextmanager
 def left_alone(*, on_success: bool) -> Iterator[None]:
-    """Sets the random state, after the ``with`` block, to its value before the block.
+    """Resets the random state after the block; if ``on_success`` is false, only if it raises.
 
-    If ``on_success`` is false, does so only if the block raises. After this reset, the random
-    numbers that user code drew within the block have no effect on the program. User code may
-    draw random numbers in unexpected places: for example, ``state_dict()`` of a data loader draws
-    the loader's seeds if the loader's iteration has not begun.
+    User code may draw random numbers in unexpected places: ``state_dict()`` of a data loader, for
+    example, draws the loader's seeds if the loader's iteration has not begun.
     """
     before = _get()
     try:

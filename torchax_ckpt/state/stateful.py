@@ -1,7 +1,10 @@
 """Captures and restores objects through their methods, such as ``state_dict``.
 
 A checkpointer saves learning-rate schedulers, data loaders and the objects that the user passes as
-``stateful`` through these methods.
+``stateful`` through these methods. Loaders have other methods too; no loader's library is imported.
+
+Source: torchdata 0.11, datasets 5.2 and mosaicml-streaming (``state_dict``); grain 0.2.18
+(``get_state``); megatron-energon (``save_state_rank``).
 """
 
 from __future__ import annotations
@@ -9,27 +12,31 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from torchax_ckpt.errors import AttachError
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node
 from torchax_ckpt.layout.selection import Selection
+from torchax_ckpt.runtime import user_warnings
 from torchax_ckpt.state.component import Captured, Restoration, encoded, restore_by_call
 from torchax_ckpt.state.findings import Findings, type_name
 from torchax_ckpt.state.functional import PytreeCapture
-from torchax_ckpt.state.loaders import protocols
-from torchax_ckpt.state.loaders.saved_states import SavedStates
+from torchax_ckpt.state.per_process_state import LOADER, SavedStates
 
 Redistribute = Callable[[list[Any], int], Sequence[Any]]
 """Maps the states of one loader on all processes that saved a step to as many new states."""
+
+_STATE_DICT = ("state_dict", "load_state_dict")
+_METHODS = (_STATE_DICT, ("get_state", "set_state"), ("save_state_rank", "restore_state_rank"))
+
+_REMEDY = "Give the loader worker_init_fn=lambda worker: torchax.disable_globally()"
 
 
 class StatefulComponent:
     """The component of one attached object that returns and takes its state.
 
-    Args:
-      value: the object.
-      key_path: prefix of the leaves' names: ``("lr_scheduler",)``, ``("stateful", name)``, ...
-      redistribute: makes the states for another number of processes, for a loader.
+    ``redistribute`` makes the states of a loader for another number of processes.
     """
 
     def __init__(
@@ -38,11 +45,11 @@ class StatefulComponent:
         self.value = value
         self.key_path = key_path
         self._redistribute = redistribute
-        is_loader = key_path[0] == "dataloader"
-        methods = protocols.methods_of(value)
-        if methods is None or not (is_loader or methods == protocols.STATE_DICT):
+        self._is_loader = key_path[0] == LOADER
+        methods = _methods_of(value)
+        if methods is None or not (self._is_loader or methods == _STATE_DICT):
             where = names.join(key_path)
-            hint = protocols.remedy(value) if is_loader else ""
+            hint = _alternatives(value) if self._is_loader else ""
             raise AttachError(
                 f"{where}: expected an object with state_dict() and load_state_dict(), found "
                 f"{type_name(value)}.{hint}",
@@ -50,35 +57,34 @@ class StatefulComponent:
             )
         self._methods = methods
         self._state = PytreeCapture(key_path)
-        if is_loader:
-            protocols.warn_of_workers(value, key_path)
+        if self._is_loader:
+            _warn_of_workers(value, key_path)
 
     def capture(self) -> Captured:
         """Asks the object for its state, and returns it as captured state."""
-        return self._state.capture(protocols.state_of(self.value, self._methods))
+        return self._state.capture(self._present_state())
+
+    def _present_state(self) -> Any:
+        state = getattr(self.value, self._methods[0])()
+        return state if self._methods == _STATE_DICT else _plain(state)
 
     def prepare(
         self, node: Node | SavedStates, findings: Findings, selection: Selection
     ) -> Restoration:
-        """Returns the plan to give the object the stored state.
+        """Returns the plan to give the object the stored state, or its share of ``SavedStates``.
 
-        This method also captures the object's state before the restore. If the restore fails, the
-        object gets the captured state back.
-
-        Args:
-          node: the stored state; or the states of all processes, to redistribute.
-          findings, selection: as for every component.
+        If the restore fails, the object gets the state back that it has now.
         """
         restoration = Restoration()
         load = getattr(self.value, self._methods[1])
 
         def take(state: Any) -> None:
             load(state)
-            if self.key_path[0] == "dataloader" and self._methods == protocols.STATE_DICT:
+            if self._is_loader and self._methods == _STATE_DICT:
                 # torchdata's loader draws from torch's random state when it first uses a loaded
                 # state. This call makes it draw now, before the random state is restored, instead
                 # of in the middle of the resumed run.
-                protocols.state_of(self.value, self._methods)
+                self._present_state()
 
         def take_share(states: list[Any]) -> None:
             assert isinstance(node, SavedStates)
@@ -89,7 +95,7 @@ class StatefulComponent:
         write = restore_by_call(
             list(node.nodes) if isinstance(node, SavedStates) else node,
             # Of a state that was donated, the leaves that are not put back need not be alive.
-            encoded(protocols.state_of(self.value, self._methods), self.key_path),
+            encoded(self._present_state(), self.key_path),
             restoration,
             where=names.join(self.key_path),
             owner=self.value,
@@ -98,3 +104,58 @@ class StatefulComponent:
         )
         restoration.calls.append(write)
         return restoration
+
+
+def _methods_of(value: object) -> tuple[str, str] | None:
+    """Returns the names of the methods that return and set an object's state; None without any."""
+    if isinstance(value, type):
+        return None
+    for pair in _METHODS:
+        if all(callable(getattr(value, name, None)) for name in pair):
+            return pair
+    return None
+
+
+def _plain(state: Any) -> Any:
+    """Returns a state in which Energon's FlexState, a subclass of dict, is a dict."""
+    if isinstance(state, dict):
+        return {key: _plain(value) for key, value in state.items()}
+    return type(state)(map(_plain, state)) if type(state) in (list, tuple) else state
+
+
+def _alternatives(value: object) -> str:
+    """Returns what to attach instead of a loader that has no state, as the end of a message."""
+    if isinstance(value, torch.utils.data.DataLoader):
+        return (
+            " torch.utils.data.DataLoader cannot report its position; use "
+            "torchdata.stateful_dataloader.StatefulDataLoader, which takes the same arguments."
+        )
+    if type(value).__module__.partition(".")[0] == "grain":
+        return (
+            " Grain keeps the position in iterators: attach the iterator that the program draws "
+            "from, iterator = iter(loader)."
+        )
+    return (
+        " Or attach a loader with get_state() and set_state(), as Grain's iterators have them, or "
+        "with save_state_rank() and restore_state_rank()."
+    )
+
+
+def _warn_of_workers(value: Any, key_path: tuple[str, ...]) -> None:
+    """Warns of a torch loader whose worker processes run torch's operations through torchax."""
+    workers, collate = getattr(value, "num_workers", 0), getattr(value, "collate_fn", None)
+    has_init = getattr(value, "worker_init_fn", None) is not None
+    if not workers or has_init or collate is not torch.utils.data.default_collate:
+        return
+    user_warnings.warn(
+        f"{names.join(key_path)}: {type(value).__name__} has {workers} workers, in which torchax "
+        f"is enabled as it is here. There torch's default_collate hangs or fails. {_REMEDY}",
+        stacklevel=2,
+    )
+
+
+def explain_worker_error(error: BaseException) -> None:
+    """Adds the remedy to an error of torch's ``default_collate`` in a worker of a loader."""
+    text = str(error)
+    if "DataLoader worker" in text and "set_.source_Storage" in text:
+        error.add_note(f"torchax is enabled in the loader's workers. {_REMEDY}")

@@ -1,9 +1,4 @@
-"""Parses what is stored for a module or an optimizer, in a checkpoint or in weight files.
-
-``StoredModule`` holds the tensors, ties and extra state that are stored for a module.
-``StoredOptimizer`` holds the parameter groups, and the state of each parameter, that are stored for
-an optimizer.
-"""
+"""Parses what is stored for a module or an optimizer, in a checkpoint or in weight files."""
 
 from __future__ import annotations
 
@@ -56,18 +51,18 @@ class StoredModule:
     def selected(self, selection: Selection, prefix: tuple[str, ...]) -> StoredModule:
         """Returns the selected tensors and extra state, under their names in the program.
 
-        A tied tensor is included if one of its names is selected. The first selected name becomes
-        the tensor's name, and the other selected names become its aliases. Raises SelectionError if
-        two tensors would have one name, or one tensor would change its module.
+        A tied tensor is included if one of its names is selected; the first selected name becomes
+        its name, the others its aliases. Raises SelectionError if two tensors would have one name,
+        or one tensor would change its module.
         """
 
-        def taken(fqns: Iterable[str], ties: Mapping[str, str]) -> dict[str, str]:
+        def selected_names(fqns: Iterable[str], ties: Mapping[str, str]) -> dict[str, str]:
             name_of = {fqn: names.join((*prefix, fqn)) for fqn in (*fqns, *ties.values())}
             by_name = {name_of[fqn]: fqn for fqn in fqns}
             found = selection.taken(by_name, {name_of[a]: name_of[n] for a, n in ties.items()})
             return {by_name[n]: _fqn(n, new, prefix) for n, new in found.items()}
 
-        every = taken([*self.tensors, *self.ties], self.ties)
+        every = selected_names([*self.tensors, *self.ties], self.ties)
         tensors: dict[str, Node] = {}
         ties: dict[str, str] = {}
         first: dict[str, str] = {}
@@ -83,15 +78,14 @@ class StoredModule:
         by_key = {extra_state_key(path): path for path in self.extra_state}
         extra_state = {
             path_of_key(new): self.extra_state[by_key[key]]
-            for key, new in taken(by_key, {}).items()
+            for key, new in selected_names(by_key, {}).items()
         }
         return dataclasses.replace(self, tensors=tensors, ties=ties, extra_state=extra_state)
 
     def sources(self, every_name: Iterable[str]) -> list[str]:
         """Returns the names of the stored tensors to which a live tensor's names refer.
 
-        The result is empty if no tensor is stored under the live names. It has several names only
-        if the live module ties tensors that this stored module does not tie.
+        There are several only if the live module ties tensors that this stored module does not tie.
         """
         owners = [self.ties.get(name, name) for name in every_name]
         return list(dict.fromkeys(owner for owner in owners if owner in self.tensors))
@@ -117,11 +111,7 @@ class StoredModule:
 
 
 def _fqn(old: str, new: str, prefix: tuple[str, ...]) -> str:
-    """Returns torch's name of a tensor: the last key of ``new``, its name after the renaming.
-
-    Raises SelectionError unless the keys before the last key are ``prefix``. The message names
-    ``old``, the tensor's name in the checkpoint.
-    """
+    """Returns torch's name in ``new``, a tensor's name after the renaming, without ``prefix``."""
     with contextlib.suppress(ValueError):  # an escape that is not valid UTF-8
         *model, fqn = names.split(new)
         if tuple(model) == prefix:
@@ -141,10 +131,7 @@ def extra_state_key(path: str) -> str:
 
 
 def path_of_key(key: str) -> str:
-    """Returns the path of the submodule whose extra state has this key in a state dict.
-
-    This function reverses ``extra_state_key``.
-    """
+    """Returns the path of the submodule whose extra state has this key; see ``extra_state_key``."""
     return key.removesuffix(EXTRA_STATE).removesuffix(".")
 
 
@@ -221,11 +208,11 @@ class StoredOptimizer:
 
     def selected(self, selection: Selection) -> StoredOptimizer:
         """Returns the selected parameters' groups and state, under their names in the program."""
-        taken = selection.taken(self.group_of)
+        chosen = selection.taken(self.group_of)
         return StoredOptimizer(
             self.groups,
-            {name: self.group_of[old] for old, name in taken.items()},
-            {name: self.state[old] for old, name in taken.items() if old in self.state},
-            tuple(selection.renamed(name) for name in self.state if name not in taken),
+            {name: self.group_of[old] for old, name in chosen.items()},
+            {name: self.state[old] for old, name in chosen.items() if old in self.state},
+            tuple(selection.renamed(name) for name in self.state if name not in chosen),
             self.other_state,
         )

@@ -11,17 +11,16 @@ import torch
 from torchax_ckpt import torchax_backend
 from torchax_ckpt.errors import AttachError
 from torchax_ckpt.layout import names
-from torchax_ckpt.layout.manifest import IMPORTED, Node, array_nodes
+from torchax_ckpt.layout.manifest import IMPORTED, Node
 from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.snapshot.sharding import Placement, auto_axes, resolve_rule
 from torchax_ckpt.state import functional, node_checks
-from torchax_ckpt.state.component import Captured, Combined, Component, Restoration
+from torchax_ckpt.state.component import Captured, Combined, Restoration, leaf_names
 from torchax_ckpt.state.findings import Findings, type_name
-from torchax_ckpt.state.loaders.saved_states import SavedStates
-from torchax_ckpt.state.modules.declared_ties import warn_of_lost_ties
 from torchax_ckpt.state.modules.module import Init, ModuleComponent, Rule
-from torchax_ckpt.state.optimizer import OptimizerComponent
-from torchax_ckpt.state.optimizer_entries import unwrapped
+from torchax_ckpt.state.modules.ties import warn_of_lost_ties
+from torchax_ckpt.state.optimizer import OptimizerComponent, unwrapped
+from torchax_ckpt.state.per_process_state import SavedStates
 from torchax_ckpt.state.random_state import RandomStateComponent
 from torchax_ckpt.state.stateful import Redistribute, StatefulComponent
 
@@ -36,7 +35,7 @@ class TrainingState:
     Args: as in ``TorchaxCheckpointer.attach``.
 
     Raises:
-      AttachError, UnsupportedLeafError: the objects do not belong together or cannot be stored.
+      AttachError, UnsupportedLeafError: the objects do not fit each other or cannot be stored.
     """
 
     def __init__(
@@ -105,11 +104,7 @@ class TrainingState:
         return {k: v for module in self._modules for k, v in module.placements().items()}
 
     def capture(self, state: Any = None) -> dict[str, Captured]:
-        """Captures all components.
-
-        If the caller passes functional state as ``state``, captures ``state`` instead of the
-        attached models and optimizers.
-        """
+        """Captures all components; functional ``state`` replaces modules and optimizers."""
         captured: dict[str, Captured] = {}
         if state is not None:
             captured[FUNCTIONAL] = self._functional.capture(state)
@@ -132,10 +127,7 @@ class TrainingState:
     ) -> Restoration:
         """Compares a stored document with the attached objects; returns the plan of the restore.
 
-        Comparing changes nothing.
-
-        Raises:
-          SelectionError: a pattern matches nothing, or two tensors would have the same name.
+        Raises SelectionError if a pattern matches nothing, or two tensors would have one name.
         """
         selection = selection or Selection()
         restorations = []
@@ -150,7 +142,7 @@ class TrainingState:
                 continue
             if name == "rng" and not self._rng:
                 continue
-            findings.unexpected += [n["array"] for n in array_nodes(node)] or [name]
+            findings.unexpected += leaf_names(node) or [name]
         selection.require_used()
         result = Restoration()
         result.extend(restorations)
@@ -169,12 +161,11 @@ class _Group:
     def __init__(self, members: Mapping[str, Component], key_path: tuple[str, ...]) -> None:
         self._members = members
         self._key_path = key_path
-        self._combined = Combined(
-            lambda nodes: {
-                "dict": [list(pair) for pair in zip(members, nodes, strict=True)],
-                "group": True,
-            }
-        )
+        self._combined = Combined(self._node)
+
+    def _node(self, nodes: list[Node]) -> Node:
+        pairs = zip(self._members, nodes, strict=True)
+        return {"dict": [list(pair) for pair in pairs], "group": True}
 
     def capture(self) -> Captured:
         return self._combined([member.capture() for member in self._members.values()])
@@ -183,24 +174,26 @@ class _Group:
         self, node: Node | SavedStates, findings: Findings, selection: Selection
     ) -> Restoration:
         restoration = Restoration()
-        every = node
-        if isinstance(every, SavedStates):
-            node = every.nodes[0]
+        states = node if isinstance(node, SavedStates) else None
+        if states is not None:
+            node = states.nodes[0]
+        where = names.join(self._key_path)
         is_group = isinstance(node, dict) and node.get("group") is True
-        stored = node_checks.fields(node, names.join(self._key_path)) if is_group else {}
+        stored = node_checks.fields(node, where) if is_group else {}
         if not is_group:
-            findings.unexpected += [n["array"] for n in array_nodes(node)]
+            findings.unexpected += leaf_names(node)
         for name, member in self._members.items():
             if name in stored:
-                child = stored[name]
-                if isinstance(every, SavedStates):
-                    child = every.of_member(name, names.join(self._key_path))
+                child = stored[name] if states is None else states.of_member(name, where)
                 restoration.extend([member.prepare(child, findings, selection)])
             else:
                 findings.missing.append(names.join((*self._key_path, name)))
         for name in stored.keys() - self._members.keys():
             findings.unexpected.append(names.join((*self._key_path, name)))
         return restoration
+
+
+Component = ModuleComponent | OptimizerComponent | StatefulComponent | RandomStateComponent | _Group
 
 
 def _component(

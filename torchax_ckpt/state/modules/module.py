@@ -8,7 +8,8 @@ under its first name.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,9 +18,9 @@ import torch
 from jax.sharding import Sharding
 
 from torchax_ckpt import torchax_backend
-from torchax_ckpt.errors import UnsupportedLeafError
+from torchax_ckpt.errors import AttachError, UnsupportedLeafError
 from torchax_ckpt.layout import names
-from torchax_ckpt.layout.manifest import Node, array_nodes
+from torchax_ckpt.layout.manifest import Node
 from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.snapshot.sharding import Local, Placement, placement_of
 from torchax_ckpt.state import node_checks
@@ -31,15 +32,14 @@ from torchax_ckpt.state.component import (
     Values,
     Write,
     encoded,
+    leaf_names,
     require_alive,
     restore_by_call,
 )
 from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.state.leaf import Spec, Specs, describe, freeze_all
-from torchax_ckpt.state.meta.initial_values import AbstractTensor, on_placement, sharding_of
-from torchax_ckpt.state.meta.rebuilt_buffers import rebuilt
-from torchax_ckpt.state.modules import module_checks, retied
-from torchax_ckpt.state.modules.declared_ties import lost_ties
+from torchax_ckpt.state.modules import ties
+from torchax_ckpt.state.modules.meta_tensors import AbstractTensor, on_placement, rebuilt_buffers
 from torchax_ckpt.state.modules.module_tensors import (
     Slot,
     extra_state_modules,
@@ -47,24 +47,23 @@ from torchax_ckpt.state.modules.module_tensors import (
     same_objects,
     slots,
 )
-from torchax_ckpt.state.modules.wrapped_names import match_wrapped
 from torchax_ckpt.state.stored_entries import EXTRA_STATE, StoredModule, extra_state_key
+
+logger = logging.getLogger(__name__)
 
 Rule = Callable[[str, jax.ShapeDtypeStruct], "Sharding | None"]
 """Maps a tensor's name and abstract value to a sharding; None keeps the present sharding."""
 Init = Callable[[str, jax.ShapeDtypeStruct], Any]
 """Maps a tensor's name and abstract value (with its sharding) to its initial content."""
 
+_MAX_LISTED = 5
+
 
 class ModuleComponent:
-    """One attached module.
+    """One attached module, or a JittableModule around it.
 
-    Args:
-      module: the module, or a JittableModule around it.
-      key_path: prefix of the leaves' names: ``("model",)``, or ``("model", name)`` if there are
-        several models.
-      rule: returns the sharding of a tensor; without a rule, tensors keep their live shardings.
-      init: returns the content of a meta tensor that no checkpoint supplies.
+    ``rule`` gives the sharding of a tensor, which without a rule keeps its live sharding. ``init``
+    gives the content of a meta tensor that no checkpoint supplies.
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class ModuleComponent:
         self._specs: Specs | None = None
         self._form = Form(None, ())
         self._refresh()
-        module_checks.check(module, self._slots, key_path)
+        _require_supported(module, self._slots, key_path)
 
     def name(self, fqn: str) -> str:
         """Returns the leaf name of the module's tensor that torch calls ``fqn``."""
@@ -100,16 +99,15 @@ class ModuleComponent:
         return names.join((*self.key_path[1:], fqn)) if len(self.key_path) > 1 else fqn
 
     def parameter_names(self) -> Mapping[int, tuple[tuple[str, ...], ...]]:
-        """Returns a dict from ``id(tensor)`` to the key path, without ``model``, of each name.
+        """Returns ``id(tensor)`` -> the key path, without ``model``, of each of its names.
 
-        ``capture`` and ``prepare`` make a new dict only if the module's names or tensors changed.
-        All optimizers share the dict, because making the dict for each optimizer would take a tenth
-        of the time for which a save blocks training.
+        ``capture`` and ``prepare`` make a new dict only if the module's names or tensors changed:
+        making it for each optimizer would take a tenth of the blocking time of a save.
         """
         return self._names
 
     def placements(self) -> dict[int, Placement]:
-        """Returns a dict from each live tensor object's id to its placement after a restore."""
+        """Returns the id of each live tensor object -> its placement after a restore."""
         return {
             id(tensor): placement
             for slot in self.slots()
@@ -182,13 +180,8 @@ class ModuleComponent:
 
     def _node(self, nodes: list[Node]) -> Node:
         tensors, *extra = nodes
-        return {
-            **tensors,
-            "ties": self._ties,
-            "extra_state": [
-                list(pair) for pair in zip(self._extra_state_modules, extra, strict=True)
-            ],
-        }
+        extra_state = zip(self._extra_state_modules, extra, strict=True)
+        return {**tensors, "ties": self._ties, "extra_state": [list(pair) for pair in extra_state]}
 
     # --- restoring ---
 
@@ -197,7 +190,7 @@ class ModuleComponent:
         if isinstance(node, dict) and "ties" in node:
             stored = StoredModule.of_node(node, names.join(self.key_path))
         else:
-            findings.unexpected += [n["array"] for n in array_nodes(node)]
+            findings.unexpected += leaf_names(node)
             stored = StoredModule({}, {})
         return self.prepare_from(stored, findings, selection)
 
@@ -216,31 +209,31 @@ class ModuleComponent:
         """
         restoration = Restoration()
         live = {slot.fqn: slot for slot in self.slots()}
-        match_wrapped(self._stored_names(), stored, selection, self.key_path)
+        self._match_wrapped(stored, selection)
         stored = stored.selected(selection, self.key_path[1:])
         supplied: set[str] = set()
         considered: set[str] = set()
         with torchax_backend.native_torch():
-            chosen = retied.separate(live)
+            chosen = ties.separate(live)
             if ties_again:
-                takes = functools.partial(self._is_in, selection)
-                own = (self._registered, self._tensors)
-                chosen = retied.merged(self.module, live, stored, takes, own)
+                is_selected = functools.partial(self._is_selected, selection)
+                known_holders = (self._registered, self._tensors)
+                chosen = ties.merged(self.module, live, stored, is_selected, known_holders)
             for merged in chosen:
                 slot = merged.slot
-                every_name = [n for n in (slot.fqn, *slot.aliases) if self._is_in(selection, n)]
-                if not (slot.persistent and every_name):
+                fqns = [n for n in (slot.fqn, *slot.aliases) if self._is_selected(selection, n)]
+                if not (slot.persistent and fqns):
                     continue
-                sources = stored.sources(every_name)
+                sources = stored.sources(fqns)
                 if not sources:
                     findings.missing.append(self.name(slot.fqn))
                     continue
-                differing = stored.differing_ties(every_name, sources, considered)
+                differing = stored.differing_ties(fqns, sources, considered)
                 considered.update(sources)
                 # If ties differ, nothing says which of several stored values a tensor gets.
                 if differing is not None:
                     findings.mismatch(self.name(slot.fqn), *differing)
-                    findings.lacks_ties |= stored.ties_more(every_name, sources)
+                    findings.lacks_ties |= stored.ties_more(fqns, sources)
                 elif expected := self._expected_if_fits(slot, stored, sources[0], findings):
                     supplied.update(member.fqn for member in merged.members)
                     node = stored.tensors[sources[0]]
@@ -249,14 +242,14 @@ class ModuleComponent:
                     restoration.writes.append(
                         Write(_writer(slot, leaf), needs=(leaf,), release=merged.release)
                     )
-        if tied := [m for m in chosen if m.dropped and m.slot.fqn in supplied]:
-            restoration.calls.append(retied.tying(self.module, tied))
+        if tied := [m for m in chosen if m.replaced and m.slot.fqn in supplied]:
+            restoration.calls.append(ties.tying(self.module, tied))
             for merged in tied:
-                restoration.tied_again |= merged.dropped
+                restoration.tied_again |= merged.replaced
         findings.unexpected += [self.name(fqn) for fqn in stored.tensors if fqn not in considered]
         findings.lacks_ties |= bool(findings.missing) and any(
             self.name(a) in findings.missing and b in considered
-            for alias, fqn in lost_ties(self.module).items()
+            for alias, fqn in ties.lost_ties(self.module).items()
             for a, b in ((alias, fqn), (fqn, alias))
         )
         self._prepare_extra_state(stored, findings, selection, restoration)
@@ -264,13 +257,24 @@ class ModuleComponent:
         self._reshard_rest(restoration, supplied)
         return restoration
 
-    def _stored_names(self) -> list[str]:
-        """Returns every name that a checkpoint of this module has, without the key path."""
-        live = [n for s in self._persistent for n in (s.fqn, *s.aliases)]
-        return [*live, *map(extra_state_key, self._extra_state_modules)]
+    def _match_wrapped(self, stored: StoredModule, selection: Selection) -> None:
+        """Lets the selection match names that differ by wrappers; process 0 logs it once."""
+        theirs = [*stored.tensors, *stored.ties, *map(extra_state_key, stored.extra_state or ())]
+        ours = [n for s in self._persistent for n in (s.fqn, *s.aliases)]
+        ours += map(extra_state_key, self._extra_state_modules)
+        matched = selection.match_wrapped(*map(self._selection_names, (theirs, ours)))
+        if matched and jax.process_index() == 0:
+            logger.warning(
+                "%s: %d names of the checkpoint are matched with names of the model that differ by "
+                "a wrapper, such as torch.compile's _orig_mod: %s with %s",
+                *(names.join(self.key_path), len(matched), *next(iter(matched.items()))),
+            )
 
-    def _is_in(self, selection: Selection, fqn: str) -> bool:
-        return selection.takes(names.join((*self.key_path[1:], fqn)))
+    def _selection_names(self, fqns: Iterable[str]) -> list[str]:
+        return [names.join((*self.key_path[1:], fqn)) for fqn in fqns]
+
+    def _is_selected(self, selection: Selection, fqn: str) -> bool:
+        return selection.takes(*self._selection_names([fqn]))
 
     def _expected_if_fits(
         self, slot: Slot, stored: StoredModule, source: str, findings: Findings
@@ -293,7 +297,7 @@ class ModuleComponent:
         modules = {
             path: module
             for path, module in self._extra_state_modules.items()
-            if self._is_in(selection, extra_state_key(path))
+            if self._is_selected(selection, extra_state_key(path))
         }
         for path in dict.fromkeys((*modules, *stored.extra_state)):
             key_path = (*self.key_path, path, EXTRA_STATE)
@@ -335,16 +339,9 @@ class ModuleComponent:
             return
         for slot in self._slots:
             if slot.fqn not in supplied and torchax_backend.is_device_tensor(slot.tensor):
-                restoration.writes.append(Write(self._resharder(slot)))
-
-    def _resharder(self, slot: Slot) -> Callable[[Values], None]:
-        placement = self._placement(slot)
-
-        def write(_: Values) -> None:
-            if isinstance(placement, Sharding):
-                slot.reshard(placement)
-
-        return write
+                placement = self._placement(slot)
+                if isinstance(placement, Sharding):
+                    restoration.writes.append(Write(_resharder(slot, placement)))
 
     def _fill_rest(self, restoration: Restoration, supplied: set[str]) -> None:
         """Adds writes that fill the meta tensors that are not in ``supplied``.
@@ -352,22 +349,20 @@ class ModuleComponent:
         The module itself rebuilds non-persistent buffers if it can; ``init`` fills the rest.
         """
         empty = [s for s in self._slots if s.is_meta and s.fqn not in supplied]
-        known = {} if all(s.persistent for s in empty) else rebuilt(self.module)
+        known = {} if all(s.persistent for s in empty) else rebuilt_buffers(self.module)
         for slot in empty:
             value = known.get(slot.fqn)
             if value is None and self._init is not None:
-                value = self._init(self._user_name(slot.fqn), self._abstract(slot))
+                is_buffer = not isinstance(slot.tensor, torch.nn.Parameter)
+                placement = self._placement(slot)
+                abstract = AbstractTensor(self._expected(slot), placement, is_buffer=is_buffer)
+                value = self._init(self._user_name(slot.fqn), abstract)
             if value is None:
                 restoration.unfilled.append(self.name(slot.fqn))
                 continue
             expected, placement = self._expected(slot), self._placement(slot)
             array = on_placement(value, expected, placement, self.name(slot.fqn))
             restoration.writes.append(Write(_filler(slot, array)))
-
-    def _abstract(self, slot: Slot) -> jax.ShapeDtypeStruct:
-        is_buffer = not isinstance(slot.tensor, torch.nn.Parameter)
-        sharding = sharding_of(self._placement(slot))
-        return AbstractTensor(self._expected(slot), sharding, is_buffer=is_buffer)
 
     # --- one slot ---
 
@@ -398,3 +393,51 @@ def _writer(slot: Slot, leaf: str) -> Callable[[Values], None]:
 
 def _filler(slot: Slot, array: Any) -> Callable[[Values], None]:
     return lambda _: slot.fill(array)
+
+
+def _resharder(slot: Slot, sharding: Sharding) -> Callable[[Values], None]:
+    return lambda _: slot.reshard(sharding)
+
+
+def _require_supported(
+    module: torch.nn.Module, slots: Sequence[Slot], key_path: tuple[str, ...]
+) -> None:
+    """Raises AttachError or UnsupportedLeafError unless the module can be saved and trained."""
+    where = names.join(key_path)
+    root, _ = torchax_backend.unwrap_jittable(module)
+    with torchax_backend.native_torch():  # through torchax, attributes take longer to read
+        whys = {slot.fqn: torchax_backend.why_unsupported(slot.tensor) for slot in slots}
+    for fqn, why in whys.items():
+        if why:
+            name = names.join((*key_path, fqn))
+            raise UnsupportedLeafError(f"{name}: {why}", key_path=name)
+    parameters = [s for s in slots if isinstance(s.tensor, torch.nn.Parameter)]
+    if parameters and all(s.is_on_cpu for s in parameters):
+        is_prepared = getattr(root, "_is_accelerate_prepared", False)
+        by = "accelerate's prepare moves models there: call Accelerator(device_placement=False). "
+        raise AttachError(
+            f"{where}: all parameters of {type(root).__name__} are on the CPU. {by * is_prepared}"
+            "Move the model first: torchax.enable_globally(); model.to('jax'). Build the optimizer "
+            "after that.",
+            key_path=where,
+        )
+    if on_cpu := [names.join((*key_path, s.fqn)) for s in parameters if s.is_on_cpu]:
+        more = f" and {len(on_cpu) - _MAX_LISTED} more" if len(on_cpu) > _MAX_LISTED else ""
+        raise AttachError(
+            f"{where}: {len(on_cpu)} of {len(parameters)} parameters of {type(root).__name__} are "
+            f"on the CPU, the others are not: {', '.join(on_cpu[:_MAX_LISTED])}{more}. Move the "
+            "whole model after its last part was added: model.to('jax'). Build the optimizer after "
+            "that. Make a tensor that is to stay on the CPU a buffer.",
+            key_path=on_cpu[0],
+        )
+    known = {n for s in slots for n in (s.fqn, *s.aliases)}
+    paths = [path for path, _ in root.named_modules(remove_duplicate=False)]
+    known |= {extra_state_key(names.without_compile(path)) for path in paths}
+    stored = map(names.without_compile, root.state_dict(keep_vars=True))
+    if unknown := [k for k in stored if k not in known]:
+        name = names.join((*key_path, unknown[0]))
+        raise UnsupportedLeafError(
+            f"{name}: is in state_dict() but is neither a parameter nor a buffer (a hook or an "
+            "overridden _save_to_state_dict adds it). Return it from get_extra_state()",
+            key_path=name,
+        )

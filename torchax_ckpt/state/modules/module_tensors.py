@@ -70,7 +70,7 @@ class Slot:
 
 
 def slots(module: torch.nn.Module) -> dict[str, Slot]:
-    """Returns a dict from first name to slot, for all tensors of a module, parameters first."""
+    """Returns first name -> slot, for all tensors of a module, parameters first."""
     root, overrides = torchax_backend.unwrap_jittable(module)
     # A JittableModule leaves out the parts of a name that torch.compile adds, or some of them.
     newer: dict[str, list[torch.Tensor]] = {}
@@ -92,12 +92,21 @@ def slots(module: torch.nn.Module) -> dict[str, Slot]:
     return result
 
 
+def _named_tensors(root: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    for fqn, parameter in root.named_parameters(remove_duplicate=False):
+        yield names.without_compile(fqn), parameter, True
+    for prefix, module in root.named_modules(remove_duplicate=False):
+        for key, value in module._buffers.items():
+            if value is not None:
+                fqn = names.without_compile(f"{prefix}.{key}" if prefix else key)
+                yield fqn, value, key not in module._non_persistent_buffers_set
+
+
 def registered(module: torch.nn.Module) -> list[Any]:
     """Returns all names, tensors and submodules registered in a module tree, in a fixed order.
 
-    If two calls return lists for which ``same_objects`` is true, the names and ties of the tensors
-    did not change between the calls. torch's ``named_modules`` and ``named_parameters`` would be
-    slower, because they build every name.
+    While ``same_objects`` holds for two such lists, names and ties have not changed. torch's
+    ``named_parameters`` would be slower, because it builds every name.
     """
     root, overrides = torchax_backend.unwrap_jittable(module)
     found: list[Any] = [*overrides, *overrides.values()]
@@ -121,22 +130,8 @@ def same_objects(a: list[Any], b: list[Any]) -> bool:
     )
 
 
-def _named_tensors(root: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    for fqn, parameter in root.named_parameters(remove_duplicate=False):
-        yield names.without_compile(fqn), parameter, True
-    for prefix, module in root.named_modules(remove_duplicate=False):
-        for key, value in module._buffers.items():
-            if value is not None:
-                fqn = f"{prefix}.{key}" if prefix else key
-                yield (
-                    names.without_compile(fqn),
-                    value,
-                    key not in module._non_persistent_buffers_set,
-                )
-
-
 def extra_state_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Returns a dict from path to submodule, for submodules that override ``get_extra_state``."""
+    """Returns path -> submodule, for submodules that override ``get_extra_state``."""
     root, _ = torchax_backend.unwrap_jittable(module)
     return {
         names.without_compile(path): submodule

@@ -14,7 +14,7 @@ from support.training import before_enabling, fsdp_mesh, fsdp_rule
 
 from torchax_ckpt import TorchaxCheckpointer, torchax_backend, warm_start
 from torchax_ckpt.errors import UninitializedLeafError
-from torchax_ckpt.state.meta.rebuilt_buffers import rebuilt
+from torchax_ckpt.state.modules.meta_tensors import rebuilt_buffers
 
 CONFIG = SimpleNamespace(dim=8, base=10.0)
 
@@ -107,7 +107,7 @@ def made(build: Any, *, on_meta: bool = True) -> tuple[Any, dict[str, bytes]]:
 
 
 def found(model: torch.nn.Module) -> dict[str, bytes]:
-    values = rebuilt(model)
+    values = rebuilt_buffers(model)
     with torchax_backend.native_torch():
         return {name: value.numpy().tobytes() for name, value in values.items()}
 

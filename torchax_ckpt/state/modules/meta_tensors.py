@@ -1,7 +1,8 @@
-"""Rebuilds non-persistent buffers of modules on the meta device, where the modules can do it.
+"""Values for tensors on the meta device that no checkpoint supplies.
 
-No checkpoint stores such a buffer, because its value follows from the module's settings: the
-frequencies of a rotary embedding, for example. There are two ways to compute the value anew, and
+``init`` gives them, except for non-persistent buffers that the modules can compute anew. No
+checkpoint stores such a buffer, because its value follows from the module's settings: the
+frequencies of a rotary embedding, for example. There are two ways to compute the value, and
 both are those of transformers. The method ``_init_weights`` of a model sets the buffers of one of
 its modules. Otherwise, a module that is made from a config alone is made again. A value counts only
 if it does not depend on chance, and a module is never made from arguments that were guessed.
@@ -17,29 +18,81 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
+import numpy as np
 import torch
+from jax.sharding import Sharding
 
 from torchax_ckpt import torchax_backend
+from torchax_ckpt.errors import UninitializedLeafError
 from torchax_ckpt.layout import names
+from torchax_ckpt.snapshot.move_shards import put
+from torchax_ckpt.snapshot.sharding import Placement
+from torchax_ckpt.state.leaf import Spec
 
 logger = logging.getLogger(__name__)
 
 _SETTER, _CONFIG = "_init_weights", "config"
 
 
-def rebuilt(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Returns name -> CPU tensor for the non-persistent meta buffers that can be rebuilt.
+# --- values of init ----------------------------------------------------------------------------
+
+
+class AbstractTensor(jax.ShapeDtypeStruct):
+    """The abstract value of a tensor, as ``init`` gets it.
+
+    Attributes:
+      is_buffer: whether the tensor is a buffer. Zeros, for example, may be a fair start for a
+        parameter, and no positions at all for a rotary embedding.
+    """
+
+    __slots__ = ("is_buffer",)
+
+    def __init__(self, expected: Spec, placement: Placement, *, is_buffer: bool) -> None:
+        sharding = placement if isinstance(placement, Sharding) else None
+        super().__init__(expected.shape, np.dtype(expected.dtype), sharding=sharding)
+        self.is_buffer = is_buffer
+
+
+def on_placement(value: Any, expected: Spec, placement: Placement, name: str) -> jax.Array:
+    """Returns a tensor, a JAX array or what numpy converts to one as an array on its placement.
+
+    Raises UninitializedLeafError if the value has another dtype or shape than expected.
+    """
+    if isinstance(value, torch.Tensor):
+        on_device = torchax_backend.is_device_tensor(value)
+        with torchax_backend.native_torch():
+            value = torchax_backend.buffer(value) if on_device else torchax_backend.to_numpy(value)
+    elif not isinstance(value, jax.Array):
+        value = np.asarray(value)
+    if not isinstance(value, jax.Array):
+        value = value.astype(jax.dtypes.canonicalize_dtype(value.dtype), copy=False)
+    found = Spec("jax", value.dtype.name, tuple(value.shape))
+    if (found.shape, found.dtype) != (expected.shape, expected.dtype):
+        raise UninitializedLeafError(
+            f"{name}: init returned {found.content()}, expected {expected.content()}; return an "
+            "array of the expected dtype and shape",
+            key_path=name,
+        )
+    return put({"": value}, {"": placement})[""]
+
+
+# --- buffers computed anew ---------------------------------------------------------------------
+
+
+def rebuilt_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Returns name -> CPU tensor for the non-persistent meta buffers that can be computed anew.
 
     Changes neither the model nor the random state of torch.
     """
     root, _ = torchax_backend.unwrap_jittable(model)
     found: dict[str, torch.Tensor] = {}
-    setters: dict[str, Callable[[Any], Any]] = {}
+    setters: dict[str, Callable[[Any], Any] | None] = {}
     for path, module in root.named_modules():
         above = setters.get(path.rpartition(".")[0]) if path else None
-        own = getattr(module, _SETTER, None)
+        setter = getattr(module, _SETTER, None)
         # The innermost model around a module knows how to set the module's buffers.
-        setters[path] = own if callable(own) else above or _no_setter
+        setters[path] = setter if callable(setter) else above
         buffers = {
             name: buffer
             for name, buffer in module._buffers.items()
@@ -49,7 +102,7 @@ def rebuilt(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         if not buffers or has_parameters:
             continue
         with torchax_backend.native_torch(), torch.random.fork_rng(devices=[]):
-            values = _set(module, buffers, setters[path])
+            values = _set_in_copy(module, buffers, setters[path])
             if not values and not any(True for _ in module.parameters()):  # else it may be large
                 values = _made_again(module, buffers)
         for name, value in values.items():
@@ -57,14 +110,10 @@ def rebuilt(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def _no_setter(module: Any) -> None:
-    """Sets nothing."""
-
-
-def _set(
+def _set_in_copy(
     module: torch.nn.Module,
     buffers: Mapping[str, torch.Tensor],
-    setter: Callable[[Any], Any],
+    setter: Callable[[Any], Any] | None,
 ) -> dict[str, torch.Tensor]:
     """Returns the buffers that a setter sets in a copy of a module; {} unless it sets all of them.
 
@@ -80,7 +129,8 @@ def _set(
             for name, buffer in buffers.items()
         }
         try:
-            setter(probe)
+            if setter is not None:
+                setter(probe)
         except Exception as error:  # any: it is the model's own function
             logger.debug("%s: %s failed: %r", type(module).__name__, _SETTER, error)
             return {}
@@ -115,14 +165,14 @@ def _if_equal(
     found: dict[str, torch.Tensor] = {}
     for name, buffer in buffers.items():
         a, b = first.get(name), second.get(name)
-        if a is None or b is None or a.is_meta or a.shape != buffer.shape or not _same(a, b):
+        if a is None or b is None or a.is_meta or a.shape != buffer.shape or not _same_bits(a, b):
             return {}
         # As a move of the model to this dtype would convert it.
         found[name] = a.to(buffer.dtype)
     return found
 
 
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and torchax_backend.to_numpy(a).tobytes() == (
         torchax_backend.to_numpy(b).tobytes()
     )

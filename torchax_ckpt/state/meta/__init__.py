@@ -1,1 +1,0 @@
-"""Values for tensors on the meta device that no checkpoint supplies."""
