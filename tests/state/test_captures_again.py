@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -56,95 +55,74 @@ class Program:
             "exp_avg_sq": on_device(parameter, number(self.choose)),
         }
 
-    def step(self) -> None:
-        for parameter in self.parameters:
+    def change(self, *kinds: str) -> str:
+        """Makes one change of these kinds, or of any kind; returns its kind."""
+        kind = self.choose.choice(kinds or CHANGES)
+        parameter, value = self.choose.choice(self.parameters), number(self.choose)
+        state, groups = self.optimizer.state, self.optimizer.param_groups
+        if kind.startswith("state: "):
             self.add_state(parameter)
+        match kind:
+            case "step":
+                for each in self.parameters:
+                    self.add_state(each)
+            case "write":
+                parameter._elem += value
+            case "drop state":
+                state.pop(parameter, None)
+            case "move state to the end":
+                state.pop(parameter, None)
+                self.add_state(parameter)
+            case "empty state":
+                state[parameter] = {}
+            case "state: narrow":
+                state[parameter]["exp_avg"] = on_device(parameter, value, jnp.bfloat16)
+            case "state: weak":
+                shape = tuple(parameter.shape)
+                weak = jax.jit(lambda: jnp.broadcast_to(jnp.asarray(1.5), shape))()
+                state[parameter]["exp_avg"] = torchax_backend.wrap(weak)
+            case "state: wide counter":
+                state[parameter]["step"] = scalar(value, torch.float64)
+            case "state: counter that is no tensor":
+                state[parameter]["step"] = value
+            case "state: vector on the host":
+                with torchax_backend.native_torch():
+                    vector = torch.arange(self.choose.randrange(1, 4), dtype=torch.float32)
+                state[parameter]["exp_avg_sq"] = vector
+            case "state: other keys":
+                key = self.choose.choice(["max_exp_avg_sq", "extra"])
+                state[parameter][key] = state[parameter].pop("exp_avg_sq")
+            case "reorder":
+                self.choose.shuffle(self.choose.choice(groups)["params"])
+            case "regroup" if len(groups) == 1:
+                if len(groups[0]["params"]) > 1:
+                    taken = groups[0]["params"].pop()
+                    self.optimizer.add_param_group({"params": [taken], "lr": 0.5})
+            case "regroup":
+                groups[0]["params"] += groups.pop()["params"]
+            case "swap":
+                self.swap(parameter)
+        return kind
 
-    def write(self) -> None:
-        self.choose.choice(self.parameters)._elem += number(self.choose)
-
-    def drop_state(self) -> None:
-        self.optimizer.state.pop(self.choose.choice(self.parameters), None)
-
-    def move_state_to_the_end(self) -> None:
-        parameter = self.choose.choice(self.parameters)
-        self.optimizer.state.pop(parameter, None)
-        self.add_state(parameter)
-
-    def empty_state(self) -> None:
-        self.optimizer.state[self.choose.choice(self.parameters)] = {}
-
-    def narrow_state(self) -> None:
-        parameter = self.choose.choice(self.parameters)
-        self.add_state(parameter)
-        moment = on_device(parameter, number(self.choose), jnp.bfloat16)
-        self.optimizer.state[parameter]["exp_avg"] = moment
-
-    def weak_state(self) -> None:
-        parameter = self.choose.choice(self.parameters)
-        self.add_state(parameter)
-        weak = jax.jit(lambda: jnp.broadcast_to(jnp.asarray(1.5), tuple(parameter.shape)))()
-        self.optimizer.state[parameter]["exp_avg"] = torchax_backend.wrap(weak)
-
-    def wide_counter(self) -> None:
-        parameter = self.choose.choice(self.parameters)
-        self.add_state(parameter)
-        self.optimizer.state[parameter]["step"] = scalar(number(self.choose), torch.float64)
-
-    def counter_that_is_no_tensor(self) -> None:
-        parameter = self.choose.choice(self.parameters)
-        self.add_state(parameter)
-        self.optimizer.state[parameter]["step"] = number(self.choose)
-
-    def vector_on_the_host(self) -> None:
-        parameter = self.choose.choice(self.parameters)
-        self.add_state(parameter)
-        with torchax_backend.native_torch():
-            vector = torch.arange(self.choose.randrange(1, 4), dtype=torch.float32)
-        self.optimizer.state[parameter]["exp_avg_sq"] = vector
-
-    def other_keys(self) -> None:
-        parameter = self.choose.choice(self.parameters)
-        self.add_state(parameter)
-        entry = self.optimizer.state[parameter]
-        entry[self.choose.choice(["max_exp_avg_sq", "extra"])] = entry.pop("exp_avg_sq")
-
-    def reorder(self) -> None:
-        group = self.choose.choice(self.optimizer.param_groups)
-        self.choose.shuffle(group["params"])
-
-    def regroup(self) -> None:
-        groups = self.optimizer.param_groups
-        if len(groups) == 1 and len(groups[0]["params"]) > 1:
-            taken = groups[0]["params"].pop()
-            self.optimizer.add_param_group({"params": [taken], "lr": 0.5})
-        elif len(groups) > 1:
-            groups[0]["params"] += groups.pop()["params"]
-
-    def swap(self) -> None:
+    def swap(self, old: torch.Tensor) -> None:
         """Replaces a parameter by another one, also in the optimizer."""
-        group = self.choose.choice([g for g in self.optimizer.param_groups if g["params"]])
-        at = self.choose.randrange(len(group["params"]))
-        old = group["params"][at]
         new = torch.nn.Parameter(on_device(old, number(self.choose)))
         for module in self.model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is old:
                     module._parameters[name] = new
-        group["params"][at] = new
+        for group in self.optimizer.param_groups:
+            group["params"][:] = [new if p is old else p for p in group["params"]]
         self.optimizer.state.pop(old, None)
         if self.choose.random() < 0.5:
             self.add_state(new)
 
-    def change(self) -> str:
-        changes: list[Callable[[], None]] = [
-            self.step, self.write, self.drop_state, self.move_state_to_the_end, self.empty_state,
-            self.narrow_state, self.weak_state, self.wide_counter, self.counter_that_is_no_tensor,
-            self.vector_on_the_host, self.other_keys, self.reorder, self.regroup, self.swap,
-        ]  # fmt: skip
-        change = self.choose.choice(changes)
-        change()
-        return change.__name__
+
+CHANGES = (
+    "step", "write", "drop state", "move state to the end", "empty state", "state: narrow",
+    "state: weak", "state: wide counter", "state: counter that is no tensor",
+    "state: vector on the host", "state: other keys", "reorder", "regroup", "swap",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -168,7 +146,7 @@ def test_state_that_another_parameter_of_the_same_shape_gets_has_its_name() -> N
     program = Program(0, bias=False)
     attached = TrainingState(program.model, program.optimizer, rng=False)
     for number, parameter in enumerate(program.parameters):
-        program.step()
+        program.change("step")
         program.optimizer.state.pop(parameter)
         names = attached.capture()["optimizer"].form.names
         assert {name.split("/")[1] for name in names} == {
@@ -181,15 +159,14 @@ def test_a_form_is_reused_while_only_values_change() -> None:
     attached = TrainingState(program.model, program.optimizer, rng=False)
     first = attached.capture()
     for _ in range(3):
-        program.write()
-        program.step()
-        program.move_state_to_the_end()
+        for kind in ("write", "step", "move state to the end"):
+            program.change(kind)
         found = attached.capture()
         assert found["model"].form is first["model"].form
         assert found["optimizer"].form.names == first["optimizer"].form.names
-    program.step()
+    program.change("step")
     known = attached.capture()["optimizer"].form
-    program.step()
+    program.change("step")
     assert attached.capture()["optimizer"].form is known
 
 

@@ -12,7 +12,7 @@ import safetensors.numpy
 import torch
 from support.compare import assert_trees_identical
 from support.models import Plain
-from support.training import adamw
+from support.training import adamw, save
 from torch import nn
 
 from torchax_ckpt import TorchaxCheckpointer, warm_start
@@ -28,9 +28,7 @@ def refused(directory: Path, *attached: Any) -> str:
 
 def test_a_prefix_comes_with_the_rename_that_makes_it_fit(directory: Path) -> None:
     model = sequential()
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.attach(model, adamw(model))
-        ckpt.save(1, force=True)
+    save(directory, model, adamw(model))
     for build in (lambda: nn.ModuleDict({"net": sequential()}), lambda: sequential()[0]):
         fresh: Any = build()
         said = refused(directory, fresh, adamw(fresh))
@@ -79,9 +77,7 @@ def test_a_parameter_is_listed_once_with_its_optimizer_state_and_many_as_a_patte
             optimizer.state[parameter]["momentum_buffer"] = torch.ones(parameter.shape).to("jax")
         return ({"net": model}, {"adam": optimizer}) if several else (model, optimizer)
 
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.attach(*built(2))
-        ckpt.save(1, force=True)
+    save(directory, *built(2))
     with TorchaxCheckpointer(directory) as ckpt, pytest.raises(MismatchError) as caught:
         ckpt.attach(*built(4))
     net = "net/" * several
@@ -116,18 +112,14 @@ def tied() -> Any:
 
 
 def test_a_tie_that_only_the_checkpoint_has_asks_for_tie_weights(directory: Path) -> None:
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.attach(tied())
-        ckpt.save(1, force=True)
+    save(directory, tied())
     untied = Plain().to("jax")
     assert untied.head.weight is not untied.embed.weight
     assert "model.tie_weights()" in refused(directory, untied)
 
 
 def test_a_tie_that_only_the_model_has_does_not(directory: Path) -> None:
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.attach(Plain().to("jax"))
-        ckpt.save(1, force=True)
+    save(directory, Plain().to("jax"))
     assert "tie_weights" not in refused(directory, tied())
 
 

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from support.compare import assert_trees_identical, bits
 from support.models import Counter
 from support.strategies import fingerprint, make_leaf
-from support.training import P, fsdp_mesh, mlp, train_step
+from support.training import P, fsdp_mesh, mlp, resume, save, train_step
 
 from torchax_ckpt import TorchaxCheckpointer, torchax_backend
 from torchax_ckpt.errors import MismatchError, UnsupportedLeafError
@@ -66,7 +66,7 @@ def abstract(tree: Any, sharding: Any = None) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
 
-def save(directory: Path, state: Any, step: int = 1) -> None:
+def save_state(directory: Path, state: Any, step: int = 1) -> None:
     with TorchaxCheckpointer(directory) as ckpt:
         assert ckpt.save(step, state=state)
 
@@ -103,7 +103,7 @@ def test_optax_training_goes_on_as_if_never_interrupted(directory: Path, kind: s
 
 def test_without_an_abstract_state_namedtuples_come_back_as_dicts(directory: Path) -> None:
     params, opt_state = make_step()(initial(), 1)
-    save(directory, {"params": params, "opt_state": opt_state})
+    save_state(directory, {"params": params, "opt_state": opt_state})
     loaded = load(directory)
     adam = opt_state[1][0]
     assert type(adam).__name__ == "ScaleByAdamState"
@@ -126,7 +126,7 @@ def test_a_state_on_a_mesh_is_loaded_onto_another(directory: Path) -> None:
     rows = NamedSharding(fsdp_mesh(8), P("fsdp"))
     whole = NamedSharding(fsdp_mesh(8), P())
     sharded = jax.tree.map(lambda x: jax.device_put(x, rows if x.ndim else whole), state)
-    save(directory, sharded)
+    save_state(directory, sharded)
     for sharding in (
         NamedSharding(fsdp_mesh(4), P()),
         SingleDeviceSharding(jax.devices()[5]),
@@ -197,43 +197,6 @@ def test_a_buffer_that_was_donated_before_save_is_refused_by_name(
 # --- one save after another ------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        (0.0, -0.0),
-        (1 + 0j, 1 - 0.0j),
-        (float("nan"), 1.0),
-        (1, True),
-        (1, 1.0),
-        (2**40, 2**40 + 1),
-        ("a", "b"),
-        ({1}, {True}),
-        (collections.Counter(a=1), collections.Counter(a=1, b=0)),
-        ([1], (1,)),
-        ([1], [1, 1]),
-        (None, 0),
-        (np.float32(1), np.float32(2)),
-        (np.ones(2), np.zeros(2)),
-        (np.ones(2), np.ones(2, np.float32)),
-        (jnp.ones(2), np.ones(2, np.float32)),
-        (jnp.ones(2), jnp.zeros(2)),
-        (jax.random.key(0, impl="rbg"), jax.random.key(1, impl="unsafe_rbg")),
-        (torchax_backend.from_numpy(np.ones(2)), torchax_backend.from_numpy(np.zeros(2))),
-        (torchax_backend.wrap(jnp.ones(2)), torchax_backend.wrap(jnp.ones(3))),
-    ],
-    ids=lambda v: type(v).__name__,
-)
-def test_a_save_holds_what_the_state_is_now_whatever_was_saved_before(
-    directory: Path, first: Any, second: Any
-) -> None:
-    with TorchaxCheckpointer(directory) as ckpt:
-        for step, value in enumerate((first, second, second, first), start=1):
-            assert ckpt.save(step, state={"w": jnp.ones(2), "x": [value]}, force=True)
-            ckpt.wait_until_finished()
-            assert fingerprint(ckpt.load(step)["x"]) == fingerprint([value])
-
-
 @pytest.mark.parametrize("kind", ["set", "counter", "list", "numpy", "torch", "bytes in a dict"])
 def test_values_that_were_changed_in_place_are_saved_anew(directory: Path, kind: str) -> None:
     values: dict[str, tuple[Any, Callable[[Any], Any]]] = {
@@ -282,7 +245,7 @@ def test_a_leaf_that_can_no_longer_be_stored_is_refused_by_its_own_name(director
 
 def test_an_abstract_state_of_torchax_tensors_gives_torchax_tensors(directory: Path) -> None:
     array = jax.device_put(np.arange(8.0, dtype=np.float32), NamedSharding(fsdp_mesh(), P("fsdp")))
-    save(
+    save_state(
         directory, {"a": array, "b": torchax_backend.wrap(array), "c": np.arange(8, dtype=np.int32)}
     )
     gone = torchax_backend.wrap(jnp.zeros(8) + 1)
@@ -311,7 +274,7 @@ def test_the_abstract_state_says_what_kind_of_leaf_comes_back(directory: Path) -
         "torch": torchax_backend.from_numpy(value),
         "torchax": torchax_backend.wrap(jax.device_put(value)),
     }
-    save(directory, {f"{one} as {other}": kinds[one] for one in kinds for other in kinds})
+    save_state(directory, {f"{one} as {other}": kinds[one] for one in kinds for other in kinds})
     wanted = {f"{one} as {other}": kinds[other] for one in kinds for other in kinds}
     assert_trees_identical(load(directory, wanted), wanted)
 
@@ -322,7 +285,7 @@ def test_shapes_of_random_keys_are_abstract_leaves_too(directory: Path) -> None:
         "one": make_leaf("key", "threefry2x32", (), 1),
         "sharded": jax.device_put(make_leaf("key", "rbg", (8,), 2), sharding),
     }
-    save(directory, keys)
+    save_state(directory, keys)
     shapes = {
         "one": jax.ShapeDtypeStruct((), keys["one"].dtype),
         "sharded": jax.ShapeDtypeStruct((8,), keys["sharded"].dtype, sharding=sharding),
@@ -333,7 +296,7 @@ def test_shapes_of_random_keys_are_abstract_leaves_too(directory: Path) -> None:
 def test_deleted_random_keys_say_where_they_were(directory: Path) -> None:
     sharding = NamedSharding(fsdp_mesh(), P("fsdp"))
     key = jax.device_put(make_leaf("key", "rbg", (8,), 2), sharding)
-    save(directory, {"key": key})
+    save_state(directory, {"key": key})
     template = jax.device_put(make_leaf("key", "rbg", (8,), 3), sharding)
     template.delete()
     assert_trees_identical(load(directory, {"key": template}), {"key": key})
@@ -350,21 +313,21 @@ def test_an_abstract_state_gives_the_structure_of_the_result(directory: Path) ->
         "ordered": collections.OrderedDict([("b", np.ones(3)), ("a", 2**70)]),
         "tuple keys": {("a", 1): np.ones(4)},
     }
-    save(directory, state)
+    save_state(directory, state)
     assert_trees_identical(load(directory, state), state)
 
 
 @pytest.mark.parametrize("huge", [2**60, -(2**80)])
 def test_huge_ints_are_keys_of_an_abstract_state_too(directory: Path, huge: int) -> None:
     state = {"a": {huge: np.ones(2), 1: np.zeros(2)}}
-    save(directory, state)
+    save_state(directory, state)
     assert_trees_identical(load(directory, state)["a"][huge], state["a"][huge])
 
 
 def test_an_abstract_state_may_hold_python_values_with_arrays_in_them(directory: Path) -> None:
     """A set and a Counter are leaves to JAX; what is in them may be numpy's."""
     state = {"counter": collections.Counter({"a": np.int64(3)}), "set": {np.int16(1)}}
-    save(directory, state)
+    save_state(directory, state)
     loaded = load(directory, state)
     assert_trees_identical(loaded["counter"], state["counter"])
     assert [type(member) for member in loaded["set"]] == [np.int16]
@@ -373,7 +336,7 @@ def test_an_abstract_state_may_hold_python_values_with_arrays_in_them(directory:
 def test_python_values_come_from_the_checkpoint_not_from_the_abstract_state(
     directory: Path,
 ) -> None:
-    save(directory, {"epoch": 3, "name": "a", "rate": 0.1, "z": 1j, "bytes": b"x"})
+    save_state(directory, {"epoch": 3, "name": "a", "rate": 0.1, "z": 1j, "bytes": b"x"})
     loaded = load(directory, {"epoch": 0, "name": "", "rate": 0.0, "z": 0j, "bytes": b""})
     assert loaded == {"epoch": 3, "name": "a", "rate": 0.1, "z": 1j, "bytes": b"x"}
 
@@ -383,7 +346,7 @@ def test_each_part_of_what_is_stored_is_looked_through_once(
 ) -> None:
     count = 500
     state = {"layers": [{f"{i:03}": jnp.ones(2) for i in range(count)}] * 2}
-    save(directory, state)
+    save_state(directory, state)
     looks = 0
     key = pytree._key
 
@@ -401,7 +364,7 @@ def test_each_part_of_what_is_stored_is_looked_through_once(
 
 
 def test_all_that_differs_is_in_one_error_with_its_name(directory: Path) -> None:
-    save(
+    save_state(
         directory,
         {
             "dtype": jnp.ones(2),
@@ -464,14 +427,14 @@ def test_all_that_differs_is_in_one_error_with_its_name(directory: Path) -> None
 def test_a_python_value_of_another_type_is_a_mismatch(
     directory: Path, expected: Any, found: Any
 ) -> None:
-    save(directory, {"a": found, "w": jnp.ones(1)})
+    save_state(directory, {"a": found, "w": jnp.ones(1)})
     with pytest.raises(MismatchError) as caught:
         load(directory, {"a": expected, "w": jnp.ones(1)})
     assert "state/a" in caught.value.mismatched
 
 
 def test_python_values_that_nothing_takes_are_unexpected(directory: Path) -> None:
-    save(directory, {"a": 5, "b": {"c": "text"}, "w": jnp.ones(1)})
+    save_state(directory, {"a": 5, "b": {"c": "text"}, "w": jnp.ones(1)})
     with pytest.raises(MismatchError) as caught:
         load(directory, {"w": jnp.ones(1)})
     assert sorted(caught.value.unexpected) == ["state/a", "state/b/c"]
@@ -496,25 +459,9 @@ def test_random_state_and_stateful_objects_are_saved_with_a_functional_state(
     for seed in (random.seed, np.random.seed, torchax.default_env().manual_seed):
         seed(99)
     fresh = Counter()
-    with TorchaxCheckpointer(directory) as ckpt:
-        assert ckpt.attach(stateful={"counter": fresh}) == 2
+    assert resume(directory, stateful={"counter": fresh}) == 2
     assert fresh.count == 5
     assert [random.random(), np.random.rand(), bits(torchax_backend.prng_key())] == wanted
-
-
-def test_torch_random_state_is_saved_with_a_functional_state(directory: Path) -> None:
-    def native_draw() -> bytes:
-        with torchax_backend.native_torch():
-            return torchax_backend.to_numpy(torch.rand(4)).tobytes()
-
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.attach()
-        ckpt.save(2, state={"w": jnp.ones(2)})
-        wanted = native_draw()
-    with TorchaxCheckpointer(directory) as ckpt:
-        assert native_draw() != wanted
-        assert ckpt.attach() == 2
-    assert native_draw() == wanted
 
 
 def test_attached_modules_are_not_captured_beside_a_functional_state(directory: Path) -> None:
@@ -538,9 +485,7 @@ def test_load_gives_attached_modules_and_optimizers_by_component(directory: Path
     model = mlp()
     optim = torch.optim.AdamW(model.parameters(), lr=0.5)
     train_step(model, optim, 0)
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.attach(model, optim)
-        ckpt.save(1, force=True)
+    save(directory, model, optim)
     loaded = load(directory)
     assert loaded.keys() == {"model", "optimizer", "rng"}
     assert_trees_identical(loaded["model"], dict(model.state_dict()), shardings=False)
@@ -556,9 +501,7 @@ def test_load_gives_attached_modules_and_optimizers_by_component(directory: Path
 
 def test_an_abstract_state_picks_components_of_attached_modules(directory: Path) -> None:
     model = mlp()
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.attach(model)
-        ckpt.save(1, force=True)
+    save(directory, model)
     sharding = NamedSharding(fsdp_mesh(4), P())
     shapes = {n: torchax_backend.buffer(p) for n, p in sorted(model.named_parameters())}
     loaded = load(directory, {"model": abstract(shapes, sharding)})

@@ -10,24 +10,13 @@ import numpy as np
 import pytest
 import torch
 from support.compare import assert_trees_identical, bits, copied, training_state
-from support.training import mlp, train_step
+from support.training import mlp, resume, save, train_step
 from torch import nn
 from torchax import interop
 from torchax.train import ScannedModule
 
 from torchax_ckpt import TorchaxCheckpointer, policies, torchax_backend
 from torchax_ckpt.errors import AttachError, UnsupportedLeafError
-
-
-def save(directory: Path, model: Any, optimizer: Any = None) -> None:
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.attach(model, optimizer, resume=False)
-        assert ckpt.save(1, force=True)
-
-
-def resume(directory: Path, model: Any, optimizer: Any = None) -> None:
-    with TorchaxCheckpointer(directory) as ckpt:
-        assert ckpt.attach(model, optimizer) == 1
 
 
 def stored_names(directory: Path) -> list[str]:
@@ -45,7 +34,7 @@ def assert_restores(directory: Path, saved: nn.Module, fresh: nn.Module) -> None
     want, objects = copied(tensors(saved)), tensors(fresh)
     assert {n: bits(t) for n, t in objects.items()} != {n: bits(t) for n, t in want.items()}
     save(directory, saved)
-    resume(directory, fresh)
+    assert resume(directory, fresh) == 1
     assert_trees_identical(tensors(fresh), want)
     assert all(tensor is objects[name] for name, tensor in tensors(fresh).items())
 
@@ -66,7 +55,7 @@ def _ties_survive_conversion() -> Iterator[None]:
     torch.__future__.set_swap_module_params_on_conversion(False)
 
 
-# --- parameters and buffers --------------------------------------------------------------------
+# --- parameters, buffers and submodules --------------------------------------------------------
 
 
 class WithBuffers(nn.Module):
@@ -79,9 +68,75 @@ class WithBuffers(nn.Module):
         self.register_parameter("bias", None)
 
 
-def test_parameters_and_persistent_buffers_come_back(directory: Path) -> None:
-    assert_restores(directory, WithBuffers(), WithBuffers())
-    assert stored_names(directory) == ["weight", "running"]
+def with_second_name() -> nn.Module:
+    """A buffer that is persistent under its second name only."""
+    model, shared = nn.Linear(2, 2).to("jax"), random(3)
+    model.register_buffer("cache", shared, persistent=False)
+    model.register_buffer("table", shared)
+    return model
+
+
+def batch_norm() -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).to("jax")
+    model(random(5, 3))
+    return model
+
+
+def repeating() -> nn.Module:
+    """A buffer that repeats its memory."""
+    model = nn.Linear(2, 2).to("jax")
+    row = np.random.default_rng(id(model)).standard_normal((1, 3))
+    with torchax_backend.native_torch():
+        model.register_buffer("mask", torch.from_numpy(row).expand(4, 3))
+    return model
+
+
+def of_odd_sizes() -> nn.Module:
+    shapes: list[tuple[int, ...]] = [(), (0,), (3, 0, 2), (1,)]
+    return nn.ParameterDict({str(len(shape)) + str(shape): random(*shape) for shape in shapes})
+
+
+def of_narrow_dtypes() -> nn.Module:
+    dtypes = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+    return nn.ParameterDict({f"w{i}": random(4, 3, dtype=dtype) for i, dtype in enumerate(dtypes)})
+
+
+def nested() -> nn.Module:
+    inner = nn.ModuleDict({"proj": nn.Linear(2, 2), "norm": nn.LayerNorm(2)})
+    layers = nn.ModuleList([inner, nn.Sequential(nn.Linear(2, 3))])
+    return nn.ModuleDict({"layers": layers, "rnn": nn.LSTM(3, 2)}).to("jax")
+
+
+def shared() -> nn.Module:
+    """A submodule with two names."""
+    layer = nn.Linear(2, 2).to("jax")
+    return nn.ModuleDict({"encoder": layer, "decoder": layer})
+
+
+def parametrized() -> nn.Module:
+    return nn.utils.parametrizations.weight_norm(nn.Linear(3, 2).to("jax"))
+
+
+STORED_NAMES: dict[Callable[[], nn.Module], list[str]] = {
+    WithBuffers: ["weight", "running"],
+    with_second_name: ["weight", "bias", "table"],
+    shared: ["encoder.weight", "encoder.bias"],
+}
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        WithBuffers, with_second_name, batch_norm, repeating, of_odd_sizes, of_narrow_dtypes,
+        nested, shared, parametrized,
+    ],
+)  # fmt: skip
+def test_every_tensor_of_the_state_dict_comes_back_in_place(
+    directory: Path, build: Callable[[], nn.Module]
+) -> None:
+    assert_restores(directory, build(), build())
+    if build in STORED_NAMES:
+        assert stored_names(directory) == STORED_NAMES[build]
 
 
 def test_non_persistent_buffers_are_left_alone(directory: Path) -> None:
@@ -90,16 +145,6 @@ def test_non_persistent_buffers_are_left_alone(directory: Path) -> None:
     before = copied(fresh.scratch)
     resume(directory, fresh)
     assert_trees_identical(fresh.scratch, before)
-
-
-def test_a_buffer_that_is_persistent_under_its_second_name_only_is_saved(directory: Path) -> None:
-    def build() -> nn.Module:
-        model, shared = nn.Linear(2, 2).to("jax"), random(3)
-        model.register_buffer("cache", shared, persistent=False)
-        model.register_buffer("table", shared)
-        return model
-
-    assert_restores(directory, build(), build())
 
 
 def test_a_buffer_and_a_view_of_it_come_back_and_stay_linked(directory: Path) -> None:
@@ -122,18 +167,6 @@ def test_frozen_parameters_come_back_and_stay_frozen(directory: Path) -> None:
     saved[0].weight.requires_grad_(False)
     assert_restores(directory, saved, fresh)
     assert [p.requires_grad for p in fresh.parameters()] == [False, True, True, True]
-
-
-def test_batch_norm_comes_back_with_its_counter(directory: Path) -> None:
-    def build() -> nn.Module:
-        return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).to("jax")
-
-    saved = build()
-    for _ in range(3):
-        saved(random(5, 3))
-    fresh: Any = build()
-    assert_restores(directory, saved, fresh)
-    assert bits(fresh[1].num_batches_tracked) == ("torchax", "int32", (), b"\x03\0\0\0")
 
 
 def test_cpu_buffers_inside_a_jax_model_keep_the_cpu_and_their_wide_dtypes(directory: Path) -> None:
@@ -165,28 +198,6 @@ def test_a_model_half_on_the_cpu_is_refused_with_the_names(directory: Path) -> N
         assert ckpt.attach(model.to("jax")) == 0
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,)])
-def test_parameters_of_any_shape_come_back(directory: Path, shape: tuple[int, ...]) -> None:
-    def build() -> nn.Module:
-        return nn.ParameterDict({"odd": random(*shape), "other": random(2)})
-
-    assert_restores(directory, build(), build())
-
-
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2],
-    ids=lambda dtype: str(dtype).removeprefix("torch."),
-)
-def test_narrow_parameters_come_back_uncast(directory: Path, dtype: torch.dtype) -> None:
-    def build() -> nn.Module:
-        return nn.ParameterDict({"w": random(4, 3, dtype=dtype)})
-
-    fresh: Any = build()
-    assert_restores(directory, build(), fresh)
-    assert fresh["w"].dtype == dtype
-
-
 def test_values_that_are_equal_but_not_the_same_bits_come_back_as_bits(directory: Path) -> None:
     def build(values: list[float]) -> nn.Module:
         return nn.ParameterDict({"w": torch.tensor(values).to("jax")})
@@ -194,26 +205,6 @@ def test_values_that_are_equal_but_not_the_same_bits_come_back_as_bits(directory
     assert_restores(
         directory, build([-0.0, float("nan"), float("-inf"), 1e-45]), build([0.0, 1.0, 1.0, 0.0])
     )
-
-
-def test_optimizer_and_module_keep_referring_to_the_same_parameters(directory: Path) -> None:
-    saved, fresh = mlp(), mlp()
-    save(directory, saved, torch.optim.SGD(saved.parameters(), lr=0.1))
-    optimizer = torch.optim.SGD(fresh.parameters(), lr=0.1)
-    parameters = list(fresh.parameters())
-    resume(directory, fresh, optimizer)
-    assert [id(p) for p in fresh.parameters()] == [id(p) for p in parameters]
-    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in parameters]
-
-
-def test_a_buffer_that_repeats_its_memory_comes_back(directory: Path) -> None:
-    def build(value: float) -> nn.Module:
-        model = nn.Linear(2, 2).to("jax")
-        with torchax_backend.native_torch():
-            model.register_buffer("mask", torch.full((1, 3), value).expand(4, 3))
-        return model
-
-    assert_restores(directory, build(1.0), build(2.0))
 
 
 # --- changes between saves ---------------------------------------------------------------------
@@ -227,45 +218,39 @@ def restored_at(directory: Path, step: int, model: Any) -> Any:
 
 
 def test_every_save_holds_the_module_as_it_was_then(directory: Path) -> None:
-    model = WithBuffers()
-    wants: list[Any] = []
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.attach(model)
-        for step, shape in enumerate([(4,), (4,), (2, 2)], start=1):
-            with torch.no_grad():
-                model.weight.add_(1.0)
-            model.running = random(*shape)
-            wants.append(copied(tensors(model)))
-            ckpt.save(step, force=True)
-    for step, want in enumerate(wants, start=1):
-        fresh = WithBuffers()
-        fresh.running = random(*want["running"].shape)
-        assert_trees_identical(tensors(restored_at(directory, step, fresh)), want)
+    """Other values, shapes, dtypes and kinds, and another set of tensors."""
 
-
-def test_a_later_save_holds_another_dtype_kind_and_set_of_tensors(directory: Path) -> None:
     def first() -> Any:
         model = nn.ParameterDict({"a": random(2), "b": random(2)})
         model.register_buffer("c", random(2))
         return model
 
-    def second(model: Any) -> Any:
+    def other_shape(model: Any) -> None:
+        model.c = random(2, 2)
+
+    def other_tensors(model: Any) -> None:
         model["a"] = nn.Parameter(random(2, dtype=torch.bfloat16))
         model["d"] = nn.Parameter(random(2))
         model.register_parameter("b", model["d"])
         model.c = on_cpu([2**40, 1], torch.int64)
-        return model
 
-    model = first()
-    with TorchaxCheckpointer(directory) as ckpt:
+    def other_values(model: Any) -> None:
+        with torch.no_grad():
+            model["a"].add_(1.0)
+
+    changes: list[Callable[[Any], None]] = [other_values, other_shape, other_tensors]
+    model, fresh = first(), first()
+    wants = []
+    keep = policies.PreserveAll()
+    with TorchaxCheckpointer(directory, preservation_policy=keep) as ckpt:
         ckpt.attach(model)
-        ckpt.save(1, force=True)
-        wants = [copied(tensors(model))]
-        second(model)
-        ckpt.save(2, force=True)
-        wants.append(copied(tensors(model)))
-    assert_trees_identical(tensors(restored_at(directory, 1, first())), wants[0])
-    assert_trees_identical(tensors(restored_at(directory, 2, second(first()))), wants[1])
+        for step, change in enumerate(changes):
+            change(model)
+            wants.append(copied(tensors(model)))
+            ckpt.save(step, force=True)
+    for step, change in enumerate(changes):
+        change(fresh)
+        assert_trees_identical(tensors(restored_at(directory, step, fresh)), wants[step])
 
 
 def test_a_later_save_holds_other_extra_state(directory: Path) -> None:
@@ -310,7 +295,11 @@ class WithExtraState(nn.Module):
         self.state = state
 
 
-def test_extra_state_comes_back_with_json_values_and_tensors(directory: Path) -> None:
+def test_extra_state_of_every_submodule_goes_to_its_own(directory: Path) -> None:
+    def build(*states: Any) -> Any:
+        a, b, c = (WithExtraState(state) for state in states)
+        return nn.ModuleDict({"a": a, "b": nn.Sequential(b, c), "also c": c})
+
     state = {
         "version": 3,
         "names": ["a", None, True, 0.1, float("inf")],
@@ -320,32 +309,11 @@ def test_extra_state_comes_back_with_json_values_and_tensors(directory: Path) ->
         "table": np.arange(3, dtype=np.uint16),
         "empty": {"list": [], "dict": {}, "tuple": ()},
     }
-    save(directory, WithExtraState(state))
-    fresh = WithExtraState(None)
+    save(directory, build(state, "y", "z"))
+    fresh = build(None, "", "")
     resume(directory, fresh)
-    assert_trees_identical(fresh.state, state)
-
-
-def test_extra_state_of_every_submodule_goes_to_its_own(directory: Path) -> None:
-    def build(*states: str) -> nn.Module:
-        a, b, c = (WithExtraState(state) for state in states)
-        return nn.ModuleDict({"a": a, "b": nn.Sequential(b, c)})
-
-    save(directory, build("x", "y", "z"))
-    fresh: Any = build("", "", "")
-    resume(directory, fresh)
-    assert [fresh["a"].state, fresh["b"][0].state, fresh["b"][1].state] == ["x", "y", "z"]
-
-
-def test_extra_state_of_a_submodule_with_two_names_comes_back(directory: Path) -> None:
-    def build(state: str) -> nn.Module:
-        shared = WithExtraState(state)
-        return nn.ModuleDict({"encoder": shared, "decoder": shared})
-
-    fresh: Any = build("")
-    save(directory, build("both"))
-    resume(directory, fresh)
-    assert fresh["encoder"].state == "both"
+    assert_trees_identical(fresh["a"].state, state)
+    assert [fresh["b"][0].state, fresh["b"][1].state] == ["y", "z"]
 
 
 # --- ties --------------------------------------------------------------------------------------
@@ -390,33 +358,24 @@ def test_ties_that_survived_the_conversion_survive_restoring(directory: Path) ->
     resume(directory, fresh, optimizer)
     assert_trees_identical(tensors(fresh), want)
     assert fresh.head.weight is fresh.embedding.weight
+    assert [id(p) for p in fresh.parameters()] == [id(p) for p in parameters]
     assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in parameters]
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
 def test_a_tie_restores_when_its_names_come_in_another_order(directory: Path) -> None:
-    def build(names: list[str]) -> nn.Module:
+    def build(names: str) -> nn.Module:
         weight = nn.Parameter(random(3))
         model = nn.Module()
         for name in names:
             model.register_parameter(name, weight)
         return model
 
-    fresh = build(["c", "a", "b"])
-    save(directory, build(["a", "b", "c"]))
+    saved, fresh = build("abc"), build("cab")
+    save(directory, saved)
     resume(directory, fresh)
-    with TorchaxCheckpointer(directory) as ckpt:
-        assert bits(fresh.c) == bits(ckpt.load()["model"]["a"])
+    assert bits(fresh.c) == bits(saved.a)
     assert fresh.a is fresh.b is fresh.c
-
-
-def test_a_submodule_with_two_names_is_stored_once(directory: Path) -> None:
-    def build() -> nn.Module:
-        shared = nn.Linear(2, 2).to("jax")
-        return nn.ModuleDict({"encoder": shared, "decoder": shared})
-
-    assert_restores(directory, build(), build())
-    assert stored_names(directory) == ["encoder.weight", "encoder.bias"]
 
 
 # --- names -------------------------------------------------------------------------------------
@@ -428,15 +387,7 @@ ODD_NAMES = [
 ]  # fmt: skip
 
 
-def test_parameters_with_odd_names_get_their_own_values(directory: Path) -> None:
-    def build() -> nn.Module:
-        return nn.ParameterDict({name: random(2) for name in ODD_NAMES})
-
-    assert_restores(directory, build(), build())
-    assert sorted(stored_names(directory)) == sorted(ODD_NAMES)
-
-
-def test_optimizer_state_of_parameters_with_odd_names_goes_to_its_own(directory: Path) -> None:
+def test_parameters_with_odd_names_get_their_own_values_and_state(directory: Path) -> None:
     def build(grad: float) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = nn.ParameterDict({name: random(2) for name in ODD_NAMES})
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -450,6 +401,7 @@ def test_optimizer_state_of_parameters_with_odd_names_goes_to_its_own(directory:
     save(directory, *saved)
     resume(directory, *fresh)
     assert_trees_identical(training_state(*fresh), want)
+    assert sorted(stored_names(directory)) == sorted(ODD_NAMES)
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "a%2Fb", "model", "dict", "名前 *|#"])
@@ -467,33 +419,28 @@ def test_models_and_optimizers_with_odd_names_come_back(directory: Path, name: s
 # --- several modules ---------------------------------------------------------------------------
 
 
-def gan(seed: int) -> tuple[dict[str, nn.Module], dict[str, torch.optim.Optimizer]]:
-    torch.manual_seed(seed)
-    models = {"generator": mlp(), "discriminator": mlp(width=8)}
-    return models, {
-        "generator": torch.optim.AdamW(models["generator"].parameters(), lr=1e-2),
-        "discriminator": torch.optim.SGD(models["discriminator"].parameters(), 0.1, momentum=0.9),
-    }
-
-
-def train_gan(models: dict[str, nn.Module], optimizers: dict[str, Any], steps: range) -> None:
-    for step in steps:
-        for name, model in models.items():
-            train_step(model, optimizers[name], step)
-
-
 @pytest.mark.slow
 def test_two_models_with_two_optimizers_go_on_as_if_never_stopped(directory: Path) -> None:
-    models, optimizers = gan(1)
-    train_gan(models, optimizers, range(2))
-    save(directory, models, optimizers)
-    train_gan(models, optimizers, range(2, 4))
+    def build(seed: int) -> tuple[dict[str, nn.Module], dict[str, torch.optim.Optimizer]]:
+        torch.manual_seed(seed)
+        a, b = mlp(), mlp(width=8)
+        sgd = torch.optim.SGD(b.parameters(), 0.1, momentum=0.9)
+        return {"a": a, "b": b}, {"a": torch.optim.AdamW(a.parameters(), lr=1e-2), "b": sgd}
 
-    fresh, fresh_optimizers = gan(2)
+    def train(models: dict[str, nn.Module], optimizers: dict[str, Any], steps: range) -> None:
+        for step in steps:
+            for name, model in models.items():
+                train_step(model, optimizers[name], step)
+
+    models, optimizers = build(1)
+    train(models, optimizers, range(2))
+    save(directory, models, optimizers)
+    train(models, optimizers, range(2, 4))
+
+    fresh, fresh_optimizers = build(2)
     # Names decide, not the order in the dicts.
-    reversed_optimizers = dict(reversed(fresh_optimizers.items()))
-    resume(directory, dict(reversed(fresh.items())), reversed_optimizers)
-    train_gan(fresh, fresh_optimizers, range(2, 4))
+    resume(directory, dict(reversed(fresh.items())), dict(reversed(fresh_optimizers.items())))
+    train(fresh, fresh_optimizers, range(2, 4))
     assert_trees_identical(
         training_state(*fresh.values(), *fresh_optimizers.values()),
         training_state(*models.values(), *optimizers.values()),
@@ -514,23 +461,6 @@ def test_one_optimizer_may_step_several_models(directory: Path) -> None:
     fresh, fresh_optimizer = build()
     resume(directory, fresh, fresh_optimizer)
     assert_trees_identical(training_state(*fresh.values(), fresh_optimizer), want)
-
-
-def test_modules_inside_modules_keep_their_paths(directory: Path) -> None:
-    def build() -> nn.Module:
-        inner = nn.ModuleDict({"proj": nn.Linear(2, 2), "norm": nn.LayerNorm(2)})
-        layers = nn.ModuleList([inner, nn.Sequential(nn.Linear(2, 3))])
-        return nn.ModuleDict({"layers": layers, "rnn": nn.LSTM(3, 2)}).to("jax")
-
-    assert_restores(directory, build(), build())
-    assert "layers.0.norm.bias" in stored_names(directory)
-
-
-def test_a_parametrized_module_comes_back(directory: Path) -> None:
-    def build() -> nn.Module:
-        return nn.utils.parametrizations.weight_norm(nn.Linear(3, 2).to("jax"))
-
-    assert_restores(directory, build(), build())
 
 
 # --- torchax's own modules ---------------------------------------------------------------------
@@ -572,32 +502,32 @@ def test_a_jittable_module_is_saved_under_the_names_of_what_it_wraps(directory: 
     assert_trees_identical(tensors(fresh), tensors(wrapped))
 
 
-@pytest.mark.parametrize("build", [mlp, tied])
+def frozen_with_buffers() -> nn.Module:
+    model = batch_norm()
+    model[0].weight.requires_grad_(False)  # type: ignore[index]
+    return model
+
+
+@pytest.mark.parametrize("build", [mlp, tied, frozen_with_buffers])
 def test_a_jittable_module_is_saved_as_its_functional_step_left_it(
     directory: Path, build: Callable[[], nn.Module]
 ) -> None:
     module = interop.JittableModule(build())
     functional_step(module)
+    if build is frozen_with_buffers:
+        module.buffers["1.running_var"] = random(4)
     want = live(module)
     save(directory, module)
     fresh = interop.JittableModule(build())
+    functional_step(fresh, 2.0)
     resume(directory, fresh)
     assert_trees_identical(live(fresh), want)
     for name, tensor in want.items():
         assert bits(tensors(fresh._model)[name]) == bits(tensor)
-
-
-def test_a_jittable_module_is_restored_after_a_functional_step_too(directory: Path) -> None:
-    module = interop.JittableModule(tied())
-    save(directory, module)
-    want = live(module)
-    fresh = interop.JittableModule(tied())
-    functional_step(fresh)
-    resume(directory, fresh)
-    assert_trees_identical(live(fresh), want)
-    assert fresh._model.head.weight is fresh._model.embedding.weight
-    tokens = torch.arange(3).to("jax")
-    assert bits(fresh(tokens)) == bits(module(tokens))
+    if build is tied:
+        assert fresh._model.head.weight is fresh._model.embedding.weight
+        tokens = torch.arange(3).to("jax")
+        assert bits(fresh(tokens)) == bits(module(tokens))
 
 
 def test_a_jittable_module_whose_own_tensors_were_donated_is_saved_and_restored(
@@ -625,23 +555,6 @@ def test_tied_weights_that_a_functional_step_pulled_apart_are_not_saved_as_one(
         ckpt.attach(module)
         with pytest.raises(UnsupportedLeafError, match=r"head\.weight"):
             ckpt.save(1, force=True)
-
-
-def test_frozen_parameters_and_buffers_of_a_jittable_module_come_back(directory: Path) -> None:
-    def build() -> Any:
-        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).to("jax")
-        model[0].weight.requires_grad_(False)
-        module = interop.JittableModule(model)
-        module(random(5, 3))
-        functional_step(module)
-        module.buffers["1.running_var"] = random(4)
-        return module
-
-    module, fresh = build(), build()
-    want = live(module)
-    save(directory, module)
-    resume(directory, fresh)
-    assert_trees_identical(live(fresh), want)
 
 
 def test_a_jittable_module_with_extra_state_gives_it_to_the_wrapped_module(directory: Path) -> None:

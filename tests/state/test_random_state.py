@@ -13,7 +13,7 @@ import pytest
 import torch
 import torchax
 from support.compare import assert_trees_identical, bits
-from support.training import mlp
+from support.training import mlp, resume, save
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchax_ckpt import RandomState, TorchaxCheckpointer, torchax_backend
@@ -51,17 +51,6 @@ def draws() -> list[Any]:
     ]
 
 
-def save(directory: Path, **more: Any) -> None:
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.attach(mlp(), resume=False, **more)
-        assert ckpt.save(1, force=True)
-
-
-def resume(directory: Path, **more: Any) -> None:
-    with TorchaxCheckpointer(directory) as ckpt:
-        assert ckpt.attach(mlp(), **more) == 1
-
-
 @pytest.mark.parametrize("live", KEYS)
 @pytest.mark.parametrize("saved", KEYS)
 def test_draws_after_restoring_are_the_draws_after_saving(
@@ -69,11 +58,11 @@ def test_draws_after_restoring_are_the_draws_after_saving(
 ) -> None:
     seed_all(1, saved)
     draws()
-    save(directory)
+    save(directory, mlp())
     key, want = torchax_backend.prng_key(), [draws() for _ in range(3)]
     seed_all(2, live)
     draws()
-    resume(directory)
+    resume(directory, mlp())
     assert_trees_identical(torchax_backend.prng_key(), key)
     assert [draws() for _ in range(3)] == want
 
@@ -92,12 +81,12 @@ def test_attaching_and_saving_draw_nothing(directory: Path) -> None:
 
 def test_without_rng_the_live_random_state_is_left_alone(directory: Path) -> None:
     seed_all(1)
-    save(directory)
+    save(directory, mlp())
     seed_all(2)
     mlp()  # as resume makes one
     want = draws()
     seed_all(2)
-    resume(directory, rng=False)
+    resume(directory, mlp(), rng=False)
     assert draws() == want
 
 
@@ -107,18 +96,18 @@ def test_without_rng_a_loader_leaves_the_live_random_state_alone_too(directory: 
     def loader() -> Any:
         return StatefulDataLoader(list(range(4)), shuffle=True, collate_fn=list)
 
-    save(directory, dataloader=loader())
+    save(directory, mlp(), dataloader=loader())
     fresh = loader()  # draws a seed
     seed_all(2)
     mlp()
     want = draws()
     seed_all(2)
-    resume(directory, dataloader=fresh, rng=False)
+    resume(directory, mlp(), dataloader=fresh, rng=False)
     assert draws() == want
 
 
 def test_without_rng_none_is_saved_and_a_run_that_wants_it_is_told(directory: Path) -> None:
-    save(directory, rng=False)
+    save(directory, mlp(), rng=False)
     with TorchaxCheckpointer(directory) as ckpt:
         assert list(ckpt.load()) == ["model"]
         with pytest.raises(MismatchError) as caught:

@@ -13,6 +13,7 @@ import pytest
 import safetensors.numpy
 import torch
 from support.compare import assert_trees_identical, copied
+from support.training import resume, save
 from torch import nn
 from torchax.interop import JittableModule
 
@@ -92,8 +93,7 @@ def test_a_run_resumes_with_and_without_a_wrapper_and_says_so_once(
         ckpt.attach(model, optimizer)
         ckpt.save(1, force=True)
     fresh, fresh_layer, fresh_optimizer = built(resumed)
-    with TorchaxCheckpointer(directory) as ckpt:
-        assert ckpt.attach(fresh, fresh_optimizer) == 1
+    assert resume(directory, fresh, fresh_optimizer) == 1
     assert_trees_identical(values(fresh_layer, fresh_optimizer), values(layer, optimizer))
     assert fresh_layer.tied is fresh_layer.weight
     (said,) = [r.getMessage() for r in caplog.records if "wrapper" in r.message]
@@ -120,8 +120,7 @@ def test_a_compiled_model_is_stored_under_the_names_of_the_plain_one(
         ckpt.restore()
     for wrapper in (None, "_orig_mod"):
         fresh, fresh_layer, fresh_optimizer = built(wrapper)
-        with TorchaxCheckpointer(directory) as ckpt:
-            assert ckpt.attach(fresh, fresh_optimizer) == 1
+        assert resume(directory, fresh, fresh_optimizer) == 1
         assert_trees_identical(values(fresh_layer, fresh_optimizer), values(layer, optimizer))
     assert "wrapper" not in caplog.text
 
@@ -180,11 +179,8 @@ def test_weight_files_with_a_wrappers_names_start_a_model(tmp_path: Path) -> Non
 
 def test_models_attached_by_name_keep_to_themselves(directory: Path) -> None:
     a, b = ({"x": nn.Linear(2, 2).to("jax"), "y": nn.Linear(2, 2).to("jax")} for _ in range(2))
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.attach({name: Wrapper("module", m) for name, m in a.items()})
-        ckpt.save(1, force=True)
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.attach(b)
+    save(directory, {name: Wrapper("module", m) for name, m in a.items()})
+    resume(directory, b)
     for name, model in a.items():
         assert_trees_identical(dict(b[name].state_dict()), dict(model.state_dict()))
 
@@ -209,9 +205,7 @@ def test_only_unambiguous_names_are_matched(
 
 
 def test_a_tensor_of_another_shape_is_not_taken_for_the_wrapped_one(directory: Path) -> None:
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.attach(Wrapper("module", nn.Linear(2, 3).to("jax")))
-        ckpt.save(1, force=True)
+    save(directory, Wrapper("module", nn.Linear(2, 3).to("jax")))
     with TorchaxCheckpointer(directory) as ckpt, pytest.raises(MismatchError) as caught:
         ckpt.attach(nn.Linear(2, 2).to("jax"))
     assert set(caught.value.mismatched) == {"model/weight", "model/bias"}

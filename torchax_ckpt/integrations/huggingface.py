@@ -29,7 +29,7 @@ class _ProgramEnds(Exception):  # noqa: N818 - ends a publication from inside; n
 
 
 class Publisher:
-    """Publishes finished steps of a run as folders, on a thread beside the training::
+    """Publishes finished steps of a run as folders, on a background thread::
 
         with TorchaxCheckpointer("runs/a") as ckpt, Publisher(ckpt, "published", every=1000):
             ckpt.attach(model, optimizer, tokenizer=tokenizer)
