@@ -284,17 +284,12 @@ def test_nothing_is_written_but_by_training(directory: Path) -> None:
     _, loader = run.loaders()
     run.trainer(checkpoint).validate(module, loader, verbose=False)
     run.trainer(checkpoint).test(module, loader, verbose=False)
-    trainer = run.trainer(checkpoint, fast_dev_run=True)
-    trainer.fit(module, *run.loaders())
-    assert trainer.global_step == 2
+    tried = train(run, 1, checkpoint, fast_dev_run=True)
     assert not directory.exists()
-
-
-def test_fast_dev_run_leaves_a_run_as_it_is(directory: Path) -> None:
-    run = Run(max_epochs=1)
+    # A run that has steps is left as it is, and not resumed.
     train(run, 1, run.checkpoint(directory))
     before = steps_of(directory)
-    tried = train(run, 1, run.checkpoint(directory), fast_dev_run=True)
+    assert train(run, 1, run.checkpoint(directory), fast_dev_run=True)["seen"] == tried["seen"]
     assert [seen[1] for seen in tried["seen"]] == [0]
     assert steps_of(directory) == before
 
@@ -481,6 +476,56 @@ def test_callbacks_and_metrics_take_device_scalars(directory: Path) -> None:
     assert copy.deepcopy(module).weight is not module.weight
 
 
+@pytest.mark.slow
+def test_a_metric_that_ranks_no_step_is_warned_of_where_the_program_can_help_it(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    accumulating = Run(max_epochs=1, accumulate=3, monitor="val_loss")  # 7 batches
+    train(accumulating, 1, accumulating.checkpoint(directory / "a"))
+    assert "val_loss was logged after a batch in which no optimizer stepped" in caplog.text
+    caplog.clear()
+    run = Run(max_epochs=1, monitor="val_loss")
+    with pytest.raises(RuntimeError, match="asked for"):
+        train(run, 1, run.checkpoint(directory / "b"), "error", "validation", 0, 0)
+    caplog.clear()
+    train(run, 1, run.checkpoint(directory / "b"))  # validates the step that was saved without it
+    assert not [r for r in caplog.records if "checkpoint" in r.name and "val_loss" in r.message]
+
+
+def test_a_monitored_scalar_on_a_device_is_not_waited_for(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In steps, saved or not: a look at it would wait for all that the step computes."""
+
+    class Scored(Losses):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            super().training_step(batch, batch_idx)
+            self.log("score", torch.full((), self.losses[batch_idx], device="jax"))
+
+    looked_at: list[str] = []
+    training = threading.current_thread()
+    for name in ("__float__", "item"):
+        original = getattr(torchax.tensor.Tensor, name)
+
+        def look(tensor: Any, original: Any = original, name: str = name) -> Any:
+            if threading.current_thread() is training:
+                looked_at.append(name)
+            return original(tensor)
+
+        monkeypatch.setattr(torchax.tensor.Tensor, name, look)
+    checkpoint = TorchaxCheckpoint(
+        directory,
+        monitor="score",
+        save_decision_policy=policies.FixedIntervalPolicy(2),
+        preservation_policy=policies.PreserveAll(),
+    )
+    trainer_with(checkpoint).fit(Scored([1.0, float("nan"), 0.5, 2.0, 1.0, 3.0]), numbers(6))
+    assert looked_at == ["__float__"]  # at the end of the epoch, where what it is decides
+    assert checkpoint.checkpointer is not None
+    assert checkpoint.checkpointer.all_steps() == [2, 4, 6]
+    assert checkpoint.checkpointer.best_step() == 4  # NaN ranks nothing
+
+
 # --- what it refuses, and warns of -------------------------------------------------------------
 
 
@@ -564,56 +609,6 @@ def test_a_module_keeps_its_parameters_ties_and_shardings() -> None:
 def test_it_enables_torchax_where_the_program_has_not() -> None:
     result = run_python(PROGRAMS / "lightning_enables_torchax.py")
     assert "jax:0 [0.25, 0.25] {'sum': tensor(0.5000)}" in result.stdout
-
-
-@pytest.mark.slow
-def test_a_metric_that_ranks_no_step_is_warned_of_where_the_program_can_help_it(
-    directory: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    accumulating = Run(max_epochs=1, accumulate=3, monitor="val_loss")  # 7 batches
-    train(accumulating, 1, accumulating.checkpoint(directory / "a"))
-    assert "val_loss was logged after a batch in which no optimizer stepped" in caplog.text
-    caplog.clear()
-    run = Run(max_epochs=1, monitor="val_loss")
-    with pytest.raises(RuntimeError, match="asked for"):
-        train(run, 1, run.checkpoint(directory / "b"), "error", "validation", 0, 0)
-    caplog.clear()
-    train(run, 1, run.checkpoint(directory / "b"))  # validates the step that was saved without it
-    assert not [r for r in caplog.records if "checkpoint" in r.name and "val_loss" in r.message]
-
-
-def test_a_monitored_scalar_on_a_device_is_not_waited_for(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In steps, saved or not: a look at it would wait for all that the step computes."""
-
-    class Scored(Losses):
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            super().training_step(batch, batch_idx)
-            self.log("score", torch.full((), self.losses[batch_idx], device="jax"))
-
-    looked_at: list[str] = []
-    training = threading.current_thread()
-    for name in ("__float__", "item"):
-        original = getattr(torchax.tensor.Tensor, name)
-
-        def look(tensor: Any, original: Any = original, name: str = name) -> Any:
-            if threading.current_thread() is training:
-                looked_at.append(name)
-            return original(tensor)
-
-        monkeypatch.setattr(torchax.tensor.Tensor, name, look)
-    checkpoint = TorchaxCheckpoint(
-        directory,
-        monitor="score",
-        save_decision_policy=policies.FixedIntervalPolicy(2),
-        preservation_policy=policies.PreserveAll(),
-    )
-    trainer_with(checkpoint).fit(Scored([1.0, float("nan"), 0.5, 2.0, 1.0, 3.0]), numbers(6))
-    assert looked_at == ["__float__"]  # at the end of the epoch, where what it is decides
-    assert checkpoint.checkpointer is not None
-    assert checkpoint.checkpointer.all_steps() == [2, 4, 6]
-    assert checkpoint.checkpointer.best_step() == 4  # NaN ranks nothing
 
 
 # --- installing --------------------------------------------------------------------------------
