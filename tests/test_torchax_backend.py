@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,13 +18,18 @@ import torchax
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from make_golden import fingerprint
+from orbax import checkpoint as v0
+from orbax.checkpoint import v1 as ocp
+from support import PROGRAMS, ROOT
 from support.compare import bits
+from support.processes import run_python
 from torch import nn
 from torchax.interop import JittableModule
 from torchax.tensor import Environment, RuntimeProperty, Tensor
 from torchax.view import View
 
-from torchax_ckpt import TorchaxCheckpointer, torchax_backend
+from torchax_ckpt import TorchaxCheckpointer, load_torch_state_dict, torchax_backend
 from torchax_ckpt.errors import BackendError
 
 NUMPY_DTYPES: dict[str, Any] = {
@@ -374,3 +381,25 @@ def test_a_torchax_without_an_internal_is_refused_with_its_version(
     assert f"torchax {torchax.__version__} does not work" in str(caught.value)
     assert isinstance(caught.value, ImportError)
     TorchaxCheckpointer(tmp_path).close()  # a failed check is not remembered
+
+
+@pytest.mark.slow
+def test_without_private_names_all_is_read_and_a_save_says_at_once_what_to_install(
+    tmp_path: Path,
+) -> None:
+    golden = tmp_path / "golden"
+    shutil.copytree(ROOT / "tests/golden/v1/attached", golden)
+    state = {"n": np.arange(3), "x": jnp.arange(8.0)}
+    ocp.save(tmp_path / "v1" / "5", state)
+    with v0.CheckpointManager(tmp_path / "v0") as manager:
+        manager.save(5, args=v0.args.StandardSave(state))
+    runs = [str(path) for path in (golden, tmp_path / "v1", tmp_path / "v0")]
+    program = PROGRAMS / "reads_without_internals.py"
+    told = json.loads(run_python(program, *runs, fresh=True).stdout.splitlines()[-1])
+    expected = {run: fingerprint(TorchaxCheckpointer(run).load()) for run in runs}
+    assert told["loaded"] == json.loads(json.dumps(expected))
+    assert told["weights"] == json.loads(json.dumps(fingerprint(load_torch_state_dict(golden))))
+    assert told["saving"] == told["attaching"]
+    assert told["saving"].startswith(f"BackendError: torchax {torchax.__version__} does not work")
+    assert "torchax.interop has no call_jax" in told["saving"]
+    assert "pip install 'torchax>=0.0.12,<=0.0.13'" in told["saving"]

@@ -75,7 +75,8 @@ class TorchaxCheckpointer:
     Raises:
       DirectoryError: the directory is a file, or its scheme is not supported; or the bucket does
         not exist, or grants no permission to read or, unless ``read_only`` is set, to write.
-      BackendError: the installed torchax or Orbax lacks internals that this package needs.
+      BackendError: torchax, or JAX on several processes, lacks internals that this package needs;
+        with ``read_only``, torchax needs them at ``attach`` only.
     """
 
     @brief
@@ -89,8 +90,9 @@ class TorchaxCheckpointer:
         options: CheckpointOptions | None = None,
         on_event: Callable[[Event], None] | None = None,
     ) -> None:
-        torchax_backend.check_internals()
         self._options = options or CheckpointOptions()
+        if not self._options.read_only:
+            torchax_backend.check_internals()
         self._keep_policy = preservation_policy or preservation.default_preservation_policy()
         snapshotter = Snapshotter(self._options.snapshot, self._options.layout)
         # Threads get only hook.call, which keeps neither on_event nor this checkpointer alive.
@@ -190,6 +192,7 @@ class TorchaxCheckpointer:
         """
         self._require_open()
         with self._processes.round("beginning"):
+            torchax_backend.check_internals()
             if self._attached is not None:
                 raise AttachError(
                     "attach was called before on this checkpointer; attach everything in one call, "

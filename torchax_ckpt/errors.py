@@ -2,7 +2,7 @@
 
     CheckpointError                 base of all of them
     ├── AttachError                 a call in the wrong order, or objects that cannot be attached
-    ├── BackendError                the installed torchax or Orbax lacks expected internals
+    ├── BackendError                the installed torchax or JAX lacks expected internals
     ├── CallError                   a call that cannot work, such as on a wrong thread or in jit
     ├── ClosedError                 a call after close()
     ├── CorruptCheckpointError      a committed step that is damaged
@@ -74,7 +74,7 @@ class AttachError(CheckpointError, RuntimeError):
 
 
 class BackendError(CheckpointError, ImportError):
-    """The installed torchax or Orbax lacks internals that this package was written for."""
+    """The installed torchax or JAX lacks internals that this package was written for."""
 
 
 class CallError(CheckpointError, RuntimeError):

@@ -4,6 +4,7 @@ A torchax tensor is a ``torch.Tensor`` around a JAX array. This module reads and
 array, turns meta tensors into torchax tensors, and reads and sets the random key. The module also
 lets torch itself compute on CPU tensors in a program in which torchax is enabled.
 ``check_internals`` checks, at its first call, that torchax has the internals that this module uses.
+A program that only loads steps needs the public parts of torchax alone, and no check.
 
 Source: torchax 0.0.13, ``tensor.py``, ``view.py`` and ``interop.py``.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,20 +26,20 @@ import torchax
 
 from torchax_ckpt.errors import BackendError
 
-
-def _incompatible(problem: object) -> BackendError:
-    return BackendError(
-        f"torchax {torchax.__version__} does not work as torchax_ckpt expects: {problem}. "
-        "Install a release that was tried: pip install 'torchax>=0.0.12,<=0.0.13'."
-    )
+_lacking: list[str] = []
 
 
-try:
-    from torchax.interop import JittableModule, call_jax
-    from torchax.tensor import Environment, RuntimeProperty, Tensor
-    from torchax.view import View
-except ImportError as error:
-    raise _incompatible(error) from error
+def _find(module: str, name: str) -> Any:
+    try:
+        return getattr(importlib.import_module(f"torchax.{module}"), name)
+    except (ImportError, AttributeError):
+        _lacking.append(f"torchax.{module} has no {name}")  # check_internals raises it
+        return type(name, (), {})  # no object is an instance of it
+
+
+JittableModule, call_jax = _find("interop", "JittableModule"), _find("interop", "call_jax")
+Environment, RuntimeProperty = _find("tensor", "Environment"), _find("tensor", "RuntimeProperty")
+Tensor, View = _find("tensor", "Tensor"), _find("view", "View")
 
 # torch dtype that numpy lacks -> (torch's integer dtype of the same width, ml_dtypes' same dtype).
 _BIT_TWINS: Mapping[torch.dtype, tuple[torch.dtype, np.dtype[Any]]] = {
@@ -63,6 +65,7 @@ def check_internals() -> None:
       BackendError: torchax lacks one; the error names the release and the first difference.
     """
     try:
+        assert not _lacking, _lacking[0]
         env = Environment()  # a new one, because the default one reads torch's seed when created
         before, after = jax.device_put([np.zeros(2, np.float32), np.ones(2, np.float32)])
         tensor = Tensor(before, env)
@@ -78,7 +81,10 @@ def check_internals() -> None:
         for name in ("jax", "update"):
             getattr(View, name)
     except (AssertionError, AttributeError, TypeError) as error:
-        raise _incompatible(error) from error
+        raise BackendError(
+            f"torchax {torchax.__version__} does not work as torchax_ckpt expects: {error}. "
+            "Install a release that was tried: pip install 'torchax>=0.0.12,<=0.0.13'."
+        ) from error
 
 
 @contextlib.contextmanager

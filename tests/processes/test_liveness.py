@@ -8,10 +8,13 @@ import socket
 import time
 from collections.abc import Iterator
 
+import jax
 import pytest
+from jax._src import distributed
 from support.group import Service
 from support.waiting import wait_until
 
+from torchax_ckpt.errors import BackendError
 from torchax_ckpt.processes import connections, liveness
 from torchax_ckpt.processes.liveness import Connection, Listener
 
@@ -133,3 +136,12 @@ def test_many_connections_raise_the_limit_of_open_files_or_are_refused(
     assert raised == [(4096, 65536)]
     with pytest.raises(OSError, match="80000 open files, found 65536"):
         connections.make_room(20_000)
+
+
+def test_a_jax_without_the_client_is_refused_with_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.delattr(distributed, "global_state")
+    with pytest.raises(BackendError, match=r"several processes: .*pip install 'jax>="):
+        liveness.coordination_service()

@@ -943,6 +943,18 @@ def test_a_step_of_bare_orbax_reads_nothing_outside_of_it(directory: Path, name:
             ckpt.load(1, {"a": np.zeros(3, np.int64)})
 
 
+def test_why_a_step_of_bare_orbax_cannot_be_read_is_said(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ocp.save(directory / "1", {"a": np.arange(3)})
+    monkeypatch.setattr(ocp, "load", lambda *args: {}["lost"])
+    with (
+        TorchaxCheckpointer(directory) as ckpt,
+        pytest.raises(CorruptCheckpointError, match="its checkpoint: KeyError: 'lost'"),
+    ):
+        ckpt.load(1)
+
+
 def test_a_step_of_bare_orbax_beyond_the_hosts_memory_is_refused(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

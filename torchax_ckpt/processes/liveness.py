@@ -34,6 +34,7 @@ import time
 import weakref
 from typing import Any, Protocol
 
+from torchax_ckpt.errors import BackendError
 from torchax_ckpt.processes import connections
 from torchax_ckpt.runtime.background import Task
 from torchax_ckpt.runtime.lazily import jax
@@ -340,9 +341,15 @@ def coordination_service() -> Any:
     """Returns the client of JAX's coordination service; None if there is only one process."""
     if jax.process_count() == 1:
         return None
-    from jax._src import distributed
+    try:
+        from jax._src import distributed
 
-    return distributed.global_state.client
+        return distributed.global_state.client
+    except (ImportError, AttributeError) as error:
+        raise BackendError(
+            f"jax {jax.__version__} does not work as torchax_ckpt expects on several processes: "
+            f"{error}. Install a release that was tried: pip install 'jax>=0.10.0,<=0.12.0.1'."
+        ) from error
 
 
 _of_run: tuple[Any, Liveness] | None = None

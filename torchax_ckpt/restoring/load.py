@@ -6,6 +6,7 @@ objects, such as a model and an optimizer.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -42,9 +43,10 @@ def load_state(
 
     The keys of ``abstract_state`` select components.
     """
-    try:
+    source = None
+    with contextlib.suppress(ForeignCheckpointError):
         source = opened(committed)
-    except ForeignCheckpointError:
+    if source is None:
         return _load_foreign(committed, abstract_state, options)
     findings = Findings()
     prefix: tuple[str, ...] = ()
