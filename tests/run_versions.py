@@ -3,8 +3,8 @@
     python tests/run_versions.py [SET ...]
 
 tests/versions.toml says which sets there are and which tests they run. At the end, each set reads
-the steps that the others wrote. The table shows the last run of each set; with all sets in it, it
-replaces the one in docs/installation.md. It needs only Python: pip installs everything else.
+the steps that the others wrote. The table shows the last run of each set. A run of all sets, if all
+pass, writes it into docs/installation.md. It needs only Python: pip installs everything else.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ PAGE = ROOT / "docs" / "installation.md"
 PLAN = tomllib.loads((ROOT / "tests" / "versions.toml").read_text())
 SHOWN = ("torch", "jax", "torchax", "orbax-checkpoint", "numpy")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-DEPENDENCIES = PROJECT["dependencies"] + PROJECT["optional-dependencies"]["cli"]
+EXTRAS = PROJECT["optional-dependencies"]
+DEPENDENCIES = PROJECT["dependencies"] + EXTRAS["cli"] + EXTRAS["lightning"]
 # Where pyenv and uv keep the Pythons that are not on the PATH.
 KEPT = ("~/.pyenv/versions/{}.*/bin/python", "~/.local/share/uv/python/cpython-{}.*/bin/python")
 _VERSIONS = f"""
@@ -56,29 +57,26 @@ def run(*command: str | Path, **settings: Any) -> subprocess.CompletedProcess[st
     return subprocess.run(list(map(str, command)), cwd=ROOT, env=env, text=True, **settings)
 
 
-def pip(venv: Path, *words: str) -> None:
-    """Installs into a venv; raises CalledProcessError if pip fails."""
-    run(venv / "bin/python", "-m", "pip", "install", "--quiet", *words, check=True)
-
-
 def install(name: str, chosen: dict[str, Any], python: str) -> Path:
-    """Returns the venv of a set, made anew unless it stands as the set asks."""
+    """Returns the venv of a set, with the newest releases of what is not pinned.
+
+    Made anew unless it stands as the set asks. Raises CalledProcessError if pip fails.
+    """
+    torch = f"torch=={chosen['torch']}"
     base = VENVS / f"torch-{chosen['torch']}-py{chosen['python']}"
     venv, site = VENVS / name, f"lib/python{chosen['python']}/site-packages"
-    wanted = json.dumps([chosen, PLAN["requires"], DEPENDENCIES])
-    for folder, words in (
-        (base, [f"torch=={chosen['torch']}"]),
-        (venv, ["-e", ".[cli]", *PLAN["requires"], *chosen.get("pins", ())]),
-    ):
+    words = ["-e", ".[cli,lightning]", torch, *PLAN["requires"], *chosen.get("pins", ())]
+    upgrade = ["--quiet", "--upgrade", "--upgrade-strategy", "eager"]  # and what packages need
+    for folder, names, wanted in ((base, [torch], torch), (venv, words, [words, DEPENDENCIES])):
         done = folder / "installed.json"
         is_there = done.exists() and (folder / "bin/python").exists()
-        if not is_there or (folder == venv and done.read_text() != wanted):
+        if not is_there or json.loads(done.read_text()) != wanted:
             shutil.rmtree(folder, ignore_errors=True)
             run(python, "-m", "venv", folder, check=True)
-            if folder == venv:
-                (venv / site / "torch.pth").write_text(f"{base / site}\n")
-            pip(folder, *words)
-            done.write_text(wanted)
+        if folder == venv:
+            (venv / site / "torch.pth").write_text(f"{base / site}\n")
+        run(folder / "bin/python", "-m", "pip", "install", *upgrade, *names, check=True)
+        done.write_text(json.dumps(wanted))
     return venv
 
 
@@ -120,8 +118,8 @@ def exchange(names: list[str]) -> bool:
     return not any(codes)
 
 
-def table() -> tuple[str, bool]:
-    """Returns the table of the sets that passed, and whether these are all."""
+def table() -> str:
+    """Returns the table of the sets that passed when they were last tried."""
     lines = ["| set | Python | " + " | ".join(SHOWN) + " | tried on |"]
     lines.append("|---" * (len(SHOWN) + 3) + "|")
     for name in PLAN["sets"]:
@@ -129,7 +127,7 @@ def table() -> tuple[str, bool]:
             python, versions, _, day = json.loads(noted.read_text())
             found = [versions[library].partition("+")[0] for library in SHOWN]
             lines.append("| " + " | ".join([name, python, *found, day]) + " |")
-    return "\n".join(lines), len(lines) == len(PLAN["sets"]) + 2
+    return "\n".join(lines)
 
 
 def main() -> int:
@@ -148,8 +146,7 @@ def main() -> int:
         if try_set(name, chosen, str(found[chosen["python"]])):
             passed.append(name)
     is_exchanged = exchange(passed)
-    rows, is_complete = table()
-    print(rows)
+    print(rows := table())
     for name in passed:
         install_secs, test_secs = json.loads((VENVS / f"{name}.json").read_text())[2]
         print(f"{name}: {install_secs} s to install, {test_secs} s to test")
@@ -157,7 +154,7 @@ def main() -> int:
     if failed or not is_exchanged:
         print("failed: " + ", ".join(failed or ["reading the steps of other sets"]))
         return 1
-    if is_complete and PAGE.exists():
+    if set(passed) == set(PLAN["sets"]):
         text = re.sub(
             r"(?s)(<!-- versions -->\n).*?(\n<!-- end -->)", rf"\1{rows}\2", PAGE.read_text()
         )

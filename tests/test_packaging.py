@@ -8,7 +8,6 @@ import importlib.metadata
 import re
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import tomllib
 import venv
@@ -99,9 +98,10 @@ def environment(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     wheel = next(dist.glob("*.whl"))
     pip: list[str | Path] = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
     run(*pip, "--no-deps", "--no-index", wheel)
-    # No .pth file among the dependencies counts: not the package that is being worked on.
+    # Only folders of packages: not the package that is being worked on.
     site = next(folder.glob("lib/python*/site-packages"))
-    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    found = [path for path in sys.path if Path(path).name == "site-packages"]
+    (site / "dependencies.pth").write_text("\n".join([*found, ""]))
     return folder
 
 
