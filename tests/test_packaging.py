@@ -165,7 +165,6 @@ def test_the_wheel_works_in_an_environment_of_its_own(environment: Path, tmp_pat
         "plan --params 70B --chips 4096 --blocking 1s --durable 2min": "goodput",
         "export run 2 out.safetensors --at state": "1 tensors, 32 B",
         "follow run published --once --format safetensors --at state": "step 2: published as",
-        "merge run merged --steps 1,2 --at state": "merged",
         "watch run --once": "step 2",
         "import out.safetensors imported": "step 0 in",
         "copy run/2 kept": "verified: 2",
@@ -174,7 +173,7 @@ def test_the_wheel_works_in_an_environment_of_its_own(environment: Path, tmp_pat
     assert {line.split()[0] for line in commands} == {c.name for c in app.registered_commands}
     for line, expected in commands.items():
         assert expected in run(*command[:-1], *line.split(), cwd=tmp_path), line
-    made = {"run", "page.html", "out.safetensors", "published", "merged", "imported", "kept"}
+    made = {"run", "page.html", "out.safetensors", "published", "imported", "kept"}
     assert made <= {path.name for path in tmp_path.iterdir()}
     assert {path.name for path in (tmp_path / "run").iterdir()} >= {"2"}
     assert not (tmp_path / "run" / "1").exists()

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from torchax_ckpt.cli import plan
-from torchax_ckpt.cli.converting import merge_arguments, shared_options
+from torchax_ckpt.cli.converting import shared_options
 from torchax_ckpt.cli.converting.shared_options import (
     Config,
     Directory,
@@ -247,9 +247,6 @@ def export(
         max_bytes=max_bytes,
     )
     return convert.export(directory, step[0] if step else None, Path(out), wanted, as_json=json)
-
-
-app.command("merge", epilog=EPILOG)(ends_well(merge_arguments.merge))
 
 
 @app.command("import", epilog=EPILOG)

@@ -1,4 +1,4 @@
-"""Imports weights as the first step of a new run: from files of other programs, or from a step.
+"""Imports weights from files of other programs, as the first step of a new run.
 
 The weights are mapped into memory and never read all at the same time, so the host needs no memory
 for the whole model.
@@ -6,26 +6,22 @@ for the whole model.
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from torchax_ckpt.errors import DirectoryError, UnsupportedLeafError
 from torchax_ckpt.formats.tensor_files import TensorFiles
-from torchax_ckpt.formats.weights import MODEL, Weights, as_dtype, node_at
+from torchax_ckpt.formats.weights import MODEL
 from torchax_ckpt.layout import names
-from torchax_ckpt.layout.manifest import IMPORTED, Manifest, Node, array_nodes, installed_versions
+from torchax_ckpt.layout.manifest import IMPORTED, Manifest, Node, installed_versions
 from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.snapshot.planner import Planner
 from torchax_ckpt.snapshot.stacking import execute
 from torchax_ckpt.storage.arrays.compression import codec_of
-from torchax_ckpt.storage.arrays.placement import empty
-from torchax_ckpt.storage.arrays.read_arrays import STREAMED_BYTES
 from torchax_ckpt.storage.directory.abandonment import SUMMARY_FIELD
 from torchax_ckpt.storage.directory.committed_step import (
     ASSETS,
@@ -37,8 +33,6 @@ from torchax_ckpt.storage.directory.committed_step import (
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import seals
 from torchax_ckpt.storage.medium.assets import Assets
-from torchax_ckpt.stored.scratch import room_for
-from torchax_ckpt.stored.stored_step import StoredStep
 
 # .to("jax") converts 64-bit integers to these dtypes, unless jax_enable_x64 is set.
 _NARROW = {"int64": "int32", "uint64": "uint32"}
@@ -98,87 +92,6 @@ def import_weights(
         IMPORTED: [path.name for path in source.paths],
     }
     return _write(RunDirectory(directory), step, document, plan, stored, assets, options)
-
-
-def import_step(
-    source: StoredStep,
-    weights: Weights,
-    directory: str,
-    *,
-    imported: Sequence[str],
-    scratch: Path,
-    extra_from: StoredStep,
-    at: str | None = None,
-    assets: Assets | None = None,
-    options: CheckpointOptions | None = None,
-) -> CommittedStep:
-    """Writes weights of a step as step 0 of a new run; ``attach`` can then continue from it.
-
-    The extra state of the module is written too, with the values that it has in ``extra_from``. If
-    there is no module at ``at``, ``attach`` leaves the extra state of its modules as it is.
-
-    Args:
-      source: the step.
-      weights: its weights; a leaf may have another dtype than in the step, to which it is cast.
-      directory: directory of the new run; it must contain no step.
-      imported: says for people where the weights come from.
-      scratch: a local folder for a temporary file, if the weights exceed ``max_host_bytes``.
-      extra_from: the step that the extra state is read from; not averaged and not cast.
-      at: key path of the weights in the step; None for the one attached model.
-      assets: text files that say what the model is, to store with the step.
-      options: memory bounds, compression, layout.
-
-    Returns:
-      The committed step.
-
-    Raises:
-      DirectoryError: the directory contains a step already, or cannot be written.
-      LeaseError: another program writes to the directory.
-      UnsupportedLeafError: a value is too large for the dtype that it is cast to.
-      CorruptCheckpointError: the source is damaged.
-    """
-    options = options or CheckpointOptions()
-    run = RunDirectory(directory)
-    _require_empty(run)  # before the source is read, which can take long
-    extra = _extra_state(extra_from, at or MODEL)
-    # The arrays in memory get one half of the bound, and what is read meanwhile the other half.
-    half_bytes = max(1, (options.max_host_bytes or STREAMED_BYTES) // 2)
-    half = dataclasses.replace(options, max_host_bytes=half_bytes)
-    targets = {names.join((MODEL, name)): leaf for name, leaf in weights.leaves.items()}
-    key_of = {leaf.name: key for key, leaf in targets.items()}
-    unchanged = [node["array"] for node in array_nodes(extra or [])]
-    targets |= {name: extra_from.leaves[name] for name in unchanged}
-    with room_for(list(targets.values()), scratch, half) as allocate:
-        arrays = {
-            key: (allocate or empty)(leaf.shape, np.dtype(leaf.dtype))
-            for key, leaf in targets.items()
-        }
-        for name, index, content in source.stream(key_of, half):
-            array = arrays[key_of[name]]
-            array[index] = as_dtype(content, array.dtype, name)
-        for name, index, content in extra_from.stream(unchanged, half):
-            arrays[name][index] = content
-        plan = Planner(options.layout)(list(arrays), list(arrays.values())).plan
-        stored = execute(plan, arrays, copy=False)
-        document = {
-            MODEL: {
-                "dict": [
-                    [name, _node(key_of[leaf.name], arrays, leaf.kind)]
-                    for name, leaf in weights.leaves.items()
-                ],
-                "ties": [[alias, name] for alias, name in weights.ties.items()],
-                **({} if extra is None else {"extra_state": extra}),
-            },
-            IMPORTED: list(imported),
-        }
-        return _write(run, 0, document, plan, stored, assets, options)
-
-
-def _extra_state(stored: StoredStep, place: str) -> list[Any] | None:
-    """Returns the nodes of the extra state of the module at a key path; None if none are stored."""
-    node = node_at(stored, place)
-    found = node.get("extra_state") if isinstance(node, dict) and "ties" in node else None
-    return found if isinstance(found, list) else None
 
 
 def _write(

@@ -123,15 +123,6 @@ def cast(weights: Weights, dtype: str) -> Weights:
     return dataclasses.replace(weights, leaves=leaves)
 
 
-def in_dtypes_of(weights: Weights, stored: StoredStep) -> Weights:
-    """Returns the weights with the dtypes that their leaves have in a step."""
-    leaves = {
-        name: dataclasses.replace(leaf, dtype=stored.leaves[leaf.name].dtype)
-        for name, leaf in weights.leaves.items()
-    }
-    return dataclasses.replace(weights, leaves=leaves)
-
-
 def as_dtype(content: np.ndarray, dtype: np.dtype[Any], name: str) -> np.ndarray:
     """Casts a part of a leaf, if it has another dtype.
 

@@ -147,17 +147,6 @@ def test_a_folder_loads_as_the_model_that_was_saved(tied: Run, tmp_path: Path) -
     )
 
 
-def test_a_folder_of_averages_loads(tied: Run, tmp_path: Path) -> None:
-    """The steps are equal, and so is their average, to the bit."""
-    out = tmp_path / "out"
-    run("merge", tied.directory, out, "--steps", "1,2,3", "--weights", "3,1,1", "--format", "hf")
-    model, info = load(out)
-    assert not any(info.values()), info
-    assert values(model.state_dict()) == tied.weights
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert logits(model) == tied.logits
-
-
 def test_a_cast_rounds_as_torch_does(tied: Run, tmp_path: Path) -> None:
     out = tmp_path / "out"
     run("export", tied.directory, "1", out, "--format", "hf", "--dtype", "bf16", "--max-bytes", 99)

@@ -1,8 +1,7 @@
 """The options that several commands have, so that each name, type and help text stands once.
 
-The functions make the options of the commands that write weights: ``export``, ``merge`` and
-``follow``. Their argument is the panel of ``--help`` that lists the option; None for the common
-panel.
+The functions make the options of the commands that write weights, ``export`` and ``follow``. Their
+argument is the panel of ``--help`` that lists the option; None for the common panel.
 """
 
 from __future__ import annotations

@@ -85,25 +85,6 @@ def files_of(stored: StoredStep, at: str | None, config: Path | None = None) -> 
     return FolderFiles(texts, adapters)
 
 
-def assets_at(stored: StoredStep, at: str | None) -> Assets | None:
-    """Returns a model's files in a step as those of the one model of another step; None without.
-
-    Args:
-      stored: the step.
-      at: the model's key path in the step; None for the one attached model.
-
-    Raises:
-      CorruptCheckpointError: the step's assets are damaged.
-    """
-    place = f"{_place(at)}/"
-    found = {
-        f"{MODEL}/{name.removeprefix(place)}" if name.startswith(place) else name: text
-        for name, text in stored.read_assets().items()
-        if name.startswith((place, f"{TOKENIZER}/"))
-    }
-    return Assets.of(found) if found else None
-
-
 def _place(at: str | None) -> str:
     """Returns where the assets of a model stand, given its key path in the step."""
     component, *keys = names.split(at or MODEL)
