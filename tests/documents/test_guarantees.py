@@ -142,7 +142,9 @@ TESTED = {
     "Another program can take the lease": [
         "saving/test_tiers.py::test_a_late_first_save_mixes_in_neither_tier",
     ],
-    "The library unpickles nothing": [
+    "The library unpickles nothing of a step": [
+        "formats/test_torch_reading.py::test_no_code_of_a_file_is_run",
+        "formats/test_dcp.py::test_no_code_of_a_checkpoint_is_run",
         "stored/test_hostile.py::test_code_named_in_a_commit_record_is_not_imported",
         "test_structure.py::test_nothing_is_pickled_or_evaluated",
     ],

@@ -1,8 +1,8 @@
 """Reads and writes checkpoints of ``torch.distributed.checkpoint`` (DCP).
 
-DCP stores its metadata as a pickle, and each chunk of a tensor as an archive of ``torch.save``. The
-reader unpickles neither the metadata nor the archives: it parses the metadata into records, and
-maps a chunk's bytes into memory.
+DCP stores its metadata as a pickle, and each chunk of a tensor as an archive of ``torch.save``.
+``_MetadataReader`` reads the metadata; ``torch.load(weights_only=True)`` says of a chunk how its
+elements lie, and the chunk's bytes are read when they are needed.
 
 Source: torch 2.12, ``distributed/checkpoint/metadata.py`` and ``filesystem.py``; for the archives,
 the documentation of ``torch.save``.
@@ -11,27 +11,24 @@ the documentation of ``torch.save``.
 from __future__ import annotations
 
 import dataclasses
+import io
 import math
 import os
+
+# For DCP's metadata alone, which torch itself reads with a plain pickle.load.
+import pickle
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
+import torch
 from etils import epath
 
 from torchax_ckpt.errors import DirectoryError, MismatchError, UnsupportedLeafError
-from torchax_ckpt.formats.archives import described, open_archive
-from torchax_ckpt.formats.pickle_records import (
-    Pairs,
-    Record,
-    dtype_of,
-    ints_of,
-    read_records,
-    text_of,
-)
+from torchax_ckpt.formats.archives import Section, load, members
 from torchax_ckpt.formats.state_dict import native_torch
 from torchax_ckpt.formats.tensor_files import FilePart, FileTensor, TensorFiles
 from torchax_ckpt.formats.untrusted_files import MAX_METADATA_BYTES, in_folder, reading_file
@@ -43,31 +40,149 @@ METADATA = ".metadata"
 _MODEL = "model"
 _EXPECTED = "a file of torch.distributed.checkpoint"
 _MAX_DESCRIPTION_BYTES = 1 << 20
+_MAX_DIMS = 64  # numpy's
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Chunk(FilePart):
     """A chunk of a tensor, stored as an archive of ``length`` bytes at ``offset`` of a file."""
 
     length: int = 0
 
-    def mapped(self, dtype: np.dtype[Any]) -> np.ndarray:
-        """Maps the chunk into memory, with the offset and the strides that its archive states."""
-        return self.plain(dtype).mapped(dtype)
-
-    def plain(self, dtype: np.dtype[Any]) -> FilePart:
-        """Returns the chunk's bytes in the archive; raises ValueError if it has other elements."""
-        with (
-            reading_file(self.path, _EXPECTED),
-            open_archive(self.path, self.offset, self.length, _MAX_DESCRIPTION_BYTES) as archive,
-        ):
-            found = described(archive.root)
-            if (found.dtype, found.shape) != (dtype.name, self.shape):
+    def located(self, dtype: np.dtype[Any]) -> FilePart:
+        """Returns the chunk's elements in the archive; raises ValueError if it has others."""
+        with reading_file(self.path, _EXPECTED), open(self.path, "rb") as file:
+            section = Section(file, self.offset, self.length, _MAX_DESCRIPTION_BYTES)
+            info = members(section)["data/0"]
+            # On "meta", torch takes no memory, whatever sizes the archive states.
+            with torch.serialization.skip_data():
+                found = load(section, self.path, map_location="meta")
+            expected = f"torch.{dtype.name}{list(self.shape)}"
+            if not isinstance(found, torch.Tensor) or found.layout is not torch.strided:
+                raise ValueError(f"expected {expected}, found no plain tensor")
+            if f"{found.dtype}{list(found.shape)}" != expected or found.is_conj() or found.is_neg():
+                raise ValueError(f"expected {expected}, found {found.dtype}{list(found.shape)}")
+            strides, begin = found.stride(), int(found.storage_offset())
+            reach = 1 + sum((n - 1) * s for n, s in zip(self.shape, strides, strict=True))
+            if (begin + reach) * dtype.itemsize > info.file_size:
                 raise ValueError(
-                    f"expected {dtype.name}{list(self.shape)}, "
-                    f"found {found.dtype}{list(found.shape)}"
+                    f"expected {expected} in a file inside the archive, found a file of "
+                    f"{info.file_size} bytes, which is too small for the tensor"
                 )
-            return archive.part(found, self.start)
+            offset = self.offset + section.begin_of(info) + begin * dtype.itemsize
+        return FilePart(self.path, self.start, self.shape, offset, strides)
+
+
+class _Stored:
+    """A stand-in for an object in DCP's metadata: its state, and no code of its class."""
+
+    state: Any = None
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+
+def _ints(size: Any = ()) -> tuple[int, ...]:
+    """Returns the size of a tensor; stands in for ``torch.Size``."""
+    if (
+        not isinstance(size, (tuple, list))
+        or len(size) > _MAX_DIMS
+        or not all(type(n) is int and 0 <= n < 1 << 63 for n in size)
+    ):
+        raise ValueError("expected a size")
+    return tuple(size)
+
+
+def _no_items() -> dict[Any, Any]:
+    return {}
+
+
+_DCP = "torch.distributed.checkpoint"
+_STAND_INS: Mapping[tuple[str, str], Any] = {
+    ("torch", "Size"): _ints,
+    ("torch.serialization", "_get_layout"): _Stored,
+    ("builtins", "getattr"): _Stored,  # how some Pythons pickle a member of an enum
+    ("collections", "OrderedDict"): _no_items,
+    (f"{_DCP}.filesystem", "_StorageInfo"): type("_StorageInfo", (_Stored,), {}),
+    **{
+        (f"{_DCP}.metadata", name): type(name, (_Stored,), {})
+        for name in (
+            "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
+            "TensorProperties", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
+        )
+    },
+    **{  # torch's before 2.3
+        ("torch.distributed._shard.sharded_tensor.metadata", name): _Stored
+        for name in ("TensorProperties", "MEM_FORMAT_ENCODING")
+    },
+    **{
+        (module, name): _Stored
+        for module in ("pathlib", "pathlib._local")  # the second in Python 3.13
+        for name in ("PosixPath", "PurePosixPath", "WindowsPath")
+    },
+}  # fmt: skip
+# The instructions of pickles that torch's metadata needs. None of them hashes a value.
+_INSTRUCTIONS = (
+    "PROTO FRAME STOP NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT SHORT_BINUNICODE "
+    "BINUNICODE BINUNICODE8 EMPTY_TUPLE EMPTY_LIST EMPTY_DICT MARK TUPLE TUPLE1 TUPLE2 TUPLE3 "
+    "MEMOIZE BINPUT LONG_BINPUT BINGET LONG_BINGET APPEND APPENDS GLOBAL STACK_GLOBAL REDUCE NEWOBJ"
+)
+
+
+class _MetadataReader(pickle._Unpickler):
+    """Reads DCP's metadata, which is a pickle, without calling anything that the pickle names.
+
+    ``find_class`` knows the names that DCP writes, and answers with stand-ins. The base is Python's
+    own unpickler, because C's takes memory for the greatest index that a pickle states. Tuples are
+    no keys of dicts: to hash a tuple that has the same parts many times may take forever.
+    """
+
+    stack: list[Any]
+    pop_mark: Callable[[], list[Any]]
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
+        code: pickle._Unpickler.dispatch[code]
+        for code in (getattr(pickle, name)[0] for name in _INSTRUCTIONS.split())
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Returns the stand-in for a class or function of DCP, or one of torch's dtypes."""
+        if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
+            return dtype
+        if (module, name) not in _STAND_INS:
+            raise ValueError(
+                f"expected only classes that DCP writes into its metadata, found {module:.40}."
+                f"{name:.40}"
+            )
+        return _STAND_INS[module, name]
+
+    def load_build(self) -> None:
+        """Sets the state of the object on the stack."""
+        state = self.stack.pop()
+        if not isinstance(self.stack[-1], (_Stored, dict)):
+            raise ValueError(f"expected an object of DCP, found a {type(self.stack[-1]).__name__}")
+        if isinstance(self.stack[-1], _Stored):
+            self.stack[-1].state = state
+
+    def load_setitem(self) -> None:
+        """Adds an item to the dict on the stack."""
+        value, key = self.stack.pop(), self.stack.pop()
+        self._add([key, value])
+
+    def load_setitems(self) -> None:
+        """Adds the items above the mark to the dict on the stack."""
+        self._add(self.pop_mark())
+
+    def _add(self, items: list[Any]) -> None:
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            if type(self.stack[-1]) is not dict or not isinstance(key, (str, int, _Stored)):
+                raise ValueError(
+                    f"expected dicts with strings or numbers as keys, found a {type(key).__name__}"
+                )
+            self.stack[-1][key] = value
+
+    dispatch[pickle.BUILD[0]] = load_build
+    dispatch[pickle.SETITEM[0]] = load_setitem
+    dispatch[pickle.SETITEMS[0]] = load_setitems
 
 
 def is_dcp(path: Path) -> bool:
@@ -92,16 +207,17 @@ def open_dcp(path: Path, at: str | None = None) -> TensorFiles:
         tensors would get the same name.
     """
     with reading_file(path / METADATA, _EXPECTED, max_bytes=MAX_METADATA_BYTES):
-        root = read_records((path / METADATA).read_bytes(), str(path / METADATA))
+        root = _MetadataReader(io.BytesIO((path / METADATA).read_bytes())).load()
         metadata = _state(root, "Metadata")
-        places = {text_of(key): _place(keys) for key, keys in metadata.get("planner_data") or ()}
+        planned = metadata.get("planner_data") or {}
+        places = {_text(key): _place(keys) for key, keys in planned.items()}
         chunks = dict(_chunks(metadata["storage_data"], path))
         every = {
-            places.get(text_of(key), (key,)): _tensor(
+            places.get(_text(key), (key,)): _tensor(
                 key, _state(described, "TensorStorageMetadata"), chunks
             )
-            for key, described in metadata["state_dict_metadata"]
-            if described.name.endswith(".TensorStorageMetadata")
+            for key, described in metadata["state_dict_metadata"].items()
+            if type(described).__name__ != "BytesStorageMetadata"
         }
     if at is not None:
         place = names.split(at)
@@ -124,20 +240,27 @@ def open_dcp(path: Path, at: str | None = None) -> TensorFiles:
     return TensorFiles(tensors, {}, (path / METADATA,))
 
 
-def _state(record: Any, kind: str) -> dict[str, Any]:
-    """Returns the fields, by name, of the DCP object of class ``kind`` that a record describes."""
-    if not isinstance(record, Record) or record.name.rpartition(".")[2] != kind:
-        raise ValueError(f"expected {kind}, found {type(record).__name__}")
-    if not isinstance(record.state, Pairs):
+def _state(stored: Any, kind: str) -> dict[str, Any]:
+    """Returns the fields, by name, of a DCP object, which must be of class ``kind``."""
+    if type(stored).__name__ != kind or not isinstance(stored, _Stored):
+        raise ValueError(f"expected {kind}, found {type(stored).__name__}")
+    if not isinstance(stored.state, dict):
         raise ValueError(f"expected fields of {kind}")
-    return {text_of(field): value for field, value in record.state}
+    return stored.state
+
+
+def _text(value: Any) -> str:
+    """Returns the value, which must be a string; an error does not show it, as it may be huge."""
+    if type(value) is not str:
+        raise ValueError(f"expected a string, found a {type(value).__name__}")
+    return value
 
 
 def _place(keys: Any) -> tuple[str, ...]:
     """Returns, as strings, the keys that lead to a tensor in the nested state dict."""
     if not isinstance(keys, tuple) or not keys:
         raise ValueError("expected the keys of a tensor")
-    return tuple(str(key) if type(key) is int else text_of(key) for key in keys)
+    return tuple(str(key) if type(key) is int else _text(key) for key in keys)
 
 
 def _chunks(
@@ -148,11 +271,11 @@ def _chunks(
     Yields:
       ``((key of the tensor, start of the chunk), (file, offset in bytes, length in bytes))``.
     """
-    for index, stored in storage:
+    for index, stored in storage.items():
         key, where = _state(index, "MetadataIndex"), _state(stored, "_StorageInfo")
         if key.get("offset") is None:
             continue  # DCP gives offsets to tensors only: this is a pickled object
-        fqn, offset, length = text_of(key["fqn"]), where["offset"], where["length"]
+        fqn, offset, length = _text(key["fqn"]), where["offset"], where["length"]
         file = in_folder(folder, where["relative_path"])
         if where.get("transform_descriptors"):
             raise UnsupportedLeafError(f"{folder}: {fqn}: is compressed or transformed")
@@ -161,18 +284,18 @@ def _chunks(
                 f"{fqn}: expected a byte offset of at least 0 and a positive length for each chunk "
                 f"of this tensor, found an invalid offset or length for a chunk in {file}"
             )
-        yield (fqn, ints_of(key["offset"])), (file, offset, length)
+        yield (fqn, _ints(key["offset"])), (file, offset, length)
 
 
 def _tensor(key: str, described: dict[str, Any], chunks: dict[Any, Any]) -> FileTensor:
-    shape = ints_of(described["size"])
-    dtype = dtype_of(described["properties"].state[0])
+    shape = _ints(described["size"])
+    dtype = str(described["properties"].state[0]).removeprefix("torch.")
     if dtype not in STORABLE_DTYPES:
         raise UnsupportedLeafError(f"{key}: dtype {dtype} cannot be stored")
     parts = []
     for chunk in described["chunks"]:
         fields = _state(chunk, "ChunkStorageMetadata")
-        start, lengths = ints_of(fields["offsets"]), ints_of(fields["sizes"])
+        start, lengths = _ints(fields["offsets"]), _ints(fields["sizes"])
         ends = (s + n for s, n in zip(start, lengths, strict=True))
         if any(end > n for end, n in zip(ends, shape, strict=True)):
             raise ValueError(
@@ -181,7 +304,7 @@ def _tensor(key: str, described: dict[str, Any], chunks: dict[Any, Any]) -> File
             )
         if math.prod(lengths):
             file, offset, length = chunks[key, start]
-            parts.append(_Chunk(file, offset, start, lengths, length=length))
+            parts.append(_Chunk(file, start, lengths, offset, length=length))
     if sum(math.prod(part.shape) for part in parts) != math.prod(shape):
         raise ValueError(
             f"{key}: expected chunks that fill the shape {list(shape)}, found chunks with more or "

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from torchax_ckpt.errors import DirectoryError, UnsupportedLeafError
-from torchax_ckpt.formats.tensor_files import TensorFiles
+from torchax_ckpt.formats.tensor_files import NARROWED, TensorFiles
 from torchax_ckpt.formats.weights import MODEL
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import IMPORTED, Manifest, Node, installed_versions
@@ -33,9 +33,6 @@ from torchax_ckpt.storage.directory.committed_step import (
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import seals
 from torchax_ckpt.storage.medium.assets import Assets
-
-# .to("jax") converts 64-bit integers to these dtypes, unless jax_enable_x64 is set.
-_NARROW = {"int64": "int32", "uint64": "uint32"}
 
 
 def import_weights(
@@ -169,9 +166,9 @@ def _as_on_devices(name: str, array: np.ndarray) -> np.ndarray:
             f"{name}: the tensor is float64, which JAX would convert to float32. Convert it to "
             "float32 in the files before the import"
         )
-    if array.dtype.name not in _NARROW:
+    if array.dtype.name not in NARROWED:
         return array
-    narrow = array.astype(_NARROW[array.dtype.name])
+    narrow = array.astype(NARROWED[array.dtype.name])
     if not np.array_equal(narrow, array):
         raise UnsupportedLeafError(
             f"{name}: the tensor is {array.dtype.name}, which JAX converts to {narrow.dtype.name}, "

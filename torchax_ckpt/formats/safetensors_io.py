@@ -361,5 +361,5 @@ def _tensor(path: Path, name: str, entry: Mapping[str, Any], begin: int) -> File
     if entry["dtype"] not in _DTYPES:
         raise UnsupportedLeafError(f"{path}: {name}: dtype {entry['dtype']} cannot be stored")
     shape = tuple(entry["shape"])
-    part = FilePart(path, begin + entry["data_offsets"][0], (0,) * len(shape), shape)
+    part = FilePart(path, (0,) * len(shape), shape, begin + entry["data_offsets"][0])
     return FileTensor(_DTYPES[entry["dtype"]], shape, (part,))

@@ -1,7 +1,7 @@
 """Reads steps as state dicts of plain CPU tensors, and writes them to files of ``torch.save``.
 
 ``torch.save`` writes pickles. This module writes only dicts of plain tensors and numbers, which
-``torch.load(weights_only=True)`` reads, and the module never unpickles anything.
+``torch.load(weights_only=True)`` reads.
 """
 
 from __future__ import annotations
@@ -147,6 +147,16 @@ def _tensor(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
     """
     octets = array.reshape(-1).view(np.uint8)
     return torch.from_numpy(octets).view(dtype).reshape(array.shape)
+
+
+def array_of(tensor: torch.Tensor) -> np.ndarray:
+    """Returns a numpy array that shares the memory of a plain CPU tensor."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    dtype = np.dtype(str(tensor.dtype).removeprefix("torch."))
+    if dtype.isbuiltin == 1:  # numpy's own; those of ml_dtypes have 2
+        return np.asarray(tensor.numpy())
+    integers = torch.int16 if dtype.itemsize == 2 else torch.uint8
+    return np.asarray(tensor.view(integers).numpy()).view(dtype)
 
 
 @contextlib.contextmanager

@@ -21,32 +21,39 @@ from numpy.lib.stride_tricks import as_strided
 from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError, DirectoryError
 from torchax_ckpt.storage.arrays.placement import Index, empty
 
+# .to("jax") converts 64-bit integers to these dtypes, unless jax_enable_x64 is set.
+NARROWED = {"int64": "int32", "uint64": "uint32"}
 
-@dataclasses.dataclass(frozen=True)
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class FilePart:
-    """A rectangular part of a tensor, stored at one offset in one file.
+    """A rectangular part of a tensor, stored in one file.
 
     Attributes:
       path: the file.
-      offset: offset of the part's first byte in the file.
       start: index of the part's first element in the tensor, for each dim.
       shape: dims of the part.
+      offset: offset of the part's first byte in the file.
       strides: distance between two neighboring indices along each dim, in elements; None for C
         order.
+      array: the part, if it is mapped into memory already; ``offset`` then says nothing.
     """
 
     path: Path
-    offset: int
     start: tuple[int, ...]
     shape: tuple[int, ...]
+    offset: int = 0
     strides: tuple[int, ...] | None = None
+    array: np.ndarray | None = None
 
-    def plain(self, dtype: np.dtype[Any]) -> FilePart:
-        """Returns the part whose bytes stand in the file as they are; raises ValueError if none."""
+    def located(self, dtype: np.dtype[Any]) -> FilePart:
+        """Returns the part with its place in the file; raises ValueError if it is not there."""
         return self
 
     def mapped(self, dtype: np.dtype[Any]) -> np.ndarray:
         """Returns the part as an array that maps the file into memory, read-only."""
+        if self.array is not None:
+            return self.array
         if self.strides is None:
             return self._map(dtype, math.prod(self.shape)).reshape(self.shape)
         reach = 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
@@ -78,7 +85,8 @@ class FilePart:
         Raises:
           EOFError: the file is too short.
         """
-        if self.strides is not None or not result.flags.c_contiguous:
+        is_run = self.strides is None and self.array is None
+        if not is_run or not result.flags.c_contiguous:
             return False
         long = [d for d, n in enumerate(result.shape) if n > 1]
         if long and result.shape[long[0] + 1 :] != self.shape[long[0] + 1 :]:
@@ -154,9 +162,9 @@ class FileTensor:
             region = result[where]
             missing -= region.size
             with _reading(part):
-                plain = part.plain(result.dtype)
-                if not plain.read_into(region, in_part):
-                    region[...] = plain.mapped(result.dtype)[in_part]
+                located = part.located(result.dtype)
+                if not located.read_into(region, in_part):
+                    region[...] = located.mapped(result.dtype)[in_part]
         if missing:
             path = self.parts[0].path
             raise CorruptCheckpointError(f"{path}: its parts overlap, or leave gaps", path=path)
@@ -166,7 +174,8 @@ class FileTensor:
         """Returns the whole tensor: mapped if it is one part of a file, else copied into memory."""
         if self.is_one_part:
             with _reading(self.parts[0]):
-                return self.parts[0].mapped(np.dtype(self.dtype))
+                dtype = np.dtype(self.dtype)
+                return self.parts[0].located(dtype).mapped(dtype)
         return self.read(tuple(slice(0, n) for n in self.shape))
 
 

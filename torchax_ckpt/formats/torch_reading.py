@@ -1,27 +1,23 @@
 """Reads files of ``torch.save`` that contain a state dict, or nested dicts of state dicts.
 
-The reader unpickles nothing, because another program wrote the file, and unpickling can run any
-code.
+``torch.load(weights_only=True)`` reads the file, which runs no code that the file contains, and
+maps the tensors into memory.
 """
 
 from __future__ import annotations
 
+import warnings
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from torchax_ckpt.errors import MismatchError, UnsupportedLeafError
-from torchax_ckpt.formats.archives import (
-    Archive,
-    Described,
-    described,
-    is_plain,
-    open_archive,
-    tensor_in,
-)
-from torchax_ckpt.formats.pickle_records import Pairs, Record
-from torchax_ckpt.formats.tensor_files import FileTensor, TensorFiles
+from torchax_ckpt.formats.archives import Section, load, members
+from torchax_ckpt.formats.state_dict import array_of, native_torch
+from torchax_ckpt.formats.tensor_files import FilePart, FileTensor, TensorFiles
 from torchax_ckpt.formats.untrusted_files import reading_file
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import STORABLE_DTYPES
@@ -54,7 +50,7 @@ def open_torch_file(path: Path, at: str | None = None) -> TensorFiles:
 
     Tensors with the same storage, offset, shape and strides become one tensor, and their names are
     tied. The result leaves out values that are neither tensors nor dicts of tensors, such as
-    numbers, an optimizer's lists and other objects.
+    numbers and an optimizer's lists.
 
     Args:
       path: the file.
@@ -66,63 +62,72 @@ def open_torch_file(path: Path, at: str | None = None) -> TensorFiles:
       DirectoryError: the file cannot be read at the moment.
       MismatchError: there are no tensors under ``at``.
       UnsupportedLeafError: a tensor is sparse, quantized or of a dtype that cannot be stored; two
-        tensors would get the same name; or the file has the form that torch wrote before 1.6.
+        tensors would get the same name; the file contains objects of classes that only running
+        its code would make; or it has the form that torch wrote before 1.6.
     """
     with reading_file(path, "a file of torch.save", may_be_link=True):
-        if not zipfile.is_zipfile(path):
-            with open(path, "rb") as file:
-                begins = file.read(len(_ZIP))
-            if begins == _ZIP:
-                raise ValueError(
-                    "the zip archive is cut off: its list of files is missing. Copy the file again"
-                )
-            raise UnsupportedLeafError(
-                f"{path}: expected a zip archive, as torch.save has written since torch 1.6. Load "
-                "the file with torch.load and save it again with torch.save"
-            )
-        length = path.stat().st_size
-        with open_archive(path, 0, length, _MAX_DESCRIPTION_BYTES) as archive:
-            return _opened(path, archive, at)
-
-
-def _opened(path: Path, archive: Archive, at: str | None) -> TensorFiles:
-    """Returns the tensors and ties of the weights in an open archive."""
-    tensors: dict[str, FileTensor] = {}
-    ties: dict[str, str] = {}
-    named: dict[Described, str] = {}
-    for keys, record in _tensors(_place(path, archive.root, at)):
-        name = ".".join(keys)
-        if name in tensors or name in ties:
-            raise UnsupportedLeafError(f"{path}: two tensors would be called {name!r}")
-        tensor = _described(path, name, record)
-        if 0 not in tensor.shape and (other := named.setdefault(tensor, name)) != name:
-            ties[name] = other
-            continue
-        part = archive.part(tensor, (0,) * len(tensor.shape))
-        tensors[name] = FileTensor(tensor.dtype, tensor.shape, (part,))
-    if not tensors:
-        raise _no_tensors(path, archive.root, at)
+        root = _loaded(path)
+        tensors: dict[str, FileTensor] = {}
+        ties: dict[str, str] = {}
+        named: dict[Any, str] = {}
+        for keys, tensor in _tensors(_place(path, root, at)):
+            name = ".".join(keys)
+            if name in tensors or name in ties:
+                raise UnsupportedLeafError(f"{path}: two tensors would be called {name!r}")
+            with native_torch():
+                array = _array(path, name, tensor)
+                identity = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+            if array.size and (other := named.setdefault(identity, name)) != name:
+                ties[name] = other
+                continue
+            part = FilePart(path, (0,) * array.ndim, array.shape, array=array)
+            tensors[name] = FileTensor(array.dtype.name, array.shape, (part,))
+        if not tensors:
+            raise _no_tensors(path, root, at)
     return TensorFiles(tensors, ties, (path,))
 
 
-def _described(path: Path, name: str, record: Record) -> Described:
-    """Returns a tensor's description; raises if the tensor is not plain or cannot be stored."""
-    if not is_plain(record):
-        kind = record.name.rpartition("_rebuild_")[2]
+def _loaded(path: Path) -> Any:
+    """Returns what ``torch.save`` saved, with its tensors mapped into memory."""
+    if not zipfile.is_zipfile(path):
+        with open(path, "rb") as file:
+            begins = file.read(len(_ZIP))
+        if begins == _ZIP:
+            raise ValueError(
+                "the zip archive is cut off: its list of files is missing. Copy the file again"
+            )
         raise UnsupportedLeafError(
-            f"{path}: {name}: expected a plain tensor, found a tensor of the kind {kind:.80}. "
+            f"{path}: expected a zip archive, as torch.save has written since torch 1.6. Load "
+            "the file with torch.load and save it again with torch.save"
+        )
+    with open(path, "rb") as file:
+        members(Section(file, 0, path.stat().st_size, _MAX_DESCRIPTION_BYTES))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about kinds of tensors that are refused below
+            return load(path, path, map_location="cpu", mmap=True)
+    except (RuntimeError, AssertionError) as error:  # torch's words say nothing of the file
+        raise ValueError(f"{error!s:.200}. Copy the file again, or save it again") from error
+
+
+def _array(path: Path, name: str, tensor: torch.Tensor) -> Any:
+    """Returns a tensor as an array, without a copy; raises if no step can store the tensor."""
+    kind = "quantized" if tensor.is_quantized else "meta" if tensor.is_meta else tensor.layout
+    if kind is not torch.strided:
+        raise UnsupportedLeafError(
+            f"{path}: {name}: expected a plain tensor, found a tensor of the kind {kind}. "
             "Save it as a plain tensor"
         )
-    tensor = described(record)
-    if tensor.dtype not in STORABLE_DTYPES:
-        raise UnsupportedLeafError(f"{path}: {name}: dtype {tensor.dtype} cannot be stored")
-    return tensor
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in STORABLE_DTYPES:
+        raise UnsupportedLeafError(f"{path}: {name}: dtype {dtype} cannot be stored")
+    return array_of(tensor)
 
 
 def _place(path: Path, root: Any, at: str | None) -> Any:
     """Returns what the keys ``at`` lead to; for None, the dict of the weights or ``root``."""
     if at is None:
-        dicts = (inner for key in _MODELS if isinstance(inner := _under(root, key), Pairs))
+        dicts = (inner for key in _MODELS if isinstance(inner := _under(root, key), dict))
         return next(dicts, root)
     found = root
     for key in names.split(at):
@@ -134,20 +139,20 @@ def _place(path: Path, root: Any, at: str | None) -> Any:
 
 def _under(root: Any, key: str) -> Any:
     """Returns a dict's value for a key; None if there is no such key or ``root`` is not a dict."""
-    if not isinstance(root, Pairs):
+    if not isinstance(root, dict):
         return None
-    return next((value for k, value in root if _key(k) == key), None)
+    return next((value for k, value in root.items() if _key(k) == key), None)
 
 
-def _tensors(root: Any) -> Iterator[tuple[tuple[str, ...], Record]]:
-    """Yields the keys and the record of each tensor in nested dicts, in the dicts' order."""
+def _tensors(root: Any) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+    """Yields the keys and the tensor of each tensor in nested dicts, in the dicts' order."""
     seen: set[int] = set()
     waiting: list[tuple[tuple[str, ...], Any]] = [((), root)]
     while waiting:
         keys, value = waiting.pop()
-        if tensor := tensor_in(value):
-            yield keys, tensor
-        elif isinstance(value, Pairs):
+        if isinstance(value, torch.Tensor):
+            yield keys, value
+        elif isinstance(value, dict):
             # Nested dicts can share so many parts that a walk through all paths would never end.
             if id(value) in seen or len(keys) > _MAX_DEPTH:
                 raise ValueError(
@@ -155,7 +160,7 @@ def _tensors(root: Any) -> Iterator[tuple[tuple[str, ...], Record]]:
                     f"that is in two places, or more than {_MAX_DEPTH} dicts deep"
                 )
             seen.add(id(value))
-            inner = ((_key(key), member) for key, member in value)
+            inner = ((_key(key), member) for key, member in value.items())
             waiting += [((*keys, k), member) for k, member in inner if k is not None][::-1]
 
 
@@ -165,7 +170,7 @@ def _key(key: Any) -> str | None:
 
 
 def _no_tensors(path: Path, root: Any, at: str | None) -> MismatchError:
-    keys = [_key(key) for key, _ in root] if isinstance(root, Pairs) else []
+    keys = [_key(key) for key in root] if isinstance(root, dict) else []
     found = ", ".join(repr(key)[:80] for key in keys[:10] if key) or "no dict"
     where = f"at {at!r}" if at else "in a dict that torch.save wrote"
     return MismatchError(f"{path}: expected tensors {where}, found {found}", path=path)

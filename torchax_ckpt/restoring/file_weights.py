@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from torchax_ckpt.errors import MismatchError
-from torchax_ckpt.formats.tensor_files import FileTensor
+from torchax_ckpt.formats.tensor_files import NARROWED, FileTensor
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.snapshot.move_shards import put
 from torchax_ckpt.state.component import Read
@@ -32,9 +32,6 @@ from torchax_ckpt.storage.arrays.placement import (
     bounds_of,
     empty,
 )
-
-NARROWED = {"int64": "int32", "uint64": "uint32"}
-"""The dtypes to which .to("jax") converts 64-bit integers."""
 
 _MAX_TRANSIT_BYTES = 1 << 30
 # A tensor is read as a whole up to this size, so that reading and moving overlap for larger ones.

@@ -21,7 +21,7 @@ import numpy as np
 from torchax_ckpt import torchax_backend
 from torchax_ckpt.errors import SelectionError, StepNotFoundError
 from torchax_ckpt.formats import opening
-from torchax_ckpt.formats.tensor_files import TensorFiles
+from torchax_ckpt.formats.tensor_files import NARROWED, TensorFiles
 from torchax_ckpt.formats.weights import MODEL, weights_at
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.selection import Selection
@@ -30,7 +30,7 @@ from torchax_ckpt.processes import liveness
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.restoring import step_reader
 from torchax_ckpt.restoring.fallback import newest_readable, reading
-from torchax_ckpt.restoring.file_weights import NARROWED, read_files
+from torchax_ckpt.restoring.file_weights import read_files
 from torchax_ckpt.restoring.restore import RestoreReport, apply, report_of
 from torchax_ckpt.runtime.step_number import as_step
 from torchax_ckpt.runtime.tracebacks import brief
