@@ -122,7 +122,7 @@ class Simulated:
             options, verified = CheckpointOptions(), _IGNORING
             source = local_tier.HostSteps(step, options, self._hosts, "replica", verified)
             source.require_plausible(_READS)
-            assert source.read(_READS).keys() == _READS.keys()
+            assert source.read_leaves(_READS).keys() == _READS.keys()
             self._calls.meet()
 
     def close(self) -> None:
@@ -131,7 +131,7 @@ class Simulated:
 
 
 class _Copy:
-    """A host's copy of a step, as ``StoredLeaves``; the state is that of its process."""
+    """A host's copy of a step, as ``StoredStep``; the state is that of its process."""
 
     def __init__(self, index: int, count: int) -> None:
         state = _state(bytes(STATE_BYTES)).to_bytes()
@@ -142,7 +142,10 @@ class _Copy:
     def require_plausible(self, reads: Any) -> None:
         pass
 
-    def read(self, reads: Any) -> Any:
+    def require_restorable(self) -> None:
+        pass
+
+    def read_leaves(self, reads: Any) -> Any:
         return {n: np.zeros(read.spec.shape, read.spec.dtype) for n, read in reads.items()}
 
 
@@ -231,7 +234,7 @@ def processes(
                 step_writer, begin=mock.DEFAULT, complete=mock.DEFAULT, mark=mock.DEFAULT
             ),
             mock.patch.object(writer.retained, "remove"),
-            mock.patch.object(local_tier.step_reader, "StoredLeaves", opened),
+            mock.patch.object(local_tier, "StoredStep", opened),
         ):
 
             def on_all(act: Callable[[Simulated], Any]) -> None:

@@ -15,13 +15,13 @@ from torchax_ckpt.formats.huggingface.model_files import ModelFiles
 from torchax_ckpt.options import CheckpointOptions, LocalTier, TierName
 from torchax_ckpt.policies import preservation
 from torchax_ckpt.processes.call_log import Kind, called
+from torchax_ckpt.restoring.read_calls import ReadCalls
 from torchax_ckpt.restoring.restore import RestoreReport
 from torchax_ckpt.runtime.call_guard import Calls, guarded
 from torchax_ckpt.runtime.preemption import Preemption
 from torchax_ckpt.runtime.step_number import as_step
 from torchax_ckpt.runtime.tracebacks import brief
 from torchax_ckpt.saving.loop import Loop
-from torchax_ckpt.saving.read_calls import ReadCalls
 from torchax_ckpt.saving.save_calls import SaveCalls
 from torchax_ckpt.saving.tiers import Tiers
 from torchax_ckpt.snapshot.snapshotter import Snapshotter

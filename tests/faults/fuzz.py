@@ -64,7 +64,7 @@ from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError
 from torchax_ckpt.layout.manifest import KINDS, STORABLE_DTYPES, Manifest
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.processes.coordination import SINGLE_PROCESS
-from torchax_ckpt.restoring import restore, step_reader
+from torchax_ckpt.restoring import restore
 from torchax_ckpt.snapshot.move_shards import put
 from torchax_ckpt.state import findings, functional, node_checks, random_state
 from torchax_ckpt.state.training_state import TrainingState
@@ -73,6 +73,7 @@ from torchax_ckpt.storage.directory import commit_record
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import seals
+from torchax_ckpt.stored.stored_step import StoredStep
 
 MAX_SECS = 5.0
 MAX_BYTES = 1 << 30
@@ -344,10 +345,10 @@ class Corpus:
         self.committed = CommittedStep(2, epath.Path(self.step), 1)
         self.files = FileReaders(self.committed, folder / "files")
         self.runs = RunReaders(folder / "runs")
-        manifest = step_reader.read_manifest(self.committed)
+        stored = StoredStep(self.committed)
         self.array_metadata = _array_metadata(self.step)
-        reads = self.live.attached.prepare(manifest.document, findings.Findings()).reads
-        read = step_reader.read_leaves(self.committed, manifest, reads, CheckpointOptions())
+        reads = self.live.attached.prepare(stored.document, findings.Findings()).reads
+        read = stored.read_leaves(reads)
         self.values = {name: np.asarray(value) for name, value in read.items()}
 
 
@@ -475,7 +476,8 @@ class Readers:
         """A manifest, up to live objects, from disk."""
         with replaced(self.corpus.step / "manifest" / "data.json", raw):
             options = CheckpointOptions()
-            source = step_reader.StoredLeaves(self.corpus.committed, options)
+            source = StoredStep(self.corpus.committed, options)
+            source.require_restorable()
             restore.restore_attached(
                 source, self.corpus.live.attached, True, options, SINGLE_PROCESS
             )

@@ -174,14 +174,10 @@ class RunReaders:
             name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=placement)
             for name, array in self._leaves.items()
         }
-        options = CheckpointOptions()
-
-        def opened(committed: CommittedStep) -> local_tier.HostSteps:
-            processes = PerHostProcesses(SINGLE_PROCESS)
-            return local_tier.HostSteps(committed, options, processes, "replica", Verified())
-
+        options, processes = CheckpointOptions(), PerHostProcesses(SINGLE_PROCESS)
         with replaced(Path(self._host.path) / MANIFEST / JSON, raw), _spanning():
-            found = load.load_state(self._host, opened, abstract, options, SINGLE_PROCESS)
+            source = local_tier.HostSteps(self._host, options, processes, "replica", Verified())
+            found = load.load_state(source, abstract, SINGLE_PROCESS)
         for name, array in self._leaves.items():
             assert np.asarray(found[name]).tobytes() == array.tobytes()
 

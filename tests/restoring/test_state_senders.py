@@ -36,7 +36,7 @@ def state_of(index: int) -> bytes:
 
 
 class Copy:
-    """A host's copy of a step, as ``StoredLeaves``; its host keeps the states of all processes."""
+    """A host's copy of a step, as ``StoredStep``; its host keeps the states of all processes."""
 
     def __init__(self, committed: Any, *args: Any, **settings: Any) -> None:
         index, damaged = committed.path.index, committed.path.damaged
@@ -48,7 +48,10 @@ class Copy:
     def require_plausible(self, reads: Mapping[str, Read]) -> None:
         pass
 
-    def read(self, reads: Mapping[str, Read]) -> dict[str, Any]:
+    def require_restorable(self) -> None:
+        pass
+
+    def read_leaves(self, reads: Mapping[str, Read]) -> dict[str, Any]:
         if wrong := self._damaged & reads.keys():
             raise CorruptCheckpointError(f"{wrong} is damaged", path="a copy")
         return {name: self._leaves[name] for name in reads}
@@ -63,7 +66,7 @@ def restored(
       lost: the hosts without a copy.
       damaged: host -> the processes whose states are damaged in its copy.
     """
-    monkeypatch.setattr(local_tier.step_reader, "StoredLeaves", Copy)
+    monkeypatch.setattr(local_tier, "StoredStep", Copy)
 
     def act(member: Processes) -> list[int]:
         path: Any = SimpleNamespace(
@@ -81,7 +84,7 @@ def restored(
             # In the message of another host, the leaf has the name that it has in that host's copy.
             (node,) = array_nodes(step.document["rng"])
             name = node["array"]
-            found = step.read({name: Read(name, Spec.of_node(node), Local.HOST)})
+            found = step.read_leaves({name: Read(name, Spec.of_node(node), Local.HOST)})
             return found[name].tolist()
 
     return Group()(act)

@@ -38,7 +38,6 @@ from torchax_ckpt.errors import (
 )
 from torchax_ckpt.layout.manifest import MAX_DEPTH, VERSION
 from torchax_ckpt.options import Codec
-from torchax_ckpt.restoring import step_reader
 from torchax_ckpt.runtime import host_memory
 from torchax_ckpt.storage.arrays import compression
 from torchax_ckpt.storage.directory.commit_record import MARK
@@ -526,8 +525,8 @@ def test_a_host_that_is_too_small_is_said_and_no_step_is_called_damaged(
         committed = ckpt._directory.find(DAMAGED)
         assert committed in ckpt._directory.verified
         with pytest.raises(OutOfMemoryError, match=said):
-            stored = StoredStep(committed)
-            stored.read(stored.leaves, options)
+            stored = StoredStep(committed, options)
+            stored.read(stored.leaves)
         monkeypatch.undo()
         assert sorted(directory.rglob("*")) == before
         assert ckpt.restore().step == DAMAGED
@@ -987,7 +986,7 @@ def test_without_the_look_at_array_metadata_a_hostile_shape_would_be_read(
 ) -> None:
     edit_array(run, "rng.torch", lambda m: m.update(compressor={"id": "bz2", "level": 1}))
     refused(run, "'bz2'")
-    monkeypatch.setattr(step_reader, "require_plausible", lambda *args: None)
+    monkeypatch.setattr(StoredStep, "require_plausible", lambda *args: None)
     refused(run, "cannot read its|BZ2|bz2|Error")  # by the library that unpacks it, too late
 
 

@@ -148,7 +148,8 @@ class Written:
 def export(directory: str, step: str | None, out: Path, wanted: Exported, *, as_json: bool) -> int:
     """Runs ``torchax-ckpt export``; returns the exit code."""
     wanted = settled(out, wanted)
-    stored = StoredStep(step_named(existing(directory), step))
+    options = CheckpointOptions(max_host_bytes=wanted.max_bytes)
+    stored = StoredStep(step_named(existing(directory), step), options)
     written = write(stored, chosen_weights(stored, wanted), out, wanted)
     if as_json:
         output.print_json({"step": stored.committed.step, **written.as_json()})
@@ -322,7 +323,6 @@ def _write_for_torch(
 
     if out.exists():  # checked before the command reads the step, which can take long
         raise DirectoryError(f"{out}: exists already; nothing was written", path=out)
-    options = CheckpointOptions(max_host_bytes=wanted.max_bytes)
     optimizers = None
     if wanted.with_optimizer:
         from torchax_ckpt.formats.optimizer_state import optimizers_of
@@ -333,8 +333,8 @@ def _write_for_torch(
             raise UsageError(f"export: --optimizer: {error}") from error
     more = () if optimizers is None else optimizers.leaves
     leaves = [*weights.leaves.values(), *more]
-    with about(stored.committed), room_for(leaves, out.parent, options) as allocate:
-        tensors = read_tensors(stored, leaves, options, allocate)
+    with about(stored.committed), room_for(leaves, out.parent, stored.options) as allocate:
+        tensors = read_tensors(stored, leaves, allocate)
         state: dict[str, Any] = {"model": named_weights(weights, tensors)}
         if optimizers is not None:
             state["optimizer"] = optimizers.state_dicts(

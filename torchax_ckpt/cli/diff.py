@@ -25,13 +25,13 @@ _IN_WORDS = {
 
 def diff(a: str, b: str, pattern: str | None, *, max_bytes: int | None, as_json: bool) -> int:
     """Runs ``torchax-ckpt diff``; returns the exit code."""
-    steps = [StoredStep(chosen(text)[1]) for text in (a, b)]
+    options = CheckpointOptions(max_host_bytes=max_bytes)
+    steps = [StoredStep(chosen(text)[1], options) for text in (a, b)]
     left, right = steps
     with progress.bar("comparing", lambda: left.stored_bytes) as on_bytes:
         result = compare(
             left,
             right,
-            CheckpointOptions(max_host_bytes=max_bytes),
             is_wanted=lambda name: pattern is None or fnmatch.fnmatchcase(name, pattern),
             on_bytes=on_bytes,
         )

@@ -231,9 +231,9 @@ def _verify_one(
     result: dict[str, Any] = {"step": committed.step}
     try:
         # One host's part of a step has digests too, so it can be verified.
-        stored = StoredStep(committed, allow_part=True)
+        stored = StoredStep(committed, options, allow_part=True)
         with progress.bar(f"step {committed.step}", lambda: stored.stored_bytes) as on_bytes:
-            stored.verify(options, on_bytes=on_bytes)
+            stored.verify(on_bytes=on_bytes)
     except StepNotFoundError:
         raise
     except CheckpointError as error:

@@ -35,7 +35,6 @@ from torchax_ckpt.errors import (
 from torchax_ckpt.formats.tensor_files import FilePart, FileTensor, TensorFiles
 from torchax_ckpt.formats.untrusted_files import MAX_METADATA_BYTES, in_folder, require_regular
 from torchax_ckpt.formats.weights import Weights, as_dtype
-from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.storage.medium import fsync, permissions
 from torchax_ckpt.stored.stored_step import StoredLeaf, StoredStep
 
@@ -104,7 +103,6 @@ def export_safetensors(
     stored: StoredStep,
     weights: Weights,
     out: Path,
-    options: CheckpointOptions,
     *,
     max_shard_bytes: int | None = None,
     texts: Mapping[Path, str] | None = None,
@@ -120,7 +118,6 @@ def export_safetensors(
       weights: the leaves to write, and their names.
       out: a file if the name ends in ``.safetensors``. Otherwise a directory, created if necessary,
         for ``model.safetensors``, or for several files and ``model.safetensors.index.json``.
-      options: memory bounds.
       max_shard_bytes: largest total size of the tensors in one file; a larger tensor has a file to
         itself. None writes one file.
       texts: path -> content of text files to write too.
@@ -145,7 +142,7 @@ def export_safetensors(
     with _removed_on_failure([*(file.partial for file in files), *paths], paths):
         for file, header in zip(files, headers, strict=True):
             _allocate(file, header)
-        _fill(stored, files, options, on_bytes)
+        _fill(stored, files, on_bytes)
         for file in files:
             fsync.swap_in(file.partial, file.path)
         for path, text in beside.items():
@@ -215,7 +212,6 @@ def _allocate(file: _File, header: bytes) -> None:
 def _fill(
     stored: StoredStep,
     files: Sequence[_File],
-    options: CheckpointOptions,
     on_bytes: Callable[[int], None],
 ) -> None:
     """Reads the leaves piece by piece, and writes each piece into the files of its leaf."""
@@ -223,7 +219,7 @@ def _fill(
     for file in files:
         for name, leaf in file.leaves.items():
             places[leaf.name].append((file.partial, file.offsets[name], np.dtype(leaf.dtype)))
-    for name, index, content in stored.stream(places, options):
+    for name, index, content in stored.stream(places):
         for path, offset, dtype in places[name]:
             mapped = np.memmap(path, dtype, "r+", offset, stored.leaves[name].shape)
             mapped[index] = as_dtype(content, dtype, name)

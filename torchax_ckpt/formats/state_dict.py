@@ -65,18 +65,16 @@ def load_torch_state_dict(
         committed = steps[-1]
     else:
         raise StepNotFoundError(f"{run.path}: there are no checkpoints", path=run.path)
-    stored = StoredStep(committed)
-    return read_state_dict(stored, weights_at(stored, at), options or CheckpointOptions())
+    stored = StoredStep(committed, options)
+    return read_state_dict(stored, weights_at(stored, at))
 
 
-def read_state_dict(
-    stored: StoredStep, weights: Weights, options: CheckpointOptions
-) -> dict[str, torch.Tensor]:
+def read_state_dict(stored: StoredStep, weights: Weights) -> dict[str, torch.Tensor]:
     """Reads weights; returns a dict from the name of each weight in torch to a plain CPU tensor.
 
     Tied weights share one tensor.
     """
-    return named_weights(weights, read_tensors(stored, weights.leaves.values(), options))
+    return named_weights(weights, read_tensors(stored, weights.leaves.values()))
 
 
 def named_weights(weights: Weights, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -93,7 +91,6 @@ def named_weights(weights: Weights, tensors: Mapping[str, torch.Tensor]) -> dict
 def read_tensors(
     stored: StoredStep,
     leaves: Iterable[StoredLeaf],
-    options: CheckpointOptions,
     allocate: Callable[[tuple[int, ...], np.dtype[Any]], np.ndarray] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Reads leaves; returns a dict from leaf name to plain CPU tensor.
@@ -104,7 +101,7 @@ def read_tensors(
       UnsupportedLeafError: torch lacks the dtype of a leaf.
     """
     dtypes = {leaf.name: _dtype(leaf.dtype, leaf.name) for leaf in leaves}
-    arrays = stored.read(dtypes, options, allocate)
+    arrays = stored.read(dtypes, allocate)
     with native_torch():
         return {name: _tensor(arrays.pop(name), dtype) for name, dtype in dtypes.items()}
 

@@ -62,7 +62,7 @@ class FolderForm:
             raise ValueError("max_shard_bytes: PEFT has no files of several shards; omit it")
         if self.max_shard_bytes is not None and self.max_shard_bytes < 1:
             raise ValueError(f"max_shard_bytes: expected at least 1, found {self.max_shard_bytes}")
-        self._options()
+        self.options()
         self._selection()
 
     def weights_of(self, stored: StoredStep) -> Weights:
@@ -113,17 +113,18 @@ class FolderForm:
           UnsupportedLeafError, DirectoryError, CorruptCheckpointError: as for
             ``export_safetensors``.
         """
-        options, max_shard_bytes = self._options(), self.max_shard_bytes
+        max_shard_bytes = self.max_shard_bytes
         if texts is None:
             paths = export_safetensors(
-                stored, weights, out, options, max_shard_bytes=max_shard_bytes, on_bytes=on_bytes
+                stored, weights, out, max_shard_bytes=max_shard_bytes, on_bytes=on_bytes
             )
             return paths, list(weights.leaves.values())
         is_peft = self.format == "peft"
         write = model_folder.export_adapters if is_peft else model_folder.export_model
-        return write(stored, weights, texts, out, options, max_shard_bytes, on_bytes)
+        return write(stored, weights, texts, out, max_shard_bytes, on_bytes)
 
-    def _options(self) -> CheckpointOptions:
+    def options(self) -> CheckpointOptions:
+        """Returns how steps are read."""
         return CheckpointOptions(max_host_bytes=self.max_host_bytes)
 
     def _selection(self) -> Selection | None:

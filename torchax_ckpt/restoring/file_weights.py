@@ -19,10 +19,14 @@ import numpy as np
 from jax.sharding import Sharding
 
 from torchax_ckpt.errors import MismatchError
-from torchax_ckpt.formats.tensor_files import NARROWED, FileTensor
+from torchax_ckpt.formats.tensor_files import NARROWED, FileTensor, TensorFiles
+from torchax_ckpt.formats.weights import MODEL
+from torchax_ckpt.layout import names
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.snapshot.move_shards import put
 from torchax_ckpt.state.component import Read
+from torchax_ckpt.state.leaf import Spec
+from torchax_ckpt.state.stored_entries import StoredModule
 from torchax_ckpt.storage.arrays.placement import (
     Bounds,
     Index,
@@ -54,49 +58,75 @@ class _Piece:
     arrived: Callable[[Any], list[jax.Array]]
 
 
-def read_files(
-    tensors: Mapping[str, FileTensor], reads: Mapping[str, Read], options: CheckpointOptions
-) -> dict[str, Any]:
-    """Returns name -> tensor on its placement; reads the parts that this process's devices need.
+class FileWeights:
+    """Weights in files, which are read like the leaves of a step."""
 
-    What is read and not yet on its devices takes at most ``max_host_bytes`` (1 GiB if that is not
-    set). A single part of a device that is larger than ``max_host_bytes`` is in transit alone.
-    """
-    leaves: dict[str, Any] = {}
-    empty_leaves: dict[str, Any] = {}
-    max_bytes, held_bytes = options.max_host_bytes or _MAX_TRANSIT_BYTES, 0
-    reading: collections.deque[tuple[_Piece, concurrent.futures.Future[Any]]]
-    moving: collections.deque[tuple[int, list[jax.Array]]]
-    reading, moving = collections.deque(), collections.deque()
+    def __init__(self, files: TensorFiles, options: CheckpointOptions) -> None:
+        self._ties, self._options = files.ties, options
+        self._fqns = list(files.tensors)
+        self._tensors = {names.join((MODEL, n)): t for n, t in files.tensors.items()}
 
-    def take() -> None:
-        piece, future = reading.popleft()
-        moving.append((piece.nbytes, piece.arrived(future.result())))
+    def module(self, converts: Callable[[str, str], bool]) -> StoredModule:
+        """Returns the tensors and ties; of 64 bits, integers become those of 32 bits too."""
+        nodes = [Spec("torchax", t.dtype, t.shape).node(n) for n, t in self._tensors.items()]
+        return StoredModule(
+            dict(zip(self._fqns, nodes, strict=True)),
+            self._ties,
+            are_ties_known=False,
+            converts=lambda a, b: b == NARROWED.get(a) or converts(a, b),
+        )
 
-    num_readers = min(_MAX_READERS, os.cpu_count() or 1)
-    readers = concurrent.futures.ThreadPoolExecutor(num_readers, "torchax_ckpt-read")
-    try:
-        for name, read in reads.items():
-            if math.prod(read.spec.shape) == 0:
-                dtype = np.dtype(read.dtype or read.spec.dtype)
-                empty_leaves[name] = np.zeros(read.spec.shape, dtype)
-                continue
-            for piece in _pieces(name, tensors[name], read, leaves, max_bytes):
-                while held_bytes and held_bytes + piece.nbytes > max_bytes:
-                    if not moving:
+    def require_plausible(self, reads: Mapping[str, Read]) -> None:
+        """Does nothing: every size was already compared with the model's."""
+
+    def is_whole(self, reads: Mapping[str, Read], num_processes: int) -> bool:
+        """Returns False, because files have no digests."""
+        return False
+
+    def read_leaves(self, reads: Mapping[str, Read]) -> dict[str, Any]:
+        """Returns name -> tensor on its placement; reads the parts for this process's devices.
+
+        What is read and not yet on its devices takes at most ``max_host_bytes`` (1 GiB if that is
+        not set). A single part of a device that is larger is in transit alone.
+        """
+        leaves: dict[str, Any] = {}
+        empty_leaves: dict[str, Any] = {}
+        max_bytes, held_bytes = self._options.max_host_bytes or _MAX_TRANSIT_BYTES, 0
+        reading: collections.deque[tuple[_Piece, concurrent.futures.Future[Any]]]
+        moving: collections.deque[tuple[int, list[jax.Array]]]
+        reading, moving = collections.deque(), collections.deque()
+
+        def take() -> None:
+            piece, future = reading.popleft()
+            moving.append((piece.nbytes, piece.arrived(future.result())))
+
+        num_readers = min(_MAX_READERS, os.cpu_count() or 1)
+        readers = concurrent.futures.ThreadPoolExecutor(num_readers, "torchax_ckpt-read")
+        try:
+            for name, read in reads.items():
+                if math.prod(read.spec.shape) == 0:
+                    dtype = np.dtype(read.dtype or read.spec.dtype)
+                    empty_leaves[name] = np.zeros(read.spec.shape, dtype)
+                    continue
+                for piece in _pieces(name, self._tensors[name], read, leaves, max_bytes):
+                    while held_bytes and held_bytes + piece.nbytes > max_bytes:
+                        if not moving:
+                            take()
+                        nbytes, arrays = moving.popleft()
+                        jax.block_until_ready(arrays)
+                        held_bytes -= nbytes
+                    held_bytes += piece.nbytes
+                    reading.append((piece, readers.submit(piece.read)))
+                    while reading and (reading[0][1].done() or len(reading) > 2 * num_readers):
                         take()
-                    nbytes, arrays = moving.popleft()
-                    jax.block_until_ready(arrays)
-                    held_bytes -= nbytes
-                held_bytes += piece.nbytes
-                reading.append((piece, readers.submit(piece.read)))
-                while reading and (reading[0][1].done() or len(reading) > 2 * num_readers):
-                    take()
-        while reading:
-            take()
-    finally:
-        readers.shutdown(cancel_futures=True)
-    return {**leaves, **put(empty_leaves, {name: reads[name].placement for name in empty_leaves})}
+            while reading:
+                take()
+        finally:
+            readers.shutdown(cancel_futures=True)
+        return {
+            **leaves,
+            **put(empty_leaves, {name: reads[name].placement for name in empty_leaves}),
+        }
 
 
 def _pieces(

@@ -1,95 +1,19 @@
-"""How the manifest of a step in a local tier describes one host's parts of leaves.
-
-A step in a local tier holds only the shards of one host's devices. In the manifest of a step in a
-local tier, the node of a leaf that spanned several hosts has the additional field ``spec``. If the
-host had only a part of the leaf, the node's shape is that of this part, and the node has two more
-fields, ``whole`` and ``starts``:
-
-    spec      the mesh axes over which each dim of the leaf was sharded
-    whole     the shape of the leaf
-    starts    for each device, in the order of the host's block of the mesh, the index in the leaf
-              at which the device's shard begins
-"""
+"""Which shards of a step in a local tier this host needs, has on its disk, and reads."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
-import hashlib
-import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from torchax_ckpt.layout.manifest import Node, array_nodes
-from torchax_ckpt.layout.storage_plan import Plan
+from torchax_ckpt.layout.manifest import Node
+from torchax_ckpt.saving.host_parts import nodes_of
 from torchax_ckpt.snapshot.sharding import Local, host_part, spans_hosts
-from torchax_ckpt.snapshot.snapshotter import Stored
 from torchax_ckpt.state.component import Read
 from torchax_ckpt.state.leaf import Spec
-
-
-def described(
-    document: Mapping[str, Node], plan: Plan, arrays: Mapping[str, Stored]
-) -> Mapping[str, Node]:
-    """Returns a copy of the document in which nodes describe this host's parts of the leaves.
-
-    Args:
-      document: component -> node; the nodes describe whole leaves.
-      plan: which stored array holds each leaf.
-      arrays: stored name -> array over all hosts.
-    """
-    document = copy.deepcopy(dict(document))
-    located = plan.locate()
-    for component in document.values():
-        for node in array_nodes(component):
-            stored, _ = located.get(node["array"], (node["array"], 0))
-            array = arrays.get(stored)
-            if array is None or isinstance(array, np.ndarray) or array.is_fully_addressable:
-                continue
-            is_member = node["array"] in located
-            part = host_part(array.sharding, array.shape)
-            node["spec"] = [
-                list(dim) if isinstance(dim, tuple) else dim
-                for dim in part.sharding.spec[is_member:]
-            ]
-            if part.shape != array.shape:
-                node["whole"], node["shape"] = node["shape"], list(part.shape[is_member:])
-                node["starts"] = [list(start[is_member:]) for start in part.starts]
-    return document
-
-
-def parts(document: Mapping[str, Node]) -> str:
-    """Returns a digest of the parts of leaves that this host has; equal for hosts of equal parts.
-
-    Args:
-      document: a result of ``described``.
-    """
-    return digest({name: node.get("starts") for name, node in _nodes(document).items()})
-
-
-def digest(content: Any) -> str:
-    """Returns the digest of JSON content; equal contents have equal digests."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def whole(document: Mapping[str, Node]) -> Mapping[str, Node]:
-    """Returns the document with nodes that describe whole leaves; inverse of ``described``."""
-    document = copy.deepcopy(dict(document))
-    for component in document.values():
-        for node in array_nodes(component):
-            node["shape"] = node.pop("whole", node["shape"])
-            node.pop("starts", None)
-            node.pop("spec", None)
-    return document
-
-
-def specs(document: Mapping[str, Node]) -> dict[str, Any]:
-    """Returns leaf name -> field ``spec``, for leaves that spanned several hosts at the save."""
-    return {name: node["spec"] for name, node in _nodes(document).items() if "spec" in node}
 
 
 def as_saved(reads: Mapping[str, Read], specs: Mapping[str, Any]) -> dict[str, Read]:
@@ -129,7 +53,7 @@ def of_reads(reads: Mapping[str, Read], document: Mapping[str, Node]) -> dict[st
       reads: name -> the read of the whole leaf.
       document: the document of this host's step.
     """
-    found, nodes = {}, _nodes(document)
+    found, nodes = {}, nodes_of(document)
     for name, read in reads.items():
         if spans_hosts(read.placement) and "starts" in nodes.get(name, {}):
             part = host_part(read.placement, read.spec.shape)  # type: ignore[arg-type]
@@ -170,7 +94,7 @@ def stored_starts(
         differently among the host's devices; or a whole leaf is requested, and the step has only a
         part of it.
     """
-    found, nodes = needed_starts(reads), _nodes(document)
+    found, nodes = needed_starts(reads), nodes_of(document)
     for name in reads:
         starts = nodes.get(name, {}).get("starts")
         if starts is None:
@@ -213,9 +137,5 @@ def on_host(document: Mapping[str, Node], names: Iterable[str]) -> dict[str, Rea
 
     A host reads leaves into host memory in order to send them to other hosts.
     """
-    nodes = _nodes(document)
+    nodes = nodes_of(document)
     return {n: Read(n, Spec.of_node(nodes[n]), Local.HOST) for n in names if n in nodes}
-
-
-def _nodes(document: Mapping[str, Node]) -> dict[str, Mapping[str, Any]]:
-    return {node["array"]: node for part in document.values() for node in array_nodes(part)}

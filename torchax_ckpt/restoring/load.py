@@ -6,20 +6,17 @@ objects, such as a model and an optimizer.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from torchax_ckpt.errors import ForeignCheckpointError
 from torchax_ckpt.layout import names
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.processes.coordination import Processes
-from torchax_ckpt.restoring import step_reader
-from torchax_ckpt.restoring.step_reader import Source
+from torchax_ckpt.restoring.local_tier import HostSteps
 from torchax_ckpt.snapshot.move_shards import put
 from torchax_ckpt.snapshot.sharding import Local
 from torchax_ckpt.state import functional, per_process_state
@@ -30,24 +27,15 @@ from torchax_ckpt.state.pytree import key_part
 from torchax_ckpt.state.training_state import FUNCTIONAL
 from torchax_ckpt.storage.arrays import foreign
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
+from torchax_ckpt.stored.stored_step import StoredStep, about
 
 
-def load_state(
-    committed: CommittedStep,
-    opened: Callable[[CommittedStep], Source],
-    abstract_state: Any,
-    options: CheckpointOptions,
-    processes: Processes,
-) -> Any:
+def load_state(source: StoredStep | HostSteps, abstract_state: Any, processes: Processes) -> Any:
     """Returns a step's functional state or, without one, the states of its components.
 
     The keys of ``abstract_state`` select components.
     """
-    source = None
-    with contextlib.suppress(ForeignCheckpointError):
-        source = opened(committed)
-    if source is None:
-        return _load_foreign(committed, abstract_state, options)
+    committed = source.committed
     findings = Findings()
     prefix: tuple[str, ...] = ()
     if FUNCTIONAL in source.document:
@@ -58,15 +46,15 @@ def load_state(
             source.document, processes.index, processes.count, f"step {committed.step}"
         )
         root = {"dict": [[n, d] for n, d in document.items() if asked is None or n in asked]}
-    with step_reader.about(committed):
+    with about(committed):
         request = functional.Request(root, abstract_state, prefix, findings)
         if findings:
             raise findings.error(committed.step, str(committed.path), "load")
         source.require_plausible(request.reads)
-        return request.build(source.read(request.reads))
+        return request.build(source.read_leaves(request.reads))
 
 
-def _load_foreign(committed: CommittedStep, abstract_state: Any, options: CheckpointOptions) -> Any:
+def load_foreign(committed: CommittedStep, abstract_state: Any, options: CheckpointOptions) -> Any:
     """Returns the state of a step that was written with Orbax, but without this package.
 
     The stored pytree must have the structure of the abstract state, if one is given.

@@ -28,14 +28,15 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from torchax_ckpt.errors import CorruptCheckpointError
+from torchax_ckpt.errors import CorruptCheckpointError, StepNotFoundError
 from torchax_ckpt.layout.manifest import Node, array_nodes
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.processes.per_host import PerHostProcesses
-from torchax_ckpt.restoring import host_shards, step_reader
-from torchax_ckpt.restoring.host_shards import digest
+from torchax_ckpt.restoring import host_shards
 from torchax_ckpt.restoring.shard_exchange import rounds_of, routes, runs
 from torchax_ckpt.restoring.state_senders import Answer, StateSenders
+from torchax_ckpt.saving import host_parts
+from torchax_ckpt.saving.host_parts import digest
 from torchax_ckpt.snapshot.move_shards import permute_over_processes, put, reshard
 from torchax_ckpt.snapshot.sharding import shards_as, spans_hosts
 from torchax_ckpt.state import per_process_state
@@ -43,6 +44,7 @@ from torchax_ckpt.state.component import Read
 from torchax_ckpt.state.per_process_state import HostStates, PerProcessState
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.verified import Verified
+from torchax_ckpt.stored.stored_step import Compared, StoredStep
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +58,8 @@ _NO_COPY = (
 class HostSteps:
     """One step in the local tiers of all hosts; a host's copy holds the shards of its own devices.
 
-    Implements ``Source``. All processes must call its methods in the same order, within a round.
-    Some hosts may have no copy of the step.
+    It is read like a ``StoredStep``. All processes must call its methods in the same order, within
+    a round. Some hosts may have no copy of the step.
 
     Args:
       committed: the step, at its path on this host; the path need not exist.
@@ -82,15 +84,17 @@ class HostSteps:
         verified: Verified,
     ) -> None:
         self.committed = committed
-        self.compared: step_reader.Compared | None = None  # no host has compared the whole step
+        self.compared: Compared | None = None  # no host has compared the whole step
         self._verified, self._axis = verified, replica_axis
         self._options = dataclasses.replace(options, single_replica_restore=False)
         self._processes = processes
         # This host's copy; None if the copy does not exist, is damaged or does not fit the reads.
-        self._copy: step_reader.StoredLeaves | None = None
+        self._copy: StoredStep | None = None
         if committed.path.exists():
             with self._ignoring_damage():
-                self._copy = step_reader.StoredLeaves(committed, self._options, allow_part=True)
+                copy = StoredStep(committed, self._options, allow_part=True)
+                copy.require_restorable()
+                self._copy = copy
         # The host leaves of this process's state. They are read at once, because in every copy of
         # the step their names stand for the state of the process that wrote the copy.
         self._own: dict[str, np.ndarray] = {}
@@ -106,7 +110,7 @@ class HostSteps:
             with self._ignoring_damage():
                 states = HostStates.of_document(document)
                 shared = per_process_state.without_states(document)
-                content = json.dumps([host_shards.whole(shared), host_shards.specs(shared)])
+                content = json.dumps([host_parts.whole(shared), host_parts.specs(shared)])
             self._copy = self._copy if states is not None else None
         mine = b""
         if states is not None and (states.count is None or index in states.nodes):
@@ -127,8 +131,8 @@ class HostSteps:
         state = PerProcessState.of_bytes(mine)
         nodes, self._own = state.nodes, dict(state.leaves)
         document, specs = json.loads(content)
-        specs |= host_shards.specs(nodes)
-        return per_process_state.with_states(document, host_shards.whole(nodes), count), specs
+        specs |= host_parts.specs(nodes)
+        return per_process_state.with_states(document, host_parts.whole(nodes), count), specs
 
     def _first_answers(self, told: Sequence[bytes]) -> list[bytes]:
         """Decides on process 0 which processes send a document or a per-process state to which.
@@ -203,7 +207,7 @@ class HostSteps:
             arrays = [node["array"] for node in found if "spec" not in node]
             reads = host_shards.on_host(self._copy.document, arrays)
             self._copy.require_plausible(reads)
-            return PerProcessState(nodes, self._copy.read(reads)).to_bytes()
+            return PerProcessState(nodes, self._copy.read_leaves(reads)).to_bytes()
         self._copy = None
         return b""
 
@@ -237,7 +241,7 @@ class HostSteps:
     def _without_own(self, reads: Mapping[str, Read]) -> dict[str, Read]:
         return {name: read for name, read in reads.items() if name not in self._own}
 
-    def read(self, reads: Mapping[str, Read]) -> dict[str, Any]:
+    def read_leaves(self, reads: Mapping[str, Read]) -> dict[str, Any]:
         """Returns leaf name -> array; other hosts send what this host's copy lacks."""
         state = {name: read for name, read in reads.items() if name in self._own}
         found = put({n: np.array(self._own[n]) for n in state}, _placements(state))
@@ -253,7 +257,7 @@ class HostSteps:
         if self._copy is not None:
             with self._ignoring_damage():
                 parts = host_shards.of_reads(reads, self._copy.document)
-                values = self._copy.read({**reads, **parts})
+                values = self._copy.read_leaves({**reads, **parts})
         if values is None:
             self._copy = None  # values from other hosts do not verify this host's copy
         here = {name: read for name, read in reads.items() if name not in spanning}
@@ -277,7 +281,7 @@ class HostSteps:
         sender, is_asked = json.loads(self._processes.combine(flags, self._sender))
         if is_asked and sender == self._processes.host_index:
             assert self._copy is not None
-            found = self._copy.read(host_shards.on_host(self._copy.document, reads))
+            found = self._copy.read_leaves(host_shards.on_host(self._copy.document, reads))
             self._processes.post("leaves", PerProcessState({}, found).to_bytes())
         if values is None and reads:
             sent = PerProcessState.of_bytes(self._processes.posted("leaves", sender)).leaves
@@ -360,7 +364,7 @@ class HostSteps:
         try:
             with self._verified.noting_damage(self.committed):
                 yield
-        except CorruptCheckpointError as error:
+        except (CorruptCheckpointError, StepNotFoundError) as error:
             logger.warning("this host's copy is ignored: %s", error)
 
     def _unreadable(self, why: str) -> CorruptCheckpointError:

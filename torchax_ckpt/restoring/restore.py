@@ -19,8 +19,7 @@ from torchax_ckpt.errors import UnusableStateError
 from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.options import CheckpointOptions, TierName
 from torchax_ckpt.processes.coordination import Processes
-from torchax_ckpt.restoring import step_reader
-from torchax_ckpt.restoring.step_reader import Source
+from torchax_ckpt.restoring.local_tier import HostSteps
 from torchax_ckpt.snapshot.device_memory import free_device_bytes
 from torchax_ckpt.snapshot.device_sizes import shard_bytes
 from torchax_ckpt.snapshot.sharding import Local
@@ -28,6 +27,7 @@ from torchax_ckpt.state import per_process_state, random_state
 from torchax_ckpt.state.component import Read, Restoration, Values, Write
 from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.state.training_state import TrainingState
+from torchax_ckpt.stored.stored_step import StoredStep, about
 
 # The smallest bound for the parts that restore_in_budget frees and reads, in bytes per device. The
 # same bound applies if the free memory is unknown. Smaller parts would read stacks more often.
@@ -64,7 +64,7 @@ class RestoreReport:
 
 
 def restore_attached(
-    source: Source,
+    source: StoredStep | HostSteps,
     attached: TrainingState,
     strict: bool,
     options: CheckpointOptions,
@@ -75,7 +75,7 @@ def restore_attached(
     committed = source.committed
     findings, selection = Findings(), selection or Selection()
     restores_rng = "rng" in attached.components and "rng" in source.document
-    with step_reader.about(committed), random_state.left_alone(on_success=not restores_rng):
+    with about(committed), random_state.left_alone(on_success=not restores_rng):
         document = per_process_state.document_of(
             source.document,
             processes.index,
@@ -89,9 +89,9 @@ def restore_attached(
         restoration.require_filled()
         source.require_plausible(restoration.reads)
         path = str(committed.path)
-        apply(restoration, source.read, options, processes, committed.step, path)
-    is_whole = options.verify != "never" and source.is_whole(restoration.reads, processes.count)
-    return report_of(committed.step, findings, selection, is_verified=is_whole)
+        apply(restoration, source.read_leaves, options, processes, committed.step, path)
+    is_verified = source.is_whole(restoration.reads, processes.count)
+    return report_of(committed.step, findings, selection, is_verified=is_verified)
 
 
 def report_of(

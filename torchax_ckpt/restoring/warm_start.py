@@ -1,50 +1,42 @@
 """Warm starts: a model's initial weights come from another run's checkpoint or from files.
 
-Each kind of source is converted to a ``StoredModule``, which lists the tensors that the source has,
-and to a function that reads leaves. Restores use the same code to compare and write leaves.
+A ``StoredModule`` lists the tensors that a source has. A ``StoredStep``, or ``FileWeights``, reads
+them. Restores use the same code to compare and write leaves.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from torchax_ckpt import torchax_backend
 from torchax_ckpt.errors import SelectionError, StepNotFoundError
 from torchax_ckpt.formats import opening
-from torchax_ckpt.formats.tensor_files import NARROWED, TensorFiles
 from torchax_ckpt.formats.weights import MODEL, weights_at
-from torchax_ckpt.layout import names
 from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.processes import liveness
 from torchax_ckpt.processes.coordination import Processes
-from torchax_ckpt.restoring import step_reader
 from torchax_ckpt.restoring.fallback import newest_readable, reading
-from torchax_ckpt.restoring.file_weights import read_files
+from torchax_ckpt.restoring.file_weights import FileWeights
 from torchax_ckpt.restoring.restore import RestoreReport, apply, report_of
 from torchax_ckpt.runtime.step_number import as_step
 from torchax_ckpt.runtime.tracebacks import brief
-from torchax_ckpt.snapshot.move_shards import put
-from torchax_ckpt.state.component import Read, Values
 from torchax_ckpt.state.findings import Findings
-from torchax_ckpt.state.leaf import Spec
 from torchax_ckpt.state.modules.module import ModuleComponent
 from torchax_ckpt.state.stored_entries import StoredModule
 from torchax_ckpt.state.training_state import as_rule, require_init, require_module
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.run_history import RunHistory
-from torchax_ckpt.stored.stored_step import StoredStep
+from torchax_ckpt.stored.stored_step import StoredStep, about
 
 logger = logging.getLogger(__name__)
 
@@ -147,9 +139,30 @@ def warm_start(
     service = liveness.coordination_service()
     processes = Processes("warm starts", options.process_timeout_secs, service)
 
-    def start(origin: _Origin) -> RestoreReport:
-        selection = Selection(include, exclude, rename)
-        return _start(component, origin, selection, strict, options, processes)
+    def start(
+        source: StoredStep | FileWeights, module: StoredModule, path: str, step: int | None
+    ) -> RestoreReport:
+        selection, findings = Selection(include, exclude, rename), Findings()
+        restoration = component.prepare_from(module, findings, selection, ties_again=True)
+        selection.require_used()
+        if strict and findings:
+            raise findings.error(step, path, "warm_start")
+        restoration.require_filled("warm_start")
+        source.require_plausible(restoration.reads)
+        apply(restoration, source.read_leaves, options, processes, step, path)
+        logger.info("took weights from %s", path)
+        if again := [f"{a} (to {n})" for a, n in restoration.tied_again.items()]:
+            logger.info(
+                "tied again, because the model declares them as tied and the source has one value "
+                "for them: %s. Call model.tie_weights() after model.to('jax') in a program that "
+                "resumes: a start without warm_start needs the ties too",
+                ", ".join(again),
+            )
+        is_verified = source.is_whole(restoration.reads, processes.count)
+        return report_of(step, findings, selection, is_verified=is_verified)
+
+    def converts(stored: str, live: str) -> bool:
+        return stored == live or (cast and _are_floating(stored, live))
 
     path = Path(source)
     if opening.is_known(path):
@@ -160,13 +173,19 @@ def warm_start(
             )
         files = opening.open_files(path, at)
         with processes.round("taking weights from files"):
-            return start(_of_files(files, str(path), cast, options))
+            weights = FileWeights(files, options)
+            return start(weights, weights.module(converts), str(path), None)
     run = RunDirectory(source, read_only=True)
     history = RunHistory(run, processes)
 
     def start_from(committed: CommittedStep) -> RestoreReport:
-        with reading(committed, run, processes), step_reader.about(committed):
-            return start(_of_step(committed, at, cast, options, processes.meet))
+        with reading(committed, run, processes), about(committed):
+            stored = StoredStep(committed, options, processes.meet)
+            stored.require_restorable()
+            weights, nodes = weights_at(stored, at), stored.manifest.leaves()
+            tensors = {name: nodes[leaf.name] for name, leaf in weights.leaves.items()}
+            module = StoredModule(tensors, weights.ties, are_ties_known=False, converts=converts)
+            return start(stored, module, str(committed.path), committed.step)
 
     if step is not None:
         number = as_step(step)
@@ -179,109 +198,6 @@ def warm_start(
         )
     report, skipped = newest_readable(steps, start_from)
     return dataclasses.replace(report, skipped_steps=skipped)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Origin:
-    """The source of the weights.
-
-    Attributes:
-      module: the tensors that the source has.
-      step, path: the step or the files that the tensors come from, for messages.
-      check: raises if leaves are not stored as the source describes them.
-      read: reads leaves onto their placements, in the requested dtypes.
-      is_whole: returns whether these reads have compared every byte of the source with digests.
-    """
-
-    module: StoredModule
-    step: int | None
-    path: str
-    check: Callable[[Mapping[str, Read]], None]
-    read: Callable[[Mapping[str, Read]], Values]
-    is_whole: Callable[[Mapping[str, Read]], bool]
-
-
-def _start(
-    component: ModuleComponent,
-    origin: _Origin,
-    selection: Selection,
-    strict: bool,
-    options: CheckpointOptions,
-    processes: Processes,
-) -> RestoreReport:
-    findings = Findings()
-    restoration = component.prepare_from(origin.module, findings, selection, ties_again=True)
-    selection.require_used()
-    if strict and findings:
-        raise findings.error(origin.step, origin.path, "warm_start")
-    restoration.require_filled("warm_start")
-    origin.check(restoration.reads)
-    apply(restoration, origin.read, options, processes, origin.step, origin.path)
-    logger.info("took weights from %s", origin.path)
-    if again := [f"{a} (to {n})" for a, n in restoration.tied_again.items()]:
-        logger.info(
-            "tied again, because the model declares them as tied and the source has one value for "
-            "them: %s. Call model.tie_weights() after model.to('jax') in a program that resumes: "
-            "a start without warm_start needs the ties too",
-            ", ".join(again),
-        )
-    is_verified = origin.is_whole(restoration.reads)
-    return report_of(origin.step, findings, selection, is_verified=is_verified)
-
-
-def _of_step(
-    committed: CommittedStep,
-    at: str | None,
-    cast: bool,
-    options: CheckpointOptions,
-    agree: Callable[[], None],
-) -> _Origin:
-    stored = StoredStep(committed)
-    step_reader.require_made(committed, stored.manifest)
-    weights, nodes = weights_at(stored, at), stored.manifest.leaves()
-
-    def read(reads: Mapping[str, Read]) -> Values:
-        leaves = step_reader.read_leaves(committed, stored.manifest, reads, options, agree)
-        for name, read in reads.items():
-            if read.dtype is not None:
-                changed = {name: leaves.pop(name).astype(read.dtype)}
-                leaves |= put(changed, {name: read.placement})
-        return leaves
-
-    return _Origin(
-        StoredModule(
-            {name: nodes[leaf.name] for name, leaf in weights.leaves.items()},
-            weights.ties,
-            are_ties_known=False,
-            converts=lambda a, b: a == b or (cast and _are_floating(a, b)),
-        ),
-        committed.step,
-        str(committed.path),
-        check=functools.partial(step_reader.require_plausible, committed, stored.manifest),
-        read=read,
-        is_whole=lambda reads: (
-            options.verify != "never"
-            and step_reader.is_whole(stored.manifest, reads, jax.process_count())
-        ),
-    )
-
-
-def _of_files(files: TensorFiles, path: str, cast: bool, options: CheckpointOptions) -> _Origin:
-    named = {names.join((MODEL, name)): tensor for name, tensor in files.tensors.items()}
-    nodes = [Spec("torchax", t.dtype, t.shape).node(name) for name, t in named.items()]
-    return _Origin(
-        StoredModule(
-            dict(zip(files.tensors, nodes, strict=True)),
-            files.ties,
-            are_ties_known=False,
-            converts=lambda a, b: b in (a, NARROWED.get(a)) or (cast and _are_floating(a, b)),
-        ),
-        None,
-        path,
-        check=lambda reads: None,  # every size was already compared with the model's
-        read=functools.partial(read_files, named, options=options),
-        is_whole=lambda reads: False,
-    )
 
 
 def _are_floating(*dtypes: str) -> bool:

@@ -6,13 +6,13 @@ import dataclasses
 
 from torchax_ckpt.options import TierName
 from torchax_ckpt.processes.coordination import Processes
-from torchax_ckpt.restoring.step_reader import Compared
 from torchax_ckpt.saving.decisions import Decisions
 from torchax_ckpt.saving.saver import Saver
 from torchax_ckpt.saving.unchanged.reuse import Reuse
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.run_history import RunHistory
+from torchax_ckpt.stored.stored_step import Compared
 from torchax_ckpt.telemetry.recorder import Telemetry
 
 
@@ -47,7 +47,7 @@ class RunTier:
 
         Args:
           committed: the step.
-          compared: the leaves that the restore has compared; see ``Source``.
+          compared: the leaves that the restore has compared; see ``StoredStep``.
           is_verified: whether the restore compared every stored byte of the step with its digest.
         """
         if is_verified:

@@ -20,8 +20,6 @@ from torchax_ckpt.processes import liveness
 from torchax_ckpt.processes.call_log import CallLog
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.processes.per_host import PerHostProcesses
-from torchax_ckpt.restoring.local_tier import HostSteps
-from torchax_ckpt.restoring.step_reader import Source, StoredLeaves
 from torchax_ckpt.saving.closing import Closing, take_over
 from torchax_ckpt.saving.decisions import Decisions
 from torchax_ckpt.saving.preserving import Preserving
@@ -53,6 +51,7 @@ class Tiers:
       call_log: the calls that the processes make, on all channels of the run.
       durable: the durable tier.
       local: the local tier, or None.
+      replica_axis: the mesh axis along which slices lie, if there is a local tier.
 
     Raises:
       PolicyError: a policy lacks ``should_save`` or ``should_preserve``.
@@ -96,7 +95,7 @@ class Tiers:
                     "give either local=LocalTier(...) or restore_in_budget=True, not both"
                 )
             saves = self._connect(f"local saves {durable.path}")
-            self._replica_axis = local.replica_axis
+            self.replica_axis = local.replica_axis
             self._hosts = PerHostProcesses(self.processes)
             self.local = self._tier(
                 "local",
@@ -227,21 +226,6 @@ class Tiers:
             for step, at in on_any - here.keys()
         }
         return {key: here[key] for key in on_any & here.keys()} | elsewhere
-
-    def opened(self, committed: CommittedStep) -> Source:
-        """Opens a step for reading.
-
-        Call ``opened`` only in the body of ``with tiers.processes.round(...)``, on all processes.
-
-        Raises:
-          ForeignCheckpointError, CorruptCheckpointError: the step cannot be read.
-        """
-        tier = self.holding(committed)
-        if tier is self.local and self._hosts.is_per_host:
-            return HostSteps(
-                committed, self._options, self._hosts, self._replica_axis, tier.directory.verified
-            )
-        return StoredLeaves(committed, self._options, self.processes.meet)
 
     def numbers(self, name: TierName | None = None) -> list[int]:
         """Returns the numbers of the steps in the directories of the tiers, in ascending order.

@@ -24,9 +24,9 @@ from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.processes.keepers import Keepers
 from torchax_ckpt.processes.per_host import PerHostProcesses
-from torchax_ckpt.restoring import host_shards
 from torchax_ckpt.runtime.background import Flag
 from torchax_ckpt.runtime.failure_log import FailureLog
+from torchax_ckpt.saving import host_parts
 from torchax_ckpt.saving.capture import Capture
 from torchax_ckpt.saving.unchanged.comparison import Offer
 from torchax_ckpt.saving.unchanged.division import Division, Written, divided
@@ -369,13 +369,13 @@ class Writer:
         is_per_host = self._processes.is_per_host
         document = capture.document
         if is_per_host:
-            document = host_shards.described(document, plan, arrays)
+            document = host_parts.described(document, plan, arrays)
         stored = self._here(arrays)
         answer = self._answer(capture, offers, plan, stored, progress)
         answers = self._processes.gather(answer) if self._reuse else []
         if self._hosts is not None:
             state = capture.state(document)
-            kept = self._keepers.exchange(self._hosts, state, host_shards.parts(document))
+            kept = self._keepers.exchange(self._hosts, state, host_parts.parts(document))
             nodes, leaves = joined_on_host(
                 self._hosts.host_index, self._hosts.num_hosts, state, kept
             )
@@ -451,7 +451,8 @@ class Writer:
         process has died, the step is not deleted, because it may be intact.
         """
         try:
-            StoredStep(durable, allow_part=True).verify(self._options, self._processes)
+            stored = StoredStep(durable, self._options, allow_part=True)
+            stored.verify(self._processes)
             self._processes.meet()
         except CorruptCheckpointError:  # no run may resume from it
             if self._processes.is_first:

@@ -14,7 +14,6 @@ from typing import Any, Literal
 import numpy as np
 
 from torchax_ckpt.errors import CorruptCheckpointError
-from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.storage.directory.committed_step import ASSETS
 from torchax_ckpt.stored.stored_step import StoredLeaf, StoredStep
 
@@ -77,7 +76,6 @@ class StepComparison:
 def compare(
     a: StoredStep,
     b: StoredStep,
-    options: CheckpointOptions,
     *,
     is_wanted: Callable[[str], bool] = lambda name: True,
     on_bytes: Callable[[int], None] = lambda nbytes: None,
@@ -86,7 +84,6 @@ def compare(
 
     Args:
       a, b: the steps.
-      options: memory bounds of reading.
       is_wanted: returns whether to compare the leaf or value of this name.
       on_bytes: called with the number of bytes just compared, counted in one step only.
 
@@ -114,7 +111,7 @@ def compare(
     num_identical = 0
     for batch in _batches(both):
         names = [leaf.name for leaf in batch]
-        left, right = a.read(names, options), b.read(names, options)
+        left, right = a.read(names), b.read(names)
         for name in names:
             difference = _difference(name, left.pop(name), right.pop(name))
             if difference is None:

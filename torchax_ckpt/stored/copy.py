@@ -101,7 +101,7 @@ def _copy(
             _copy_files(committed.path, path, known, on_bytes)
             written = dataclasses.replace(committed, path=path)
             try:
-                StoredStep(written).verify(options)
+                StoredStep(written, options).verify()
             except CorruptCheckpointError as error:
                 raise CorruptCheckpointError(
                     f"the copy of step {committed.step} in {committed.path} differs from what was "

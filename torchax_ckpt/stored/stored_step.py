@@ -1,8 +1,8 @@
-"""Opens a stored step for reading, and returns its leaves as arrays on the host.
+"""Opens a stored step, and reads its leaves, compared with their digests: onto the host or devices.
 
-This module uses neither torch nor devices. A program that inspects a checkpoint therefore starts
-within a second, and can run beside a training program that uses the accelerators. A restore, which
-must rebuild every leaf, uses ``restoring/step_reader.py``.
+Opening a step, and reading it onto the host, needs neither torch, JAX nor Orbax. A program that
+inspects a checkpoint therefore starts within a second, and can run beside a training program that
+uses the accelerators.
 """
 
 from __future__ import annotations
@@ -13,24 +13,36 @@ import dataclasses
 import functools
 import itertools
 import json
+import logging
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchax_ckpt.errors import CorruptCheckpointError, MismatchError, StepNotFoundError
-from torchax_ckpt.layout.manifest import Digests, Manifest
+from torchax_ckpt.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    MismatchError,
+    StepNotFoundError,
+)
+from torchax_ckpt.layout import names
+from torchax_ckpt.layout.manifest import Manifest, Node
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.processes.coordination import SINGLE_PROCESS, Processes
 from torchax_ckpt.runtime import host_memory, progress
+from torchax_ckpt.snapshot.local import Local, Placement
 from torchax_ckpt.storage.arrays import array_checks, read_arrays
-from torchax_ckpt.storage.arrays.placement import Piece, Wanted, empty
+from torchax_ckpt.storage.arrays.placement import Index, Piece, Wanted, empty
 from torchax_ckpt.storage.directory import commit_record, step_files
 from torchax_ckpt.storage.directory.committed_step import MANIFEST, CommittedStep
 from torchax_ckpt.storage.medium import containment
 
-Index = tuple[slice, ...]
+if TYPE_CHECKING:
+    from torchax_ckpt.state.component import Read
+
+logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -49,14 +61,7 @@ def about(committed: CommittedStep) -> Iterator[None]:
 
 @contextlib.contextmanager
 def still_there(committed: CommittedStep) -> Iterator[None]:
-    """Raises StepNotFoundError if the ``with`` block fails because the step was deleted.
-
-    If the block raises CorruptCheckpointError or FileNotFoundError, this function checks whether
-    the step still exists. If it does, the block's error is raised unchanged.
-
-    Raises:
-      StepNotFoundError: the step was deleted.
-    """
+    """Raises StepNotFoundError if the ``with`` block fails because the step was deleted."""
     try:
         yield
     except StepNotFoundError:
@@ -85,36 +90,6 @@ def parse_manifest(committed: CommittedStep) -> Manifest:
         return Manifest.from_json(step_files.read_manifest(committed), path=path)
 
 
-def require_whole(committed: CommittedStep, manifest: Manifest) -> None:
-    """Refuses a step that holds only one host's part of the state.
-
-    Raises:
-      CorruptCheckpointError: the step is such a part; the message names a leaf that is not whole.
-    """
-    for name, node in manifest.leaves().items():
-        if "whole" in node:
-            raise CorruptCheckpointError(
-                f"step {committed.step} in {committed.path}: {name}: expected the whole leaf, "
-                f"{node['whole']!r:.80}, found {list(node['shape'])}: this step of a local tier "
-                "holds one host's part. The hosts that saved it can restore it together, with "
-                "LocalTier; elsewhere read a step of the run's durable directory.",
-                step=committed.step,
-                path=committed.path,
-                key_path=name,
-            )
-
-
-def digests_of(manifest: Manifest, stored: str) -> Digests:
-    """Returns the digests of a stored array.
-
-    Raises:
-      CorruptCheckpointError: the manifest has no digests of the array.
-    """
-    if stored not in manifest.digests:
-        raise CorruptCheckpointError(f"{stored}: has no digests in the manifest", key_path=stored)
-    return manifest.digests[stored]
-
-
 @dataclasses.dataclass(frozen=True)
 class StoredLeaf:
     """A leaf, as the manifest of a step describes it.
@@ -140,31 +115,52 @@ class StoredLeaf:
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """The leaves that were read from a step and compared with its digests.
+
+    ``references`` has those that became JAX arrays, by name.
+    """
+
+    manifest: Manifest
+    references: dict[str, weakref.ref[Any]] = dataclasses.field(default_factory=dict)
+
+
 class StoredStep:
     """One step, open for reading. Reading a step changes no files in the step's directory.
+
+    ``options.max_host_bytes`` bounds the bytes of arrays in memory at one time; a single piece of
+    an array may exceed this bound. ``agree`` raises if another process has failed; ``read_leaves``
+    calls it before devices communicate.
 
     Attributes:
       committed: the step.
       manifest: its manifest.
       leaves: every leaf by name, in the manifest's order.
-
-    Args:
-      committed: the step.
-      allow_part: whether to accept one host's part of a step, whose leaves are not whole.
+      compared: what ``read_leaves`` has compared, if other steps may share arrays of the step.
 
     Raises:
       ForeignCheckpointError: bare Orbax wrote the step.
-      CorruptCheckpointError: its manifest is damaged, or the step is one host's part.
+      CorruptCheckpointError: its manifest is damaged; or the step is one host's part of the state,
+        and ``allow_part`` is False.
       StepNotFoundError: the step was deleted meanwhile. The methods raise this too.
       DirectoryError: the step cannot be read now.
     """
 
-    def __init__(self, committed: CommittedStep, *, allow_part: bool = False) -> None:
-        self.committed = committed
+    def __init__(
+        self,
+        committed: CommittedStep,
+        options: CheckpointOptions | None = None,
+        agree: Callable[[], None] = lambda: None,
+        *,
+        allow_part: bool = False,
+    ) -> None:
+        self.committed, self._agree = committed, agree
+        self.options = options or CheckpointOptions()
         with still_there(committed):
             self.manifest = parse_manifest(committed)
         if not allow_part:
-            require_whole(committed, self.manifest)
+            self._require_whole()
         located = self.manifest.plan.locate()
         self.leaves = {
             name: StoredLeaf(
@@ -176,6 +172,28 @@ class StoredStep:
             )
             for name, node in self.manifest.leaves().items()
         }
+        self.compared: Compared | None = None
+        if self.manifest.unchanged and self.options.verify != "never":
+            self.compared = Compared(self.manifest)
+
+    def _require_whole(self) -> None:
+        step, path = self.committed.step, self.committed.path
+        for name, node in self.manifest.leaves().items():
+            if "whole" in node:
+                raise CorruptCheckpointError(
+                    f"step {step} in {path}: {name}: expected the whole leaf, "
+                    f"{node['whole']!r:.80}, found {list(node['shape'])}: this step of a local "
+                    "tier holds one host's part. The hosts that saved it can restore it together, "
+                    "with LocalTier; elsewhere read a step of the run's durable directory.",
+                    step=step,
+                    path=path,
+                    key_path=name,
+                )
+
+    @property
+    def document(self) -> Mapping[str, Node]:
+        """Component -> node."""
+        return self.manifest.document
 
     @property
     def stored_bytes(self) -> int:
@@ -184,12 +202,7 @@ class StoredStep:
 
     @functools.cached_property
     def shardings(self) -> Mapping[str, str]:
-        """The sharding that each leaf had when saved, in words; {} if Orbax recorded no shardings.
-
-        Raises:
-          CorruptCheckpointError: the record of the shardings is damaged.
-          DirectoryError: the record cannot be read now.
-        """
+        """The sharding that each leaf had when saved, in words; {} if Orbax recorded none."""
         by_key = _read_shardings(self.committed)
         found = {}
         for name, leaf in self.leaves.items():
@@ -198,15 +211,12 @@ class StoredStep:
                 found[name] = _in_words(text, is_stacked=leaf.stack is not None)
         return found
 
-    def stream(
-        self, names: Iterable[str], options: CheckpointOptions
-    ) -> Iterator[tuple[str, Index, np.ndarray]]:
-        """Reads leaves piece by piece, and compares the pieces with their digests.
+    # --- onto the host ---
 
-        Yields the leaves in the order in which they are stored, each leaf in one or several pieces.
+    def stream(self, names: Iterable[str]) -> Iterator[tuple[str, Index, np.ndarray]]:
+        """Yields leaves piece by piece, in the order in which they are stored.
+
         Of a stack, only the pieces that have rows of these leaves are read.
-        ``options.max_host_bytes`` bounds the bytes in memory at one time, but a single piece may
-        exceed this bound.
 
         Yields:
           The leaf's name, the index of the piece in the leaf, and the piece's content.
@@ -217,14 +227,15 @@ class StoredStep:
         """
         asked = set(names)
         with still_there(self.committed), about(self.committed):
-            wanted = self._wanted(asked)
+            wanted = self._wanted(dict.fromkeys(asked))
+            self._require_stored(asked)
 
             def has_asked(stored: str, piece: Piece) -> bool:
                 members = wanted[stored].members
                 return not members or not asked.isdisjoint(members[piece.index[0]])
 
             for stored, piece, host in read_arrays.stream_arrays(
-                self.committed, wanted, options, has_asked
+                self.committed, wanted, self.options, has_asked
             ):
                 members = wanted[stored].members
                 if not members:
@@ -238,84 +249,167 @@ class StoredStep:
     def read(
         self,
         names: Iterable[str],
-        options: CheckpointOptions,
         allocate: Callable[[tuple[int, ...], np.dtype[Any]], np.ndarray] | None = None,
     ) -> dict[str, np.ndarray]:
         """Returns whole leaves, by name.
 
-        Args:
-          names: the leaves.
-          options: memory bounds of reading.
-          allocate: returns an array to read into, given its shape and dtype; default: an array in
-            this host's memory.
-
-        Raises:
-          CorruptCheckpointError, DirectoryError: as in ``stream``.
-          OutOfMemoryError: this host's memory cannot hold the leaves.
+        ``allocate`` returns an array to read into, given its shape and dtype; by default an array
+        in this host's memory. Raises as ``stream`` does, and OutOfMemoryError if this host's memory
+        cannot hold the leaves.
         """
-        names = list(names)
-        total = sum(self.leaves[name].nbytes for name in names)
+        leaves = [self.leaves[name] for name in names]
+        total = sum(leaf.nbytes for leaf in leaves)
         if allocate is None and total > host_memory.host_memory_bytes():
             with still_there(self.committed):
-                least = self._require_stored(self.manifest.stored(names))
+                least = self._require_stored(leaf.name for leaf in leaves)
                 path, step = self.committed.path, self.committed.step
                 raise containment.beyond_memory(path, step, total, least)
         found = {
-            name: (allocate or empty)(self.leaves[name].shape, np.dtype(self.leaves[name].dtype))
-            for name in names
+            leaf.name: (allocate or empty)(leaf.shape, np.dtype(leaf.dtype)) for leaf in leaves
         }
         with progress.bar(f"reading step {self.committed.step}", lambda: total) as on_bytes:
-            for name, index, content in self.stream(found, options):
+            for name, index, content in self.stream(found):
                 found[name][index] = content
                 on_bytes(content.nbytes)
         return found
 
     def read_assets(self) -> dict[str, str]:
-        """Returns the step's assets, as a dict from name to text; {} for a step without assets.
-
-        The names are relative paths that lead out of no folder (``storage/medium/assets.py``).
-
-        Raises:
-          CorruptCheckpointError: the assets are damaged.
-          DirectoryError: the assets cannot be read now.
-        """
+        """Returns the step's assets, name -> text; no name leads out of a folder."""
         with still_there(self.committed):
             return step_files.read_assets(self.committed, self.manifest.assets)
 
     def verify(
         self,
-        options: CheckpointOptions,
         processes: Processes = SINGLE_PROCESS,
         on_bytes: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
-        """Reads all leaves and assets, and compares them with their digests.
+        """Compares all leaves and assets with their digests; raises as ``stream`` does.
 
         If there are several processes, each process reads only its share of the stored arrays.
-
-        Raises:
-          CorruptCheckpointError, DirectoryError: as in ``stream``.
         """
         with still_there(self.committed), about(self.committed):
             if processes.is_first:
                 self.read_assets()
-            wanted = self._wanted(self.leaves)
+            wanted = self._wanted(dict.fromkeys(self.leaves))
             share = itertools.islice(wanted, processes.index, None, processes.count)
             wanted = {name: wanted[name] for name in share}
-            for _, piece, _ in read_arrays.stream_arrays(self.committed, wanted, options):
+            self._require_stored(self.leaves)
+            for _, piece, _ in read_arrays.stream_arrays(self.committed, wanted, self.options):
                 on_bytes(piece.nbytes)
 
-    def _wanted(self, names: Iterable[str]) -> dict[str, Wanted]:
-        stored = self.manifest.stored(names)
-        self._require_stored(stored)
-        stacks = self.manifest.plan.stacks
-        return {
-            name: Wanted(shape, dtype, {}, digests_of(self.manifest, name), stacks.get(name, ()))
-            for name, (shape, dtype) in stored.items()
-        }
+    # --- onto devices ---
 
-    def _require_stored(self, stored: Mapping[str, tuple[tuple[int, ...], str]]) -> int:
+    def require_restorable(self) -> None:
+        """Raises CorruptCheckpointError unless JAX and torch can represent all leaves."""
+        from torchax_ckpt.state import node_checks
+
+        with about(self.committed):
+            node_checks.check_document(self.document)
+
+    def require_plausible(self, reads: Mapping[str, Read]) -> None:
+        """Checks the stored arrays and this host's memory, before memory is allocated for leaves.
+
+        Raises:
+          CorruptCheckpointError: a stored array contradicts the manifest; or the leaves exceed this
+            host's memory, and the bytes on storage are too few to expand to the leaves' size.
+          OutOfMemoryError: the leaves exceed this host's memory, and nothing shows damage.
+        """
+        least = self._require_stored(reads)
+        memory = host_memory.host_memory_bytes()
+        staying = {n: r.spec.nbytes for n, r in reads.items() if r.placement is Local.HOST}
+        passing = {n: r.spec.nbytes for n, r in reads.items() if _is_whole_here(r.placement)}
+        for sizes, total in (
+            (staying, sum(staying.values())),
+            (passing, max(passing.values(), default=0)),
+        ):
+            if total > memory:
+                largest = max(sizes, key=lambda name: sizes[name])
+                path, step = self.committed.path, self.committed.step
+                raise containment.beyond_memory(path, step, total, least, largest)
+
+    def read_leaves(self, reads: Mapping[str, Read]) -> dict[str, Any]:
+        """Reads each leaf onto its devices or the host; returns leaf name -> array.
+
+        Call ``require_plausible`` before.
+
+        Raises:
+          CorruptCheckpointError: a leaf is damaged, or not stored as the manifest says.
+        """
+        from torchax_ckpt.snapshot.move_shards import put
+
+        placements = {name: read.placement for name, read in reads.items()}
+        compares = self.options.verify != "never"
+        wanted = self._wanted(placements, compares=compares)
+        found = read_arrays.read_arrays(self.committed, wanted, self.options, self._agree)
+        moved = {
+            name: found.pop(name).astype(read.dtype)
+            for name, read in reads.items()
+            if read.dtype is not None and name in found
+        }
+        for name in self.manifest.plan.empty.intersection(reads):
+            spec = reads[name].spec
+            moved[name] = np.zeros(spec.shape, np.dtype(reads[name].dtype or spec.dtype))
+        found |= put(moved, {name: placements[name] for name in moved})
+        if self.compared is not None:
+            on_devices = {n: a for n, a in found.items() if not isinstance(a, np.ndarray)}
+            self.compared.references.update({n: weakref.ref(a) for n, a in on_devices.items()})
+        return found
+
+    def is_whole(self, reads: Mapping[str, Read], num_processes: int) -> bool:
+        """Returns whether a restore with ``reads`` compares every stored byte of the step.
+
+        ``reads`` are those of one process; the other processes are taken to have corresponding
+        ones. Reads the assets, which no restore uses.
+        """
+        from torchax_ckpt.state import per_process_state
+
+        needed = set(self.leaves)
+        # If as many processes read as saved, each process reads its own per-process state.
+        if per_process_state.count_of(self.document) == num_processes:
+            needed = {name for name in needed if names.without_process(name) == name}
+            reads = {names.without_process(name): read for name, read in reads.items()}
+        stored = self.manifest.stored
+        if self.options.verify == "never" or not (
+            needed <= reads.keys() or stored(needed).keys() <= stored(reads).keys()
+        ):
+            return False
+        try:
+            step_files.read_assets(self.committed, self.manifest.assets)
+        except CheckpointError as error:  # the restored state is intact all the same
+            logger.warning("%s", error)
+            return False
+        return True
+
+    # --- stored arrays ---
+
+    def _wanted(
+        self, placements: Mapping[str, Placement | None], *, compares: bool = True
+    ) -> dict[str, Wanted]:
+        """Returns the stored arrays with these leaves, by name; None places a leaf nowhere."""
+        wanted = {}
+        for stored, (shape, dtype) in self.manifest.stored(placements).items():
+            members = self.manifest.plan.stacks.get(stored, ())
+            if compares and stored not in self.manifest.digests:
+                raise CorruptCheckpointError(
+                    f"{stored}: has no digests in the manifest", key_path=stored
+                )
+            digests = self.manifest.digests[stored] if compares else None
+            placed = {n: p for n in members or (stored,) if (p := placements.get(n)) is not None}
+            wanted[stored] = Wanted(shape, dtype, placed, digests, members)
+        return wanted
+
+    def _require_stored(self, leaves: Iterable[str]) -> int:
+        """Compares array metadata with the manifest; returns the fewest bytes that arrays take."""
+        stored = self.manifest.stored(leaves)
         with step_files.as_corrupt(self.committed, "array metadata"):
             return array_checks.require_stored(self.committed.path, self.committed.step, stored)
+
+
+def _is_whole_here(placement: Placement) -> bool:
+    """Returns whether the whole leaf passes through host memory on its way to devices."""
+    return placement is not Local.HOST and (
+        isinstance(placement, Local) or placement.is_fully_replicated
+    )
 
 
 def _read_shardings(committed: CommittedStep) -> dict[str, Any]:
@@ -334,12 +428,7 @@ def _read_shardings(committed: CommittedStep) -> dict[str, Any]:
 
 
 def _in_words(sharding: Any, *, is_stacked: bool) -> str:
-    """Returns a sharding as text, for example ``(fsdp, -) on fsdp=8``.
-
-    Args:
-      sharding: the JSON that Orbax recorded.
-      is_stacked: whether the array is a stack, whose first dim is not a dim of the leaf.
-    """
+    """Returns a sharding, which Orbax recorded as JSON, as text: ``(fsdp, -) on fsdp=8``."""
     if not isinstance(sharding, dict):
         return "?"
     if sharding.get("sharding_type") != "NamedSharding":

@@ -23,7 +23,6 @@ from support.training import P, fsdp_mesh
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, torchax_backend
 from torchax_ckpt.errors import CorruptCheckpointError, SaveError
-from torchax_ckpt.restoring.step_reader import read_manifest
 from torchax_ckpt.storage.arrays import (
     array_checks,
     block_digests,
@@ -34,6 +33,7 @@ from torchax_ckpt.storage.arrays import (
 from torchax_ckpt.storage.arrays.placement import Wanted
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import location, seals
+from torchax_ckpt.stored.stored_step import parse_manifest
 
 NEVER = CheckpointOptions(verify="never")
 PACE = read_arrays._pace(NEVER)
@@ -340,7 +340,7 @@ def test_blocks_are_the_chunks_that_storage_holds_and_never_tiny(
     step = RunDirectory(directory).find(1)
     want = Wanted(shape, "float32", {}, None)
     chunk = read_arrays._chunk(read_arrays._open(step, {"state/w": want}, PACE)["state/w"])
-    assert chunk == read_manifest(step).digests["state/w"].block == expected
+    assert chunk == parse_manifest(step).digests["state/w"].block == expected
     found = TorchaxCheckpointer(directory).load(1, abstract({"w": array}))
     assert np.array_equal(np.asarray(found["w"]).view("u4"), host.view("u4"))
 
@@ -355,11 +355,11 @@ def test_blocks_of_large_members_of_a_stack_are_their_parts_of_chunks(
         ckpt.wait_until_finished()
         ckpt.verify(1)
     step = RunDirectory(directory).find(1)
-    (name,) = read_manifest(step).plan.stacks
+    (name,) = parse_manifest(step).plan.stacks
     want = Wanted((3, 32, 64), "float32", {}, None)
     chunk = read_arrays._chunk(read_arrays._open(step, {name: want}, PACE)[name])
     assert chunk == (3, 16, 16)
-    assert read_manifest(step).digests[name].block == (1, 16, 16)
+    assert parse_manifest(step).digests[name].block == (1, 16, 16)
     assert_trees_identical(TorchaxCheckpointer(directory).load(1, state), state)
 
 

@@ -22,7 +22,6 @@ from torchax_ckpt.formats.safetensors_io import export_safetensors
 from torchax_ckpt.formats.untrusted_files import require_regular
 from torchax_ckpt.formats.weights import Weights
 from torchax_ckpt.layout import names
-from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.storage.medium import assets
 from torchax_ckpt.storage.medium.assets import Assets
 from torchax_ckpt.stored.stored_step import StoredLeaf, StoredStep
@@ -133,7 +132,6 @@ def export_model(
     weights: Weights,
     files: FolderFiles,
     out: Path,
-    options: CheckpointOptions,
     max_shard_bytes: int | None = None,
     on_bytes: Callable[[int], None] = lambda nbytes: None,
 ) -> tuple[list[Path], list[StoredLeaf]]:
@@ -164,7 +162,6 @@ def export_model(
         stored,
         weights,
         out,
-        options,
         max_shard_bytes=max_shard_bytes,
         texts={out / name: text for name, text in texts.items()},
         on_bytes=on_bytes,
@@ -177,7 +174,6 @@ def export_adapters(
     weights: Weights,
     files: FolderFiles,
     out: Path,
-    options: CheckpointOptions,
     max_shard_bytes: int | None = None,
     on_bytes: Callable[[int], None] = lambda nbytes: None,
 ) -> tuple[list[Path], list[StoredLeaf]]:
@@ -205,7 +201,6 @@ def export_adapters(
             stored,
             tensors,
             folder / ADAPTER_WEIGHTS,
-            options,
             texts={folder / ADAPTER_CONFIG: config},
             on_bytes=on_bytes,
         )

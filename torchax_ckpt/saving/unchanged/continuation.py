@@ -11,7 +11,6 @@ import jax
 from torchax_ckpt.errors import CheckpointError
 from torchax_ckpt.layout.manifest import Manifest
 from torchax_ckpt.processes.coordination import Processes
-from torchax_ckpt.restoring.step_reader import Compared
 from torchax_ckpt.saving.unchanged import earlier_steps, known_databases, presence, restored
 from torchax_ckpt.saving.unchanged.copies import Copies
 from torchax_ckpt.saving.unchanged.identities import Identities
@@ -20,7 +19,7 @@ from torchax_ckpt.storage.directory.abandonment import Key
 from torchax_ckpt.storage.directory.committed_step import STATE, CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.writing import databases, retained
-from torchax_ckpt.stored.stored_step import parse_manifest
+from torchax_ckpt.stored.stored_step import Compared, parse_manifest
 
 
 class Continuation:

@@ -31,7 +31,6 @@ from torchax_ckpt.layout import unchanged
 from torchax_ckpt.layout.digests import Digests
 from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.processes.coordination import SINGLE_PROCESS, Processes
-from torchax_ckpt.restoring.step_reader import Compared
 from torchax_ckpt.saving.unchanged import (
     comparison,
     earlier_steps,
@@ -54,6 +53,7 @@ from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import location
 from torchax_ckpt.storage.writing import retained
+from torchax_ckpt.stored.stored_step import Compared
 
 logger = logging.getLogger(__name__)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -9,17 +10,21 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from torchax_ckpt.errors import CorruptCheckpointError, ForeignCheckpointError
 from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.options import CheckpointOptions, TierName
+from torchax_ckpt.processes.per_host import PerHostProcesses
 from torchax_ckpt.restoring.fallback import newest_readable, reading
-from torchax_ckpt.restoring.load import load_state
+from torchax_ckpt.restoring.load import load_foreign, load_state
+from torchax_ckpt.restoring.local_tier import HostSteps
 from torchax_ckpt.restoring.restore import RestoreReport, restore_attached
-from torchax_ckpt.restoring.step_reader import Source
-from torchax_ckpt.restoring.verify import verify_step
+from torchax_ckpt.runtime import progress
 from torchax_ckpt.runtime.step_number import as_step
+from torchax_ckpt.saving.run_tier import RunTier
 from torchax_ckpt.saving.tiers import Tiers
 from torchax_ckpt.state.training_state import TrainingState
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
+from torchax_ckpt.stored.stored_step import StoredStep
 
 logger = logging.getLogger(__name__)
 
@@ -81,9 +86,37 @@ class ReadCalls:
         found = self._tiers.candidates(number, tier)
         newest = found[-1].step
         for committed in [s for s in found if s.step == newest]:
-            place = self._tiers.holding(committed)
-            verify_step(committed, place.directory, place.processes, self._options)
+            self._verify(committed, self._tiers.holding(committed))
         return newest
+
+    def _verify(self, committed: CommittedStep, tier: RunTier) -> None:
+        """Compares every byte of a step with its digests, and records whether the step is intact.
+
+        Each process verifies a share of the step, or, in a local tier, its own host's part. Process
+        0 also marks the result in the directory, for later programs.
+        """
+        # In a local tier another host may have a step that this host lacks.
+        is_here = not tier.processes.is_per_host or committed.path.exists()
+        verified = tier.directory.verified
+        marks = tier.processes.is_first and not self._options.read_only
+        try:
+            with reading(committed, tier.directory, tier.processes):
+                if is_here:
+                    with verified.noting_damage(committed):
+                        stored = StoredStep(committed, self._options, allow_part=True)
+                        name, total = f"step {committed.step}", stored.stored_bytes
+                        with progress.bar(name, lambda: total) as on_bytes:
+                            stored.verify(tier.processes, on_bytes)
+            if is_here:
+                verified.note(committed, is_sound=True)
+        except CorruptCheckpointError:
+            if marks:
+                with contextlib.suppress(Exception):  # the damage is the error to raise
+                    verified.mark(tier.directory.steps())  # others may share the damaged file
+            raise
+        finally:
+            if marks:
+                verified.mark([committed])
 
     def _checked(self, step: int | None, tier: TierName | None) -> int | None:
         self._tiers.require(tier)
@@ -99,7 +132,7 @@ class ReadCalls:
         began = time.perf_counter()
         tier = self._tiers.holding(committed)
         with reading(committed, tier.directory, tier.processes):
-            source = self._tiers.opened(committed)
+            source = self._opened(committed, tier)
             report = restore_attached(
                 source, attached, strict, self._options, self._tiers.processes, selection
             )
@@ -118,19 +151,30 @@ class ReadCalls:
         return dataclasses.replace(report, tier=tier.name)
 
     def _load(self, committed: CommittedStep, abstract_state: Any) -> Any:
-        tier = self._tiers.holding(committed)
-        sources: list[Source] = []
-
-        def opened(committed: CommittedStep) -> Source:
-            sources.append(self._tiers.opened(committed))
-            return sources[-1]
-
+        tier, processes = self._tiers.holding(committed), self._tiers.processes
         with reading(committed, tier.directory, tier.processes):
-            processes = self._tiers.processes
-            state = load_state(committed, opened, abstract_state, self._options, processes)
-        for source in sources:
-            tier.loaded(committed, source.compared)
+            source = None
+            with contextlib.suppress(ForeignCheckpointError):
+                source = self._opened(committed, tier)
+            if source is None:  # outside of the suppression, so that Orbax's errors are not hidden
+                return load_foreign(committed, abstract_state, self._options)
+            state = load_state(source, abstract_state, processes)
+        tier.loaded(committed, source.compared)
         return state
+
+    def _opened(self, committed: CommittedStep, tier: RunTier) -> StoredStep | HostSteps:
+        """Opens a step for reading; all processes call it, within a round.
+
+        Raises:
+          ForeignCheckpointError, CorruptCheckpointError: the step cannot be read.
+        """
+        options, hosts = self._options, tier.processes
+        if isinstance(hosts, PerHostProcesses) and hosts.is_per_host:
+            axis, verified = self._tiers.replica_axis, tier.directory.verified
+            return HostSteps(committed, options, hosts, axis, verified)
+        stored = StoredStep(committed, options, self._tiers.processes.meet)
+        stored.require_restorable()
+        return stored
 
 
 def _listed(patterns: str | Iterable[str] | None) -> str | Iterable[str] | None:
