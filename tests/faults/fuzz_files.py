@@ -22,8 +22,8 @@ import torch
 from etils import epath
 
 from torchax_ckpt import torchax_backend
-from torchax_ckpt.formats.dcp import save_dcp
 from torchax_ckpt.formats.opening import open_files
+from torchax_ckpt.formats.state_dict import save_dcp
 from torchax_ckpt.formats.tensor_files import TensorFiles
 from torchax_ckpt.storage.arrays import array_checks
 from torchax_ckpt.storage.directory import run_identity, step_files

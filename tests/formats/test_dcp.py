@@ -32,8 +32,8 @@ from torchax_ckpt.errors import (
     MismatchError,
     UnsupportedLeafError,
 )
+from torchax_ckpt.formats import state_dict
 from torchax_ckpt.formats.opening import open_files
-from torchax_ckpt.stored import scratch
 
 
 def optimizer_for(model: nn.Module) -> torch.optim.Optimizer:
@@ -90,7 +90,7 @@ def test_what_is_larger_than_the_bound_lies_in_a_file(
         mapped.append(kwargs["shape"][0])
         return memmap(*args, **kwargs)
 
-    monkeypatch.setattr(scratch.np, "memmap", counted)
+    monkeypatch.setattr(state_dict.np, "memmap", counted)
     out = tmp_path / "small.pt"
     total = run_json("export", directory, 2, out, "--format", "pt", "--optimizer")["num_bytes"]
     assert mapped == []
@@ -106,7 +106,7 @@ def test_what_is_larger_than_the_bound_lies_in_a_file(
     def full(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(scratch.os, "posix_fallocate", full)
+    monkeypatch.setattr(state_dict.os, "posix_fallocate", full)
     out = tmp_path / "none"
     said = run(
         "export",

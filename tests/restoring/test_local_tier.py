@@ -19,7 +19,7 @@ from support import PROGRAMS
 from support.processes import Running, run_processes
 from support.slices import assert_ends_alike, killed, resumed, straight
 
-from torchax_ckpt.restoring.shard_exchange import routes
+from torchax_ckpt.restoring.exchange_plans import routes
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,6 @@ from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.publishing import FolderForm
 from torchax_ckpt.publishing.folder_form import Dtype, Format
 from torchax_ckpt.runtime import progress
-from torchax_ckpt.stored.scratch import room_for
 from torchax_ckpt.stored.stored_step import StoredLeaf, StoredStep, about
 
 _PICKLED = (".pt", ".pth", ".bin")  # suffixes of torch.save's files
@@ -318,8 +317,13 @@ def _write_for_torch(
     Returns:
       The leaves of the optimizers; none unless they are wanted.
     """
-    from torchax_ckpt.formats.dcp import save_dcp
-    from torchax_ckpt.formats.state_dict import named_weights, read_tensors, save_torch_file
+    from torchax_ckpt.formats.state_dict import (
+        named_weights,
+        read_tensors,
+        room_for,
+        save_dcp,
+        save_torch_file,
+    )
 
     if out.exists():  # checked before the command reads the step, which can take long
         raise DirectoryError(f"{out}: exists already; nothing was written", path=out)

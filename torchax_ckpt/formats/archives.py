@@ -73,10 +73,8 @@ class Section(io.RawIOBase):
 def members(section: Section) -> dict[str, zipfile.ZipInfo]:
     """Returns the files inside an archive, by their names in it, such as ``data/0``.
 
-    Raises:
-      ValueError: one is compressed; one that holds no tensor is larger than ``max_bytes``; or the
-        tensors are big-endian.
-      zipfile.BadZipFile, ...: the section is no archive.
+    Raises ValueError if one is compressed, if one without a tensor is larger than ``max_bytes``, or
+    if the tensors are big-endian; and zipfile's errors.
     """
     found = {}
     with zipfile.ZipFile(section) as archive:
@@ -99,14 +97,8 @@ def members(section: Section) -> dict[str, zipfile.ZipInfo]:
 def load(file: Any, path: Path, **how: Any) -> Any:
     """Returns what ``torch.save`` saved, after ``members`` has checked the archive.
 
-    Args:
-      file: the archive: ``path``, or a ``Section`` of it.
-      path: the file, for messages.
-      how: arguments of ``torch.load``.
-
-    Raises:
-      UnsupportedLeafError: the archive contains objects that are neither tensors nor plain values.
-      RuntimeError, pickle.UnpicklingError, ...: the archive is not in torch's form.
+    ``file`` is ``path``, or a ``Section`` of it. Raises UnsupportedLeafError for objects that are
+    neither tensors nor plain values, and torch's many errors.
     """
     with native_torch():
         # Asked before, because torch searches its message about such a class in quadratic time.

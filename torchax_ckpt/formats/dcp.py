@@ -1,4 +1,4 @@
-"""Reads and writes checkpoints of ``torch.distributed.checkpoint`` (DCP).
+"""Reads checkpoints of ``torch.distributed.checkpoint`` (DCP).
 
 DCP stores its metadata as a pickle, and each chunk of a tensor as an archive of ``torch.save``.
 ``_MetadataReader`` reads the metadata; ``torch.load(weights_only=True)`` says of a chunk how its
@@ -13,28 +13,22 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
-import os
 
 # For DCP's metadata alone, which torch itself reads with a plain pickle.load.
 import pickle
-import shutil
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from etils import epath
 
-from torchax_ckpt.errors import DirectoryError, MismatchError, UnsupportedLeafError
+from torchax_ckpt.errors import MismatchError, UnsupportedLeafError
 from torchax_ckpt.formats.archives import Section, load, members
-from torchax_ckpt.formats.state_dict import native_torch
 from torchax_ckpt.formats.tensor_files import FilePart, FileTensor, TensorFiles
 from torchax_ckpt.formats.untrusted_files import MAX_METADATA_BYTES, in_folder, reading_file
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import STORABLE_DTYPES
-from torchax_ckpt.storage.medium import fsync, permissions
 
 METADATA = ".metadata"
 _MODEL = "model"
@@ -191,20 +185,9 @@ def is_dcp(path: Path) -> bool:
 
 
 def open_dcp(path: Path, at: str | None = None) -> TensorFiles:
-    """Opens a checkpoint of torch's DCP, without reading a tensor.
+    """Opens a checkpoint of torch's DCP, without reading a tensor; see ``open_files``.
 
-    Args:
-      path: the checkpoint's directory.
-      at: keys that lead to the weights, joined with ``/``. None selects the tensors under the key
-        ``model``, or all tensors if there is no such key.
-
-    Raises:
-      CorruptCheckpointError: the metadata does not have the form that torch writes, or names a file
-        outside the directory.
-      DirectoryError: the directory cannot be read at the moment.
-      MismatchError: there are no tensors under ``at``.
-      UnsupportedLeafError: a tensor is compressed or has a dtype that cannot be stored, or two
-        tensors would get the same name.
+    If ``at`` is None, the tensors under the key ``model`` are taken, or all without such a key.
     """
     with reading_file(path / METADATA, _EXPECTED, max_bytes=MAX_METADATA_BYTES):
         root = _MetadataReader(io.BytesIO((path / METADATA).read_bytes())).load()
@@ -241,7 +224,7 @@ def open_dcp(path: Path, at: str | None = None) -> TensorFiles:
 
 
 def _state(stored: Any, kind: str) -> dict[str, Any]:
-    """Returns the fields, by name, of a DCP object, which must be of class ``kind``."""
+    """Returns the fields of a DCP object, which must be of class ``kind``."""
     if type(stored).__name__ != kind or not isinstance(stored, _Stored):
         raise ValueError(f"expected {kind}, found {type(stored).__name__}")
     if not isinstance(stored.state, dict):
@@ -257,7 +240,6 @@ def _text(value: Any) -> str:
 
 
 def _place(keys: Any) -> tuple[str, ...]:
-    """Returns, as strings, the keys that lead to a tensor in the nested state dict."""
     if not isinstance(keys, tuple) or not keys:
         raise ValueError("expected the keys of a tensor")
     return tuple(str(key) if type(key) is int else _text(key) for key in keys)
@@ -266,11 +248,7 @@ def _place(keys: Any) -> tuple[str, ...]:
 def _chunks(
     storage: Any, folder: Path
 ) -> Iterator[tuple[tuple[str, tuple[int, ...]], tuple[Path, int, int]]]:
-    """Yields, for each chunk, its start in its tensor and the section of a file that contains it.
-
-    Yields:
-      ``((key of the tensor, start of the chunk), (file, offset in bytes, length in bytes))``.
-    """
+    """Yields of each chunk: (key of the tensor, start), (file, offset and length in bytes)."""
     for index, stored in storage.items():
         key, where = _state(index, "MetadataIndex"), _state(stored, "_StorageInfo")
         if key.get("offset") is None:
@@ -319,12 +297,10 @@ def _tensor(key: str, described: dict[str, Any], chunks: dict[Any, Any]) -> File
 
 
 def _are_separable(parts: Sequence[FilePart]) -> bool:
-    """Returns whether repeated cuts can separate all parts from each other.
+    """Returns whether repeated cuts, each at an index of one dim, can separate all parts.
 
-    A cut at an index of one dim divides a group of parts into the parts that end before the index
-    and the parts that begin at the index or after it. Separable parts do not overlap, and the parts
-    into which a mesh divides a tensor are always separable. A search for cuts is faster than
-    comparing each of many parts with every other part.
+    Separable parts do not overlap, and the parts into which a mesh divides a tensor are always
+    separable. A search for cuts is faster than comparing each of many parts with every other.
     """
     if len(parts) < 2:
         return True
@@ -339,35 +315,3 @@ def _are_separable(parts: Sequence[FilePart]) -> bool:
         if len(groups) > 1:
             return all(_are_separable(group) for group in groups)
     return False
-
-
-def save_dcp(state: Mapping[str, Any], out: Path) -> None:
-    """Writes a nested state dict of plain CPU tensors as a DCP checkpoint, from one process.
-
-    Args:
-      state: the keys ``model`` and ``optimizer``, with the values that torch's ``get_state_dict``
-        returns.
-      out: the new directory. It has a temporary name until it is complete.
-
-    Raises:
-      DirectoryError: the directory exists already, or cannot be written.
-    """
-    import torch.distributed.checkpoint as dcp
-
-    if out.exists():
-        raise DirectoryError(f"{out}: exists already; nothing was written", path=out)
-    partial = out.with_name(f"{out.name}.{os.getpid()}.partial")
-    try:
-        permissions.make_folder(epath.Path(out.parent))
-        partial.mkdir()
-        # Copying ahead speeds up reads from accelerators, but keeps several tensors in memory.
-        writer = dcp.FileSystemWriter(partial, per_thread_copy_ahead=0)
-        with warnings.catch_warnings(), native_torch():
-            warnings.simplefilter("ignore")
-            dcp.save(dict(state), storage_writer=writer, no_dist=True)
-        fsync.swap_in(partial, out)
-    except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, (OSError, RuntimeError, dcp.CheckpointException)):
-            raise DirectoryError(f"cannot write {out}: {error!s:.300}", path=out) from error
-        raise

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import numpy as np
 
@@ -16,11 +15,11 @@ from torchax_ckpt.errors import DirectoryError, UnsupportedLeafError
 from torchax_ckpt.formats.tensor_files import NARROWED, TensorFiles
 from torchax_ckpt.formats.weights import MODEL
 from torchax_ckpt.layout import names
-from torchax_ckpt.layout.manifest import IMPORTED, Manifest, Node, installed_versions
-from torchax_ckpt.layout.storage_plan import Plan
+from torchax_ckpt.layout.manifest import IMPORTED, Manifest, installed_versions
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.snapshot.planner import Planner
 from torchax_ckpt.snapshot.stacking import execute
+from torchax_ckpt.state.leaf import Spec
 from torchax_ckpt.storage.arrays.compression import codec_of
 from torchax_ckpt.storage.directory.abandonment import SUMMARY_FIELD
 from torchax_ckpt.storage.directory.committed_step import (
@@ -33,6 +32,7 @@ from torchax_ckpt.storage.directory.committed_step import (
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import seals
 from torchax_ckpt.storage.medium.assets import Assets
+from torchax_ckpt.storage.writing import array_writer, step_writer
 
 
 def import_weights(
@@ -40,26 +40,14 @@ def import_weights(
     directory: str,
     *,
     step: int = 0,
-    ties: Mapping[str, str] | None = None,
+    ties: Mapping[str, str],
     assets: Assets | None = None,
-    options: CheckpointOptions | None = None,
 ) -> CommittedStep:
-    """Writes weights as the only step of a directory; ``attach`` can then continue from the step.
+    """Writes weights as the first step of a directory; ``attach`` can then continue from the step.
 
-    Integers of 64 bits are stored as integers of 32 bits, because ``.to("jax")`` would convert them
-    in the same way; every value must therefore fit into 32 bits.
-
-    Args:
-      source: the weights.
-      directory: directory of the new run; it must contain no step.
-      step: the number of the step.
-      ties: alias of a tied weight -> the weight's name in the files. These ties are added to those
-        that the files state.
-      assets: text files that say what the model is, to store with the step.
-      options: memory bounds, compression, layout.
-
-    Returns:
-      The committed step.
+    Integers of 64 bits are stored as integers of 32 bits, as ``.to("jax")`` would convert them.
+    ``ties``, alias -> name of a weight, are added to those that the files state. ``assets`` say
+    what the model is.
 
     Raises:
       DirectoryError: the directory contains a step already, or cannot be written.
@@ -67,8 +55,8 @@ def import_weights(
       UnsupportedLeafError: the files lack the name of a tie or contain its alias, a tensor is
         float64, or an integer does not fit into 32 bits.
     """
-    options = options or CheckpointOptions()
-    tied = {**source.ties, **(ties or {})}
+    options = CheckpointOptions()
+    tied = {**source.ties, **ties}
     for alias, name in tied.items():
         if name not in source.tensors or alias in source.tensors:
             raise UnsupportedLeafError(
@@ -80,31 +68,19 @@ def import_weights(
         for name, tensor in source.tensors.items()
     }
     plan = Planner(options.layout)(list(arrays), list(arrays.values())).plan
-    stored = execute(plan, arrays, copy=False)
+    nodes = [Spec("torchax", a.dtype.name, a.shape).node(name) for name, a in arrays.items()]
     document = {
         MODEL: {
-            "dict": [[name, _node(names.join((MODEL, name)), arrays)] for name in source.tensors],
+            "dict": [[fqn, node] for fqn, node in zip(source.tensors, nodes, strict=True)],
             "ties": [[alias, name] for alias, name in tied.items()],
         },  # without extra state: attach then leaves that of the modules as it is
         IMPORTED: [path.name for path in source.paths],
     }
-    return _write(RunDirectory(directory), step, document, plan, stored, assets, options)
-
-
-def _write(
-    run: RunDirectory,
-    step: int,
-    document: Mapping[str, Node],
-    plan: Plan,
-    stored: Mapping[str, Any],
-    assets: Assets | None,
-    options: CheckpointOptions,
-) -> CommittedStep:
-    from torchax_ckpt.storage.writing import array_writer, step_writer  # not for reading
-
-    _require_empty(run)
     began_nsecs = time.time_ns()
     seal = None if assets is None else assets.seal
+    stored = execute(plan, arrays, copy=False)
+    run = RunDirectory(directory)
+    _require_empty(run)
     try:
         run.claim()
         _require_empty(run)  # again: before the claim, another program could still write a step
@@ -144,23 +120,8 @@ def _require_empty(run: RunDirectory) -> None:
         )
 
 
-def _node(name: str, arrays: Mapping[str, np.ndarray], kind: str = "torchax") -> dict[str, Any]:
-    """Returns the manifest entry that a save would write for a tensor with this array."""
-    array = arrays[name]
-    return {
-        "array": name,
-        "kind": "torch" if kind == "torch" else "torchax",
-        "dtype": array.dtype.name,
-        "shape": list(array.shape),
-    }
-
-
 def _as_on_devices(name: str, array: np.ndarray) -> np.ndarray:
-    """Converts an array to the dtype that ``.to("jax")`` would give it.
-
-    Raises:
-      UnsupportedLeafError: the array is float64, or the conversion would change a value.
-    """
+    """Converts an array to the dtype that ``.to("jax")`` would give it, if no value changes."""
     if array.dtype.name == "float64":
         raise UnsupportedLeafError(
             f"{name}: the tensor is float64, which JAX would convert to float32. Convert it to "
@@ -179,11 +140,7 @@ def _as_on_devices(name: str, array: np.ndarray) -> np.ndarray:
 
 
 def parsed_ties(texts: Iterable[str]) -> dict[str, str]:
-    """Parses texts of the form ``ALIAS=NAME`` into a dict from alias to name.
-
-    Raises:
-      ValueError: a text has another form.
-    """
+    """Parses texts of the form ``ALIAS=NAME``; raises ValueError if a text has another form."""
     ties = {}
     for text in texts:
         alias, separator, name = text.partition("=")

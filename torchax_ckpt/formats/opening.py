@@ -19,15 +19,17 @@ def is_known(path: Path) -> bool:
 def open_files(path: Path, at: str | None = None) -> TensorFiles:
     """Opens weights that another program wrote, without reading a tensor.
 
-    Args:
-      path: a directory of ``torch.distributed.checkpoint``; a file of ``torch.save``; or
-        safetensors, as a file or as a directory or index in Hugging Face's form.
-      at: keys that lead to the weights, joined with ``/``; None for the format's default place.
+    ``at`` are the keys that lead to the weights, joined with ``/``; None for the default place.
 
     Raises:
       SelectionError: ``at`` was given for safetensors, whose names are not nested.
-      CorruptCheckpointError, DirectoryError, MismatchError, UnsupportedLeafError, ImportError: see
-        ``open_dcp``, ``open_torch_file`` and ``open_safetensors``.
+      CorruptCheckpointError: a file is damaged, or names a file outside of its directory.
+      DirectoryError: a file cannot be read at the moment.
+      MismatchError: there are no tensors under ``at``.
+      UnsupportedLeafError: a tensor is not plain, is compressed or of a dtype that cannot be
+        stored; two tensors would get the same name; or a file of torch contains objects of other
+        classes.
+      ImportError: the safetensors library is not installed.
     """
     if is_dcp(path):
         return open_dcp(path, at)

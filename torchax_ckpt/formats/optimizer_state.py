@@ -30,20 +30,11 @@ class Optimizers:
     leaves: tuple[StoredLeaf, ...]
 
     def state_dicts(self, tensor: Callable[[str], Any], *, by_name: bool) -> dict[str, Any]:
-        """Returns the optimizers' state with the keys of ``Optimizer.state_dict``.
+        """Returns the optimizers' state as ``Optimizer.state_dict`` does.
 
-        For a single optimizer, attached without a name, the result is the optimizer's state dict.
-        For several optimizers, the result is a dict from an optimizer's name to the optimizer's
-        state dict.
-
-        Args:
-          tensor: returns the tensor of a leaf, given the leaf's name.
-          by_name: True to key parameters by name, as torch's DCP does; False to key them by
-            position, as ``optimizer.load_state_dict`` expects.
-
-        Raises:
-          CorruptCheckpointError: a node in the manifest does not have the form that this package
-            writes.
+        Several optimizers, or one with a name, give a dict from name to state dict. ``tensor``
+        returns the tensor of a leaf, given its name. Parameters are keyed by name, as in torch's
+        DCP, or by position, as ``optimizer.load_state_dict`` expects.
         """
         state_dicts = {
             name: _state_dict(node, OPTIMIZER, tensor, by_name=by_name)
@@ -53,12 +44,7 @@ class Optimizers:
 
 
 def optimizers_of(stored: StoredStep) -> Optimizers:
-    """Returns the optimizers that were attached when the step was saved.
-
-    Raises:
-      MismatchError: no optimizer was attached when the step was saved.
-      CorruptCheckpointError: the manifest's node does not have the form that this package writes.
-    """
+    """Returns the optimizers of a step; raises MismatchError if none was attached."""
     node = stored.manifest.document.get(OPTIMIZER)
     if not isinstance(node, dict):
         raise MismatchError(
@@ -77,13 +63,6 @@ def optimizers_of(stored: StoredStep) -> Optimizers:
 def _state_dict(
     node: Node, where: str, tensor: Callable[[str], Any], *, by_name: bool
 ) -> dict[str, Any]:
-    """Converts a stored optimizer to a dict with the keys of ``Optimizer.state_dict``.
-
-    Args:
-      node: the part of the manifest that describes the optimizer.
-      where: key path of this part, for error messages.
-      tensor, by_name: as for ``Optimizers.state_dicts``.
-    """
     optimizer = StoredOptimizer.of_node(node, where)
     key_of = {name: name if by_name else i for i, name in enumerate(optimizer.group_of)}
 

@@ -1,11 +1,8 @@
 """Reads and writes safetensors files.
 
-The writer writes the header first, then the tensors piece by piece, in any order. Therefore the
-writer needs memory only for the pieces that it reads ahead, within ``max_host_bytes``; the
-safetensors library needs memory for all tensors.
-
-The reader accepts one safetensors file, or several files with an index as Hugging Face writes it.
-Before the reader uses a file, the safetensors library checks the file's header, offsets and sizes.
+The writer writes the header first, then the tensors piece by piece, in any order, and needs memory
+only for these pieces; the safetensors library needs memory for all tensors. The reader has the
+library check the header, offsets and sizes of a file.
 
 Source: the format in https://huggingface.co/docs/safetensors, and the library's ``save_model`` for
 the names of tied weights in the metadata.
@@ -19,6 +16,7 @@ import dataclasses
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +33,7 @@ from torchax_ckpt.errors import (
 from torchax_ckpt.formats.tensor_files import FilePart, FileTensor, TensorFiles
 from torchax_ckpt.formats.untrusted_files import MAX_METADATA_BYTES, in_folder, require_regular
 from torchax_ckpt.formats.weights import Weights, as_dtype
+from torchax_ckpt.layout.batches import batches
 from torchax_ckpt.storage.medium import fsync, permissions
 from torchax_ckpt.stored.stored_step import StoredLeaf, StoredStep
 
@@ -50,18 +49,11 @@ METADATA = "__metadata__"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _ALIGNMENT = 8
-_PARTIAL = ".partial"
 
 
 @dataclasses.dataclass
 class _File:
-    """One file to write.
-
-    Attributes:
-      path: its final path.
-      leaves: torch's name -> leaf.
-      offsets: torch's name -> offset of the tensor's first byte in the file. ``header`` sets it.
-    """
+    """One file to write: its tensors and, after ``header``, the offsets of their first bytes."""
 
     path: Path
     leaves: dict[str, StoredLeaf]
@@ -69,8 +61,8 @@ class _File:
 
     @property
     def partial(self) -> Path:
-        """The file's temporary path until it is complete; the process id makes the path unique."""
-        return self.path.with_name(f"{self.path.name}.{os.getpid()}{_PARTIAL}")
+        """The file's temporary path, until it is complete."""
+        return self.path.with_name(f"{self.path.name}.{os.getpid()}.partial")
 
     def header(self, ties: Mapping[str, str]) -> bytes:
         """Returns the file's header, which precedes the tensors; sets the attribute ``offsets``."""
@@ -110,21 +102,11 @@ def export_safetensors(
 ) -> list[Path]:
     """Writes weights to safetensors files, with Hugging Face's file names, index and metadata.
 
-    A tied weight is written once, under its name in ``weights.leaves``. Each file of tensors
-    has a temporary name until it is complete. The index and the texts are written last.
-
-    Args:
-      stored: the step.
-      weights: the leaves to write, and their names.
-      out: a file if the name ends in ``.safetensors``. Otherwise a directory, created if necessary,
-        for ``model.safetensors``, or for several files and ``model.safetensors.index.json``.
-      max_shard_bytes: largest total size of the tensors in one file; a larger tensor has a file to
-        itself. None writes one file.
-      texts: path -> content of text files to write too.
-      on_bytes: called with the number of bytes of each piece that was written.
-
-    Returns:
-      The paths of the written files.
+    If the name of ``out`` does not end in ``.safetensors``, it is a directory, for one file or,
+    with ``max_shard_bytes``, for several and an index; a larger tensor has a file to itself. A tied
+    weight is written once, under its name in ``weights.leaves``. Each file of tensors has a
+    temporary name until it is complete. The index, and ``texts`` (path -> content), are written
+    last. Returns the paths of all files.
 
     Raises:
       UnsupportedLeafError: safetensors lacks the dtype of a leaf, or reserves its name; or a value
@@ -163,19 +145,14 @@ def _dtype(leaf: StoredLeaf) -> str:
 
 
 def _divide(weights: Weights, out: Path, max_shard_bytes: int | None) -> list[_File]:
-    """Divides the weights, in their order, among files; returns the files to write."""
+    """Divides the weights, in their order, among files."""
     if METADATA in weights.leaves:
         raise UnsupportedLeafError(
             f"no tensor can have the name {METADATA} in safetensors; export to another format"
         )
-    shards: list[dict[str, StoredLeaf]] = [{}]
-    size = 0
-    for name, leaf in weights.leaves.items():
-        if max_shard_bytes is not None and shards[-1] and size + leaf.nbytes > max_shard_bytes:
-            shards.append({})
-            size = 0
-        shards[-1][name] = leaf
-        size += leaf.nbytes
+    leaves, limit = weights.leaves, max_shard_bytes or sys.maxsize
+    found = batches(leaves, lambda name: leaves[name].nbytes, limit)
+    shards = [{name: leaves[name] for name in shard} for shard in found] or [{}]
     if out.suffix == ".safetensors" and len(shards) == 1:
         return [_File(out, shards[0])]
     if len(shards) == 1:
@@ -197,8 +174,7 @@ def _index(files: Sequence[_File]) -> dict[str, object]:
 def _allocate(file: _File, header: bytes) -> None:
     """Writes the header of a file, and reserves disk space for the whole file.
 
-    If the disk is full, the reservation raises an error. Without the reservation, a later write to
-    the mapped file would kill the process with SIGBUS.
+    Without the reservation, a write to the mapped file on a full disk would kill the process.
     """
     permissions.make_folder(epath.Path(file.path.parent))
     with open(file.partial, "xb") as opened:
@@ -229,11 +205,7 @@ def _fill(
 
 @contextlib.contextmanager
 def _removed_on_failure(made: Iterable[Path], wanted: Iterable[Path]) -> Iterator[None]:
-    """Raises if a path in ``wanted`` exists; deletes the paths in ``made`` if the block raises.
-
-    Raises:
-      DirectoryError: a wanted path exists already, or the body raised an OSError.
-    """
+    """Raises if a path in ``wanted`` exists; deletes the paths in ``made`` if the block raises."""
     for path in wanted:
         if path.exists():
             raise DirectoryError(f"{path}: exists already; nothing was written", path=path)
@@ -252,26 +224,12 @@ _DTYPES = {theirs: ours for ours, theirs in NAMES_OF_DTYPES.items()}
 
 
 def is_safetensors(path: Path) -> bool:
-    """Returns whether the path is a file, or a directory with safetensors files.
-
-    A file is not opened, so its kind is not checked. A directory must contain
-    ``model.safetensors`` or ``model.safetensors.index.json``.
-    """
+    """Returns whether the path is any file, or a directory with Hugging Face's safetensors."""
     return path.is_file() or any((path / name).is_file() for name in (INDEX, SINGLE))
 
 
 def open_safetensors(path: Path) -> TensorFiles:
-    """Opens one or more safetensors files, without reading a tensor.
-
-    Args:
-      path: a file, or a directory or index in Hugging Face's form.
-
-    Raises:
-      DirectoryError: there is no such file, or it cannot be read at the moment.
-      CorruptCheckpointError: a file is damaged, or the files differ from the index.
-      UnsupportedLeafError: a tensor has a dtype that cannot be stored.
-      ImportError: the safetensors library is not installed.
-    """
+    """Opens a safetensors file, or a directory or index of Hugging Face's; see ``open_files``."""
     files, expected = _files(path)
     tensors: dict[str, FileTensor] = {}
     ties: dict[str, str] = {}
@@ -294,10 +252,7 @@ def open_safetensors(path: Path) -> TensorFiles:
 
 
 def _files(path: Path) -> tuple[list[Path], dict[str, set[str]] | None]:
-    """Returns a model's safetensors files, and which tensors the index lists for each file.
-
-    If the model has no index, the second result is None.
-    """
+    """Returns a model's files, and the tensors that its index, if any, lists for each file."""
     index = path / INDEX if path.is_dir() else path
     if path.is_dir() and not index.exists():
         path = path / SINGLE
@@ -320,7 +275,6 @@ def _files(path: Path) -> tuple[list[Path], dict[str, set[str]] | None]:
 
 
 def _open(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
-    """Returns the tensors of one safetensors file by name, and the file's metadata."""
     try:
         import safetensors
     except ImportError as error:

@@ -1,14 +1,18 @@
-"""Reads steps as state dicts of plain CPU tensors, and writes them to files of ``torch.save``.
+"""Reads steps as state dicts of plain CPU tensors, and writes them to files of torch.
 
-``torch.save`` writes pickles. This module writes only dicts of plain tensors and numbers, which
+torch writes pickles. This module writes only dicts of plain tensors and numbers, which
 ``torch.load(weights_only=True)`` reads.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +25,14 @@ from torchax_ckpt.errors import DirectoryError, StepNotFoundError, UnsupportedLe
 from torchax_ckpt.formats.weights import Weights, weights_at
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.runtime.tracebacks import brief
+from torchax_ckpt.storage.arrays.read_arrays import STREAMED_BYTES
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import fsync, permissions
 from torchax_ckpt.stored.stored_step import StoredLeaf, StoredStep
+
+_ALIGNMENT = 64
+
+Allocate = Callable[[tuple[int, ...], np.dtype[Any]], np.ndarray]
 
 
 @brief
@@ -66,82 +75,38 @@ def load_torch_state_dict(
     else:
         raise StepNotFoundError(f"{run.path}: there are no checkpoints", path=run.path)
     stored = StoredStep(committed, options)
-    return read_state_dict(stored, weights_at(stored, at))
-
-
-def read_state_dict(stored: StoredStep, weights: Weights) -> dict[str, torch.Tensor]:
-    """Reads weights; returns a dict from the name of each weight in torch to a plain CPU tensor.
-
-    Tied weights share one tensor.
-    """
+    weights = weights_at(stored, at)
     return named_weights(weights, read_tensors(stored, weights.leaves.values()))
 
 
 def named_weights(weights: Weights, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns a dict from torch's name of each weight to its tensor; tied weights share one tensor.
-
-    Args:
-      weights: the names, leaves and ties.
-      tensors: name of a leaf -> its tensor.
-    """
+    """Returns torch's name of each weight -> its tensor, given the tensors by leaf name."""
     found = {name: tensors[leaf.name] for name, leaf in weights.leaves.items()}
     return {**found, **{alias: found[name] for alias, name in weights.ties.items()}}
 
 
 def read_tensors(
-    stored: StoredStep,
-    leaves: Iterable[StoredLeaf],
-    allocate: Callable[[tuple[int, ...], np.dtype[Any]], np.ndarray] | None = None,
+    stored: StoredStep, leaves: Iterable[StoredLeaf], allocate: Allocate | None = None
 ) -> dict[str, torch.Tensor]:
-    """Reads leaves; returns a dict from leaf name to plain CPU tensor.
-
-    ``StoredStep.read`` explains the arguments.
+    """Reads leaves as plain CPU tensors, by leaf name; ``allocate`` as for ``StoredStep.read``.
 
     Raises:
       UnsupportedLeafError: torch lacks the dtype of a leaf.
     """
-    dtypes = {leaf.name: _dtype(leaf.dtype, leaf.name) for leaf in leaves}
+    dtypes = {}
+    for leaf in leaves:
+        dtypes[leaf.name] = getattr(torch, leaf.dtype, None)
+        if not isinstance(dtypes[leaf.name], torch.dtype) or leaf.dtype == "int4":
+            raise UnsupportedLeafError(
+                f"{leaf.name}: torch has no dtype {leaf.dtype}", key_path=leaf.name
+            )
     arrays = stored.read(dtypes, allocate)
     with native_torch():
         return {name: _tensor(arrays.pop(name), dtype) for name, dtype in dtypes.items()}
 
 
-def save_torch_file(state: Mapping[str, Any], out: Path) -> None:
-    """Writes a state dict, or a dict of state dicts, for ``torch.load(weights_only=True)``.
-
-    Raises:
-      DirectoryError: the file exists already, or cannot be written.
-    """
-    if out.exists():
-        raise DirectoryError(f"{out}: exists already; nothing was written", path=out)
-    partial = out.with_name(f"{out.name}.{os.getpid()}.partial")
-    try:
-        permissions.make_folder(epath.Path(out.parent))
-        with open(partial, "xb") as file, native_torch():
-            torch.save(dict(state), file)
-        fsync.swap_in(partial, out)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-        # torch's zip writer reports a full disk as a RuntimeError.
-        if isinstance(error, (OSError, RuntimeError)):
-            raise DirectoryError(f"cannot write {out}: {error!s:.300}", path=out) from error
-        raise
-
-
-def _dtype(name: str, leaf: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype) or name == "int4":
-        raise UnsupportedLeafError(f"{leaf}: torch has no dtype {name}", key_path=leaf)
-    return found
-
-
-def _tensor(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-    """Returns a torch tensor that shares the memory of a numpy array.
-
-    The conversion views the array as bytes, because torch does not know the dtypes of ml_dtypes,
-    such as bfloat16.
-    """
+def _tensor(array: np.ndarray, dtype: Any) -> torch.Tensor:
+    # As bytes, because torch does not know the dtypes of ml_dtypes, such as bfloat16.
     octets = array.reshape(-1).view(np.uint8)
     return torch.from_numpy(octets).view(dtype).reshape(array.shape)
 
@@ -161,3 +126,97 @@ def native_torch() -> Iterator[None]:
     """Makes torch create plain CPU tensors in the ``with`` block, even if torchax is enabled."""
     with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
         yield
+
+
+# --- files of torch ---
+
+
+def save_torch_file(state: Mapping[str, Any], out: Path) -> None:
+    """Writes a dict of tensors, or of such dicts, for ``torch.load(weights_only=True)``.
+
+    Raises:
+      DirectoryError: the file exists already, or cannot be written.
+    """
+    with _written(out) as partial, open(partial, "xb") as file, native_torch():
+        torch.save(dict(state), file)
+
+
+def save_dcp(state: Mapping[str, Any], out: Path) -> None:
+    """Writes a nested state dict of plain CPU tensors as a DCP checkpoint, from one process.
+
+    ``state`` is as torch's ``get_state_dict`` returns it. Raises as ``save_torch_file`` does.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    with _written(out) as partial, warnings.catch_warnings(), native_torch():
+        warnings.simplefilter("ignore")
+        partial.mkdir()
+        # Copying ahead speeds up reads from accelerators, but keeps several tensors in memory.
+        writer = dcp.FileSystemWriter(partial, per_thread_copy_ahead=0)
+        try:
+            dcp.save(dict(state), storage_writer=writer, no_dist=True)
+        except dcp.CheckpointException as error:
+            raise OSError(str(error)) from error
+
+
+@contextlib.contextmanager
+def _written(out: Path) -> Iterator[Path]:
+    """Yields the temporary name of a file or folder, which gets its own after the block."""
+    if out.exists():
+        raise DirectoryError(f"{out}: exists already; nothing was written", path=out)
+    partial = out.with_name(f"{out.name}.{os.getpid()}.partial")
+    try:
+        permissions.make_folder(epath.Path(out.parent))
+        yield partial
+        fsync.swap_in(partial, out)
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        # torch's zip writer reports a full disk as a RuntimeError.
+        if isinstance(error, (OSError, RuntimeError)):
+            raise DirectoryError(f"cannot write {out}: {error!s:.300}", path=out) from error
+        raise
+
+
+@contextlib.contextmanager
+def room_for(
+    leaves: Sequence[StoredLeaf], folder: Path, options: CheckpointOptions
+) -> Iterator[Allocate | None]:
+    """Provides room for leaves that torch writes in one call, and that are therefore all read.
+
+    Yields None if they do not exceed ``max_host_bytes``: they are then read into memory. Otherwise
+    yields a function that allocates arrays in a temporary file without a name in the folder, whose
+    pages the operating system keeps in memory or evicts.
+
+    Raises:
+      DirectoryError: the disk has no room for the leaves.
+    """
+    nbytes = sum(leaf.nbytes for leaf in leaves)
+    if nbytes <= (options.max_host_bytes or STREAMED_BYTES):
+        yield None
+        return
+    total = nbytes + _ALIGNMENT * len(leaves)
+    try:
+        permissions.make_folder(epath.Path(folder))
+        with tempfile.TemporaryFile(dir=folder) as file:
+            # Reserves the space, because a write to a mapped file on a full disk would kill the
+            # process.
+            os.posix_fallocate(file.fileno(), 0, total)
+            memory = np.memmap(file, np.uint8, "r+", shape=(total,)).view(np.ndarray)
+    except OSError as error:
+        raise DirectoryError(
+            f"{folder}: has no room for a temporary file of {total} bytes: {error}. Free disk "
+            "space, or raise max_host_bytes to the size of all leaves: then no such file is made",
+            path=folder,
+        ) from error
+    end = 0
+
+    def allocate(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+        nonlocal end
+        begin = end
+        size = math.prod(shape) * dtype.itemsize
+        end += -(-size // _ALIGNMENT) * _ALIGNMENT
+        return memory[begin : begin + size].view(dtype).reshape(shape)
+
+    yield allocate

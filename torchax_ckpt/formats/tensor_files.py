@@ -75,15 +75,7 @@ class FilePart:
     def read_into(self, result: np.ndarray, index: Index) -> bool:
         """Reads a region of the part into an array, if it is one run of bytes in file and array.
 
-        Args:
-          result: a writable array of the region's shape.
-          index: the region in the part, one slice for each dim, with step 1.
-
-        Returns:
-          Whether it did; if not, nothing was read.
-
-        Raises:
-          EOFError: the file is too short.
+        Returns whether it did. Raises EOFError if the file is too short.
         """
         is_run = self.strides is None and self.array is None
         if not is_run or not result.flags.c_contiguous:
@@ -131,13 +123,7 @@ class FileTensor:
         return bool(self.nbytes) and [part.shape for part in self.parts] == [self.shape]
 
     def read(self, index: Index) -> np.ndarray:
-        """Reads a region of the tensor into new memory.
-
-        Args:
-          index: one slice for each dim, with step 1.
-
-        Returns:
-          An array of the region's shape and the tensor's dtype.
+        """Reads a region of the tensor, slices with step 1, into new memory.
 
         Raises:
           CorruptCheckpointError: a file is too short, or the parts overlap or leave gaps.

@@ -32,10 +32,7 @@ _MAX_DEPTH = 64
 
 
 def is_torch_file(path: Path) -> bool:
-    """Returns whether the path is a file that looks like one of ``torch.save``.
-
-    A file with the suffix .pt, .pth, .bin or .ckpt does, as does a zip archive.
-    """
+    """Returns whether the path is a file with a suffix of ``torch.save``'s, or a zip archive."""
     if not path.is_file() or path.suffix in _SUFFIXES:
         return path.is_file()
     try:
@@ -46,24 +43,11 @@ def is_torch_file(path: Path) -> bool:
 
 
 def open_torch_file(path: Path, at: str | None = None) -> TensorFiles:
-    """Opens a file of ``torch.save`` without reading a tensor.
+    """Opens a file of ``torch.save`` without reading a tensor; see ``open_files``.
 
     Tensors with the same storage, offset, shape and strides become one tensor, and their names are
-    tied. The result leaves out values that are neither tensors nor dicts of tensors, such as
-    numbers and an optimizer's lists.
-
-    Args:
-      path: the file.
-      at: keys that lead to the dict of the weights, joined with ``/``. None selects the dict under
-        ``model`` or ``state_dict``, or the whole file if neither key has a dict.
-
-    Raises:
-      CorruptCheckpointError: the file differs from the form that torch writes.
-      DirectoryError: the file cannot be read at the moment.
-      MismatchError: there are no tensors under ``at``.
-      UnsupportedLeafError: a tensor is sparse, quantized or of a dtype that cannot be stored; two
-        tensors would get the same name; the file contains objects of classes that only running
-        its code would make; or it has the form that torch wrote before 1.6.
+    tied. Values that are neither tensors nor dicts of tensors are left out. If ``at`` is None, the
+    dict under ``model`` or ``state_dict`` is taken, or the whole file without such a dict.
     """
     with reading_file(path, "a file of torch.save", may_be_link=True):
         root = _loaded(path)
@@ -138,7 +122,6 @@ def _place(path: Path, root: Any, at: str | None) -> Any:
 
 
 def _under(root: Any, key: str) -> Any:
-    """Returns a dict's value for a key; None if there is no such key or ``root`` is not a dict."""
     if not isinstance(root, dict):
         return None
     return next((value for k, value in root.items() if _key(k) == key), None)
@@ -165,7 +148,6 @@ def _tensors(root: Any) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
 
 
 def _key(key: Any) -> str | None:
-    """Returns a key as a string if it is a string or an integer; None otherwise."""
     return str(key) if type(key) in (str, int) else None
 
 

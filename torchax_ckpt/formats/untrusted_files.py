@@ -15,18 +15,9 @@ MAX_METADATA_BYTES = seals.MAX_JSON_BYTES
 
 
 def require_regular(path: Path, *, may_be_link: bool = False, max_bytes: int | None = None) -> None:
-    """Raises an error unless the path is a regular file.
+    """Raises ValueError unless the path is a regular file, or a link to one, of ``max_bytes``.
 
     A read from a pipe can block forever, and a read from a device may never end.
-
-    Args:
-      path: path of the file.
-      may_be_link: True to accept a symbolic link to a regular file, in any directory.
-      max_bytes: largest permitted size, for a file that will be read whole; None for any size.
-
-    Raises:
-      ValueError: the file is not regular, or is larger than ``max_bytes``.
-      OSError: the file does not exist, or its status cannot be read.
     """
     status = path.stat(follow_symlinks=may_be_link)
     if not stat.S_ISREG(status.st_mode):
@@ -40,11 +31,7 @@ def require_regular(path: Path, *, may_be_link: bool = False, max_bytes: int | N
 
 
 def in_folder(folder: Path, name: Any) -> Path:
-    """Returns the path of a file that lies directly in ``folder`` and has an untrusted name.
-
-    Raises:
-      ValueError: the name leads out of the folder, or is not a file name.
-    """
+    """Returns the path of a file in a folder; raises ValueError if the name leads elsewhere."""
     if type(name) is not str:
         raise ValueError(
             "expected a string as the name of each file that the checkpoint lists, found a "
@@ -59,19 +46,10 @@ def in_folder(folder: Path, name: Any) -> Path:
 def reading_file(
     path: Path, expected: str, *, may_be_link: bool = False, max_bytes: int | None = None
 ) -> Iterator[None]:
-    """Checks a file with ``require_regular``; converts exceptions that the ``with`` block raises.
+    """Checks a file with ``require_regular``, and turns errors of the block, which reads the file.
 
-    Callers read the file in the ``with`` block.
-
-    Args:
-      path: path of the file.
-      expected: the expected kind of file, for messages.
-      may_be_link, max_bytes: as in ``require_regular``.
-
-    Raises:
-      CorruptCheckpointError: the file is not of the expected kind. It replaces every exception that
-        is neither an OSError nor a CheckpointError.
-      DirectoryError: the file cannot be read at the moment. It replaces every OSError.
+    Every OSError becomes a DirectoryError (not now), and any other error a CorruptCheckpointError,
+    which says which kind of file was expected.
     """
     try:
         require_regular(path, may_be_link=may_be_link, max_bytes=max_bytes)

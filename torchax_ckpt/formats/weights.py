@@ -37,20 +37,15 @@ class Weights:
 def weights_at(stored: StoredStep, at: str | None = None) -> Weights:
     """Returns the leaf at one key path of a step, or the leaves below it, as weights.
 
-    Args:
-      stored: the step.
-      at: key path in the step: ``model``; ``model/generator`` if several models were attached;
-        ``state/params`` for functional state, whose keys are joined with ``.``. None for the one
-        attached model.
+    Keys of functional state are joined with ``.``. ``at`` is None for the one attached model.
 
     Raises:
-      MismatchError: there are no leaves at ``at``; or ``at`` is None, and not exactly one model was
-        attached. The message lists key paths with leaves.
+      MismatchError: there are no leaves, or no single model; the message lists places of leaves.
       CorruptCheckpointError: the manifest's node does not have the form that this package writes.
       UnsupportedLeafError: two leaves would get the same name.
     """
     place = at or MODEL
-    node = node_at(stored, place)
+    node = _node_at(stored, place)
     is_module = isinstance(node, dict) and "ties" in node
     if node is None or (at is None and not is_module):
         raise MismatchError(
@@ -85,11 +80,7 @@ def weights_at(stored: StoredStep, at: str | None = None) -> Weights:
 
 
 def selected(weights: Weights, selection: Selection) -> Weights:
-    """Returns the weights that a selection takes, under the names that it gives them.
-
-    Raises:
-      SelectionError: two tensors would get one name, or a pattern matches nothing.
-    """
+    """Returns the weights that a selection takes, under the names that it gives them."""
     taken = selection.taken((*weights.leaves, *weights.ties), weights.ties)
     selection.require_used()
     leaves: dict[str, StoredLeaf] = {}
@@ -108,14 +99,7 @@ def selected(weights: Weights, selection: Selection) -> Weights:
 
 
 def cast(weights: Weights, dtype: str) -> Weights:
-    """Returns the weights with another dtype for floating-point tensors; other tensors keep theirs.
-
-    The values of the leaves are cast when they are written.
-
-    Args:
-      weights: the weights.
-      dtype: the name of the dtype in numpy or ml_dtypes.
-    """
+    """Returns the weights with another dtype for floating-point tensors, cast when written."""
     leaves = {
         name: dataclasses.replace(leaf, dtype=dtype) if leaf.dtype in _FLOATS else leaf
         for name, leaf in weights.leaves.items()
@@ -124,11 +108,7 @@ def cast(weights: Weights, dtype: str) -> Weights:
 
 
 def as_dtype(content: np.ndarray, dtype: np.dtype[Any], name: str) -> np.ndarray:
-    """Casts a part of a leaf, if it has another dtype.
-
-    Raises:
-      UnsupportedLeafError: a finite value would become infinite.
-    """
+    """Casts a part of a leaf; raises UnsupportedLeafError if a finite value would be infinite."""
     if content.dtype == dtype:
         return content
     with np.errstate(over="ignore"):
@@ -141,11 +121,10 @@ def as_dtype(content: np.ndarray, dtype: np.dtype[Any], name: str) -> np.ndarray
     return changed
 
 
-def node_at(stored: StoredStep, place: str) -> Any:
+def _node_at(stored: StoredStep, place: str) -> Any:
     """Returns the manifest's node at a key path; None if no leaf is at or below the key path.
 
-    Returns an empty dict if there are leaves, but the path passes through a node that is not a
-    dict, so that the manifest has no node for the path itself.
+    If the path passes through a node that is not a dict, it has no node itself: {}.
     """
     if not any(name == place or name.startswith(f"{place}/") for name in stored.leaves):
         return None
@@ -161,7 +140,6 @@ def node_at(stored: StoredStep, place: str) -> Any:
 
 
 def _ties(node: Mapping[str, Any], place: str) -> dict[str, str]:
-    """Returns the ties of a module's node, as a dict from alias to name of the stored weight."""
     pairs = node["ties"]
     if not isinstance(pairs, list) or not all(
         isinstance(pair, list) and [type(part) for part in pair] == [str, str] for pair in pairs
@@ -171,6 +149,5 @@ def _ties(node: Mapping[str, Any], place: str) -> dict[str, str]:
 
 
 def _places(stored: StoredStep) -> list[str]:
-    """Returns up to ten key paths of one or two keys that lead to leaves, for an error message."""
     above = {"/".join(name.split("/")[:-1][:2]) or name for name in stored.leaves}
     return sorted(above)[:10]

@@ -28,12 +28,8 @@ def newest_readable(
 ) -> tuple[T, tuple[int, ...]]:
     """Returns ``attempt``'s result for the newest readable step, and the numbers of skipped steps.
 
-    A warning about each skipped step is logged, and issued as a UserWarning. Older steps are tried
-    even if a warning filter turns the UserWarning about a skipped step into an error.
-
-    Args:
-      candidates: the steps to try, oldest first. Tiers may have steps of the same number.
-      attempt: reads one step and returns the result of this read.
+    ``candidates`` are ordered, oldest first. A UserWarning about each skipped step is issued; older
+    steps are tried even if a filter turns it into an error.
 
     Raises:
       CorruptCheckpointError: no candidate can be read; the error is that of the newest candidate.
@@ -66,16 +62,10 @@ def reading(
 ) -> Iterator[None]:
     """Runs the ``with`` block, which reads a step, within a round of the processes.
 
-    If the step is damaged, ``reading`` records this in ``directory.verified``, also for the steps
-    that share the damaged file, and the error's message names these steps. If the step is damaged
-    or storage cannot read the step, the message also lists the other steps of the directory. If
-    each host has its own directory, ``reading`` neither records damage nor lists
-    steps, because the failure of another host does not mean that this host's copy is damaged.
-
-    Args:
-      committed: the step.
-      directory: the directory that contains the step.
-      processes: the processes that read the step together.
+    Damage is recorded in ``directory.verified``, also for the steps that share the damaged file,
+    which the error's message names, as it does the other steps of the directory. If each host has
+    its own directory, nothing is recorded or listed, because the failure of another host does not
+    mean that this host's copy is damaged.
 
     Raises:
       StepNotFoundError: the step was deleted while it was read.

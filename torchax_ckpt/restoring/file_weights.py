@@ -45,12 +45,10 @@ _MAX_READERS = 8
 
 @dataclasses.dataclass(frozen=True)
 class _Piece:
-    """A region of a tensor, which is read at once.
+    """A region of a tensor: ``read`` reads it, on a reader's thread, in the dtype of the devices.
 
-    Attributes:
-      nbytes: the memory that it takes on the host until it is on its devices.
-      read: reads the region, in the dtype that it gets on the devices; runs on a reader's thread.
-      arrived: takes what ``read`` returned, and returns the arrays that move to devices.
+    ``arrived`` takes the result, and returns the arrays that move to devices. Until they are there,
+    the region takes ``nbytes`` on the host.
     """
 
     nbytes: int
@@ -186,10 +184,7 @@ def _parts(sharding: Sharding, shape: tuple[int, ...]) -> list[Bounds]:
 
 
 def band_of(parts: Sequence[Bounds], shape: tuple[int, ...]) -> Bounds | None:
-    """Returns the rows of a tensor that the parts make up, if parts are whole rows without gaps.
-
-    Returns None otherwise. Rows are counted along the first dim.
-    """
+    """Returns the rows, along the first dim, that parts make up, if they are rows without gaps."""
     if not shape:
         return ()
     whole = tuple((0, n) for n in shape[1:])

@@ -19,9 +19,8 @@ from torchax_ckpt.state.leaf import Spec
 def as_saved(reads: Mapping[str, Read], specs: Mapping[str, Any]) -> dict[str, Read]:
     """Returns the reads, with each leaf's sharding at the save in place of the requested sharding.
 
-    A returned sharding uses the current mesh, and shards each dim over the same mesh axes as at the
-    save. A read keeps the requested sharding if ``specs`` lacks the leaf, or if the current mesh
-    does not allow the sharding that the leaf had at the save.
+    The sharding uses the current mesh. A read keeps the requested sharding if ``specs`` lacks the
+    leaf, or if the current mesh does not allow the sharding that the leaf had at the save.
     """
     found = dict(reads)
     for name, read in reads.items():
@@ -47,12 +46,7 @@ def _are_distinct(dims: Iterable[Any]) -> bool:
 
 
 def of_reads(reads: Mapping[str, Read], document: Mapping[str, Node]) -> dict[str, Read]:
-    """Returns, for each leaf that this host's step does not hold whole, a read of the host's part.
-
-    Args:
-      reads: name -> the read of the whole leaf.
-      document: the document of this host's step.
-    """
+    """Returns reads of this host's part, of the leaves that its step does not hold whole."""
     found, nodes = {}, nodes_of(document)
     for name, read in reads.items():
         if spans_hosts(read.placement) and "starts" in nodes.get(name, {}):
@@ -63,14 +57,10 @@ def of_reads(reads: Mapping[str, Read], document: Mapping[str, Node]) -> dict[st
 
 
 def needed_starts(reads: Mapping[str, Read]) -> dict[str, list[list[int]]]:
-    """Returns the start indices of the shards that this host's devices need.
-
-    The result maps the name of each leaf that is to span several hosts to the start index of each
-    device's shard, in the form of the manifest field ``starts``.
+    """Returns the field ``starts`` that this host needs, for each leaf that is to span hosts.
 
     Raises:
-      ValueError: a leaf's sharding has no mesh, or this host's devices do not form a block of the
-        mesh.
+      ValueError: a leaf's sharding has no mesh, or this host's devices are no block of the mesh.
     """
     return {
         name: [list(start) for start in host_part(read.placement, read.spec.shape).starts]
@@ -82,17 +72,14 @@ def needed_starts(reads: Mapping[str, Read]) -> dict[str, list[list[int]]]:
 def stored_starts(
     reads: Mapping[str, Read], document: Mapping[str, Node]
 ) -> dict[str, list[list[int]]]:
-    """Returns the start indices of the shards that this host's copy of the step holds.
+    """Returns, as ``needed_starts`` does, the starts that this host's copy of the step has.
 
-    The result has the form of the result of ``needed_starts``. If the host had another position in
-    the mesh at the save, the stored start indices differ from the needed start indices. For a leaf
-    that is stored whole, the result repeats the needed start indices, because a whole leaf
-    satisfies any request.
+    They differ if the host had another position in the mesh at the save. A leaf that is stored
+    whole satisfies any request.
 
     Raises:
-      ValueError: a stored part has another shape than the part that this host needs, or is divided
-        differently among the host's devices; or a whole leaf is requested, and the step has only a
-        part of it.
+      ValueError: a stored part has another shape than the needed one, or is divided differently
+        among the host's devices; or the step has only a part of a leaf that is requested whole.
     """
     found, nodes = needed_starts(reads), nodes_of(document)
     for name in reads:
@@ -118,13 +105,7 @@ def stored_starts(
 
 
 def _blocks(starts: Any) -> list[list[int]]:
-    """Returns, for each device of a host, the position of the device's shard in a grid.
-
-    The host's shards of one leaf form this grid. A position has one index for each dim.
-
-    Args:
-      starts: for each device, the index in the leaf at which the device's shard begins.
-    """
+    """Returns each device's position in the grid that the host's shards of a leaf form."""
     try:
         along = [sorted(set(dim)) for dim in zip(*starts, strict=True)]
         return [[dim.index(at) for dim, at in zip(along, s, strict=True)] for s in starts]
@@ -133,9 +114,6 @@ def _blocks(starts: Any) -> list[list[int]]:
 
 
 def on_host(document: Mapping[str, Node], names: Iterable[str]) -> dict[str, Read]:
-    """Returns requests to read the leaves that ``names`` lists into host memory.
-
-    A host reads leaves into host memory in order to send them to other hosts.
-    """
+    """Returns reads of leaves into host memory, from which they are sent to other hosts."""
     nodes = nodes_of(document)
     return {n: Read(n, Spec.of_node(nodes[n]), Local.HOST) for n in names if n in nodes}

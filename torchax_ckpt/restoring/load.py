@@ -55,10 +55,7 @@ def load_state(source: StoredStep | HostSteps, abstract_state: Any, processes: P
 
 
 def load_foreign(committed: CommittedStep, abstract_state: Any, options: CheckpointOptions) -> Any:
-    """Returns the state of a step that was written with Orbax, but without this package.
-
-    The stored pytree must have the structure of the abstract state, if one is given.
-    """
+    """Returns the state of a step that bare Orbax wrote, in the structure of ``abstract_state``."""
     if abstract_state is None:
         return foreign.load_foreign(committed, None, options)
     _require_match(committed, abstract_state)
@@ -79,11 +76,9 @@ def load_foreign(committed: CommittedStep, abstract_state: Any, options: Checkpo
 
 
 def _require_match(committed: CommittedStep, abstract_state: Any) -> None:
-    """Raises MismatchError unless the step has every leaf of ``abstract_state``.
+    """Raises MismatchError unless the step has every leaf of ``abstract_state``, in its form.
 
-    The shape and dtype of each leaf must also be those in ``abstract_state``. Without this check no
-    error would be raised: Orbax casts the values of a leaf that differs, and returns the abstract
-    leaf itself for a leaf that the step lacks.
+    Orbax would cast a leaf that differs, and return the abstract leaf for one that the step lacks.
     """
     stored = foreign.foreign_metadata(committed)
     findings = Findings()
@@ -117,5 +112,4 @@ _ABSENT = object()
 
 
 def _sharding(read: Read) -> Sharding | None:
-    """Returns the sharding to request from Orbax; None for a leaf to read as a numpy array."""
     return None if isinstance(read.placement, Local) else read.placement

@@ -33,8 +33,7 @@ from torchax_ckpt.layout.manifest import Node, array_nodes
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.processes.per_host import PerHostProcesses
 from torchax_ckpt.restoring import host_shards
-from torchax_ckpt.restoring.shard_exchange import rounds_of, routes, runs
-from torchax_ckpt.restoring.state_senders import Answer, StateSenders
+from torchax_ckpt.restoring.exchange_plans import Answer, StateSenders, rounds_of, routes, runs
 from torchax_ckpt.saving import host_parts
 from torchax_ckpt.saving.host_parts import digest
 from torchax_ckpt.snapshot.move_shards import permute_over_processes, put, reshard
@@ -58,17 +57,10 @@ _NO_COPY = (
 class HostSteps:
     """One step in the local tiers of all hosts; a host's copy holds the shards of its own devices.
 
-    It is read like a ``StoredStep``. All processes must call its methods in the same order, within
-    a round. Some hosts may have no copy of the step.
-
-    Args:
-      committed: the step, at its path on this host; the path need not exist.
-      options: how the step is read.
-      processes: the processes of the run.
-      replica_axis: the mesh axis along which slices lie. A host receives its part from its own
-        slice if possible.
-      verified: records damage of this host's copy. Damage of another host's copy is not recorded,
-        because it does not mean that this host's copy is damaged.
+    It is read like a ``StoredStep``; all processes must call its methods in the same order, within
+    a round. Some hosts may have no copy: the path of ``committed`` need not exist. A host receives
+    its part from its own slice, along the mesh axis ``replica_axis``, if possible. ``verified``
+    records damage of this host's copy only.
 
     Raises:
       CorruptCheckpointError: no host can read the step's manifest.
@@ -137,14 +129,10 @@ class HostSteps:
     def _first_answers(self, told: Sequence[bytes]) -> list[bytes]:
         """Decides on process 0 which processes send a document or a per-process state to which.
 
-        Args:
-          told: for each process, what its copy has: the digest of the document, the number of
-            processes that saved it, and the indices of those whose states it has.
-
-        Returns:
-          For each process: the number of processes that saved; who sends the document, whether this
-          process receives it, and whether this process sends it; and the answer of
-          ``StateSenders``.
+        Each process has told what its copy has: the digest of the document, the number of processes
+        that saved it, and the indices of those whose states it has. Each is answered: the number of
+        processes that saved; who sends the document, whether it receives it, and whether it sends
+        it; and the answer of ``StateSenders``.
         """
         digests, counts, held = zip(*map(json.loads, told), strict=True)
         if not any(digests):
@@ -212,12 +200,7 @@ class HostSteps:
         return b""
 
     def require_plausible(self, reads: Mapping[str, Read]) -> None:
-        """Ignores this host's copy from now on if the copy's arrays contradict the copy's manifest.
-
-        Also ignores this host's copy if the copy's parts of leaves have other shapes than the parts
-        that this host needs, or are divided differently among this host's devices. A host
-        whose copy is ignored receives its part from another host.
-        """
+        """Ignores this host's copy, for another's, if it is damaged or does not fit."""
         if self._copy is None:
             return
         reads = host_shards.as_saved(self._without_own(reads), self._specs)
@@ -272,11 +255,7 @@ class HostSteps:
     def _local_leaves(
         self, reads: Mapping[str, Read], values: dict[str, Any] | None
     ) -> dict[str, Any]:
-        """Returns the leaves that do not span hosts, from this host's copy if it has one.
-
-        Each host's copy holds all leaves that do not span hosts, except per-process states, so
-        another host can send them to a host without a copy.
-        """
+        """Returns the leaves that do not span hosts, which each host's copy has, or sends."""
         flags = bytes([values is not None, values is None and bool(reads)])
         sender, is_asked = json.loads(self._processes.combine(flags, self._sender))
         if is_asked and sender == self._processes.host_index:
@@ -289,11 +268,7 @@ class HostSteps:
         return {} if values is None else {name: values[name] for name in reads}
 
     def _sender(self, flags: Sequence[bytes]) -> bytes:
-        """Decides on process 0 who sends the leaves that do not span hosts, and whether it must.
-
-        Args:
-          flags: for each process, whether it has these leaves, and whether it needs them.
-        """
+        """Decides on process 0 who sends these leaves, given who has and who needs them."""
         has, needs = zip(*flags, strict=True)
         if any(needs) and not any(has):
             raise self._unreadable(_NO_COPY)
@@ -331,11 +306,10 @@ class HostSteps:
         }
 
     def _routes(self, messages: Sequence[bytes]) -> bytes:
-        """Decides on process 0 which process sends its part to which; see ``shard_exchange``.
+        """Decides on process 0 which process sends its part to which.
 
-        Args:
-          messages: for each process digests of the part that it needs and of the part that it has
-            (null if it has none), and the index of its slice.
+        Each process tells digests of the part that it needs and of the part that it has (null if it
+        has none), and the index of its slice.
         """
         needs, holds, slices = zip(*map(json.loads, messages), strict=True)
         try:
@@ -357,10 +331,7 @@ class HostSteps:
 
     @contextlib.contextmanager
     def _ignoring_damage(self) -> Iterator[None]:
-        """Suppresses errors that show damage of this host's copy; records and logs the damage.
-
-        The restore goes on, because another host may have the same data undamaged.
-        """
+        """Records and logs damage of this host's copy; another host may have the data undamaged."""
         try:
             with self._verified.noting_damage(self.committed):
                 yield

@@ -8,7 +8,7 @@ far.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from torchax_ckpt.errors import UnusableStateError
+from torchax_ckpt.layout.batches import batches
 from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.options import CheckpointOptions, TierName
 from torchax_ckpt.processes.coordination import Processes
@@ -24,7 +25,7 @@ from torchax_ckpt.snapshot.device_memory import free_device_bytes
 from torchax_ckpt.snapshot.device_sizes import shard_bytes
 from torchax_ckpt.snapshot.sharding import Local
 from torchax_ckpt.state import per_process_state, random_state
-from torchax_ckpt.state.component import Read, Restoration, Values, Write
+from torchax_ckpt.state.component import Read, Restoration, Values
 from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.state.training_state import TrainingState
 from torchax_ckpt.stored.stored_step import StoredStep, about
@@ -118,8 +119,8 @@ def apply(
 ) -> None:
     """Reads the leaves of a restoration, then makes all of its changes or none.
 
-    With ``restore_in_budget``, reads and changes alternate, and a failure after the first change
-    leaves no usable state: UnusableStateError.
+    With ``restore_in_budget``, reads and changes alternate; a failure after the first change leaves
+    no usable state (UnusableStateError).
     """
     if options.restore_in_budget:
         _apply_in_budget(restoration, reader, processes, step, path)
@@ -139,7 +140,10 @@ def _apply_in_budget(
     early = {name for call in (*restoration.checks, *restoration.calls) for name in call.needs}
     restoration.apply_calls(reader({name: reads[name] for name in early}), processes.meet)
     try:
-        for part in _parts(restoration.writes, reads, _part_bytes(reads.values())):
+        sizes, limit = _device_bytes(reads), _part_bytes(reads.values())
+        for part in batches(
+            restoration.writes, lambda w: sum(sizes[name] for name in w.needs), limit
+        ):
             for write in part:
                 if write.release is not None:
                     write.release()
@@ -162,11 +166,10 @@ def _apply_in_budget(
 
 
 def _part_bytes(reads: Iterable[Read]) -> int:
-    """Returns the size of a part in bytes per device: half of the free device memory.
+    """Returns how much a restore frees and reads at a time: half of the free memory of a device.
 
-    A part is what a restore frees and reads at a time. Only memory beyond the device's peak usage
-    so far counts as free, because a restore must not need more memory than the training that
-    follows.
+    Only memory beyond the device's peak usage so far counts as free, because a restore must not
+    need more memory than the training that follows.
     """
     placements = {read.placement for read in reads}
     devices: set[Any] = {
@@ -177,26 +180,6 @@ def _part_bytes(reads: Iterable[Read]) -> int:
     free = [f for device in devices if (f := free_device_bytes(device)) is not None]
     shared = len(devices) if any(d.platform == "cpu" for d in devices) else 1
     return max(_MIN_PART_BYTES, min(free, default=0) // shared // 2)
-
-
-def _parts(
-    writes: Sequence[Write], reads: Mapping[str, Read], part_bytes: int
-) -> Iterator[list[Write]]:
-    """Yields the writes in groups that need at most ``part_bytes`` of memory per device.
-
-    A write that needs more is a group of its own.
-    """
-    part: list[Write] = []
-    size, sizes = 0, _device_bytes(reads)
-    for write in writes:
-        more = sum(sizes[name] for name in write.needs)
-        if part and size + more > part_bytes:
-            yield part
-            part, size = [], 0
-        part.append(write)
-        size += more
-    if part:
-        yield part
 
 
 def _device_bytes(reads: Mapping[str, Read]) -> dict[str, int]:

@@ -1,8 +1,7 @@
 """Compares two stored steps: finds leaves and values that differ, or that one step lacks.
 
 Leaves are arrays. Values are the parts of the state that are not arrays, such as hyperparameters.
-This module reads only a few leaves of the two steps at a time. The memory that a comparison needs
-therefore depends on the size of the largest leaf, and not on the size of the steps.
+Only a few leaves of the two steps are read at a time.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from torchax_ckpt.errors import CorruptCheckpointError
+from torchax_ckpt.layout.batches import batches
 from torchax_ckpt.storage.directory.committed_step import ASSETS
 from torchax_ckpt.stored.stored_step import StoredLeaf, StoredStep
 
@@ -32,12 +32,10 @@ class Difference:
     """How one leaf, or one value that is not an array, differs between two steps.
 
     Attributes:
-      name: the name of the leaf or value.
       what: "only_in_a" or "only_in_b" if the other step lacks it; "form" if kind, dtype or shape
         differs; "content" if values differ; "bits" if equal values have different bits (-0.0 and
         0.0, or two NaNs).
-      a, b: the forms of the leaf, or the values that are not arrays; None for the step that lacks
-        it.
+      a, b: the forms of the leaf, or the values; None for the step that lacks it.
       num_elements: how many elements differ in value; two NaNs count as equal.
       num_nan: how many of these are NaN in one step only.
       max_abs: the largest absolute difference of the other differing elements; None if none.
@@ -54,14 +52,7 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class StepComparison:
-    """All differences between two steps.
-
-    Attributes:
-      leaves: the differences of arrays, by name.
-      values: the differences of values in the manifest (hyperparameters, counters, ties), and of
-        assets.
-      num_identical: how many leaves are identical to the bit.
-    """
+    """All differences between two steps: of arrays, and of other values and assets, by name."""
 
     leaves: tuple[Difference, ...]
     values: tuple[Difference, ...]
@@ -82,18 +73,8 @@ def compare(
 ) -> StepComparison:
     """Compares two steps by their leaves, even if they store the leaves in different stacks.
 
-    Args:
-      a, b: the steps.
-      is_wanted: returns whether to compare the leaf or value of this name.
-      on_bytes: called with the number of bytes just compared, counted in one step only.
-
-    Returns:
-      All differences.
-
-    Raises:
-      CorruptCheckpointError: a step is damaged.
-      DirectoryError: a step cannot be read now.
-      StepNotFoundError: a step was deleted during the comparison.
+    ``is_wanted`` says which leaves and values to compare; ``on_bytes`` is called with the bytes
+    just compared, of one step only. Raises as ``StoredStep.read`` does.
     """
     found: list[Difference] = []
     both: list[StoredLeaf] = []
@@ -109,7 +90,9 @@ def compare(
         else:
             both.append(in_a)
     num_identical = 0
-    for batch in _batches(both):
+    # Leaves of one stack follow each other, because a read of one of them reads the whole stack.
+    both.sort(key=lambda leaf: (leaf.stack or leaf.name, leaf.name))
+    for batch in batches(both, lambda leaf: leaf.nbytes, _BATCH_BYTES):
         names = [leaf.name for leaf in batch]
         left, right = a.read(names), b.read(names)
         for name in names:
@@ -129,23 +112,6 @@ def compare(
 
 def _form(leaf: StoredLeaf | None) -> str | None:
     return None if leaf is None else f"{leaf.kind} {leaf.dtype}{list(leaf.shape)}"
-
-
-def _batches(leaves: list[StoredLeaf]) -> Iterator[list[StoredLeaf]]:
-    """Yields lists of leaves to read together; leaves of one stack follow each other.
-
-    Leaves of one stack should be in one list, because a read of one of them reads the whole stack.
-    """
-    batch: list[StoredLeaf] = []
-    size = 0
-    for leaf in sorted(leaves, key=lambda leaf: (leaf.stack or leaf.name, leaf.name)):
-        if batch and size + leaf.nbytes > _BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-        batch.append(leaf)
-        size += leaf.nbytes
-    if batch:
-        yield batch
 
 
 def _difference(name: str, a: np.ndarray, b: np.ndarray) -> Difference | None:
@@ -205,10 +171,7 @@ _ABSENT = object()
 
 
 def _values(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
-    """Yields the differences between the documents of two manifests, arrays excluded.
-
-    The document of a manifest is the JSON tree that describes the whole state.
-    """
+    """Yields the differences between the documents of two manifests, arrays excluded."""
     try:
         left, right = dict(_plain(a, ())), dict(_plain(b, ()))
     except RecursionError:
@@ -241,12 +204,7 @@ def _assets(a: StoredStep, b: StoredStep) -> Iterator[Difference]:
 
 
 def _plain(node: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yields (path, value) for each value in a part of a manifest's JSON tree, except arrays.
-
-    Args:
-      node: the part of the tree.
-      path: the path of ``node`` in the tree.
-    """
+    """Yields (path, value) for each value in a part of a manifest's JSON tree, except arrays."""
     if isinstance(node, dict):
         if "array" in node:
             return

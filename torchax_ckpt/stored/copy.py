@@ -41,11 +41,10 @@ def copy_steps(
 ) -> list[CommittedStep]:
     """Copies steps under the lease of ``target``, oldest first; marks the copies as verified.
 
-    A copy becomes visible only after every byte of it was read and compared with the digests taken
-    when the step was saved. The comparison also reveals damage of the original. A step that is
-    damaged, or that another program deletes meanwhile, is not copied; the other steps are. A file
-    that several steps share is copied once, and their copies share it too, except on a bucket.
-    ``on_left_out`` gets the reason why a step was not copied: it is damaged or was deleted.
+    A copy becomes visible only after every byte of it was compared with the digests taken at the
+    save. A step that is damaged, or that another program deletes meanwhile, is not copied, and
+    ``on_left_out`` gets the error; the other steps are. A file that several steps share is copied
+    once, and their copies share it too, except on a bucket.
 
     Raises:
       DirectoryError: the target has one of the steps or cannot be written, or a step cannot be read
@@ -135,10 +134,7 @@ def _copy(
 
 
 def _shared_files(committed: CommittedStep, target: RunDirectory) -> dict[str, File]:
-    """Returns the files of a step that have other links, by their relative paths.
-
-    Returns nothing if the target is on a bucket, which has no links.
-    """
+    """Returns the files of a step that have other links, unless the target, a bucket, has none."""
     if location.is_bucket(target.path):
         return {}
     found = shared_files.linked_files(committed.path)

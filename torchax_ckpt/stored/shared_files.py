@@ -44,11 +44,7 @@ def file_of(status: os.stat_result) -> File:
 
 
 class Usage:
-    """The bytes that some steps of a run take on storage.
-
-    Args:
-      steps: the steps. Their files are listed once, when the object is made.
-    """
+    """The bytes that some steps of a run take on storage; their files are listed once, at first."""
 
     def __init__(self, steps: Iterable[CommittedStep]) -> None:
         self._num_bytes: dict[epath.Path, int] = {}
@@ -81,11 +77,7 @@ class Usage:
         return sum(self._num_bytes.values()) - again
 
     def freed_bytes(self, doomed: Iterable[CommittedStep]) -> int:
-        """Returns the bytes that the deletion of some of the steps frees.
-
-        The bytes of a file are freed if no other step has the file, and no file outside the steps
-        is a link to it.
-        """
+        """Returns the bytes that are freed if some of the steps are deleted."""
         freed, links = 0, collections.Counter[File]()
         for committed in doomed:
             linked = self._linked[committed.path]
@@ -98,13 +90,7 @@ class Usage:
 def damaged_too(
     message: str, damaged: CommittedStep, steps: Iterable[CommittedStep]
 ) -> list[CommittedStep]:
-    """Returns the other steps that have the damaged file of a step, and are therefore damaged too.
-
-    Args:
-      message: the error of reading the damaged step. It names the damaged file, if that is known.
-      damaged: the step.
-      steps: the steps of the run.
-    """
+    """Returns the steps that share the damaged file, which ``message`` names if it is known."""
     named = {file_of(s) for path, s in linked_files(damaged.path).items() if path in message}
     if not named:
         return []

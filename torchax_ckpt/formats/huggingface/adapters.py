@@ -31,7 +31,7 @@ def adapters_among(names: Iterable[str]) -> set[str]:
 
 
 def _places(parts: list[str]) -> Iterator[int]:
-    """Yields each index of an adapter's name among the parts of a tensor's name."""
+    # The indices of an adapter's name among the parts of a tensor's name.
     prefixes = tuple(PREFIXES.values())
     for at, part in enumerate(parts[:-1], 1):
         if part.startswith(prefixes) or part in (_TRAINED_COPY, _TRAINED_TOKENS):
@@ -39,13 +39,7 @@ def _places(parts: list[str]) -> Iterator[int]:
 
 
 def _is_stored_too(parts: list[str], layers: set[str], bias: str) -> bool:
-    """Returns whether PEFT stores a tensor of the base model with an adapter.
-
-    Args:
-      parts: the parts of the tensor's name.
-      layers: the names of the layers that the adapter tunes.
-      bias: which biases are trained, as the adapter's config says.
-    """
+    """Returns whether PEFT stores a tensor of the base model with an adapter of these layers."""
     if parts[-1] == "bias" and bias == "all":
         return True
     layer = ".".join(parts[:-2])
@@ -57,13 +51,8 @@ def _is_stored_too(parts: list[str], layers: set[str], bias: str) -> bool:
 def names_in_file(names: Iterable[str], adapter: str, config: Mapping[str, Any]) -> dict[str, str]:
     """Returns name in PEFT's file -> name in the model, for the tensors of an adapter.
 
-    Args:
-      names: the names of all tensors of the model.
-      adapter: the name of the adapter.
-      config: the adapter's config, as in ``adapter_config.json``.
-
-    Raises:
-      UnsupportedLeafError: the adapter's method is not one of ``PREFIXES``.
+    ``names`` are those of all tensors of the model. Raises UnsupportedLeafError if the adapter's
+    method, in its config, is not one of ``PREFIXES``.
     """
     method = str(getattr(config.get("peft_type"), "value", config.get("peft_type")))
     if method not in PREFIXES:

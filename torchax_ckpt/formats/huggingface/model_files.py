@@ -27,16 +27,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 
 class ModelFiles:
-    """The files of attached models and their tokenizer.
-
-    Args:
-      model: as attached: a module, a dict of modules, or None.
-      tokenizer: a tokenizer or processor of transformers, or another object with the method
-        ``save_pretrained(folder)``; None for none.
-
-    Raises:
-      AttachError: ``tokenizer`` has no such method.
-    """
+    """The files of attached models and of a tokenizer, which has ``save_pretrained(folder)``."""
 
     def __init__(self, model: Any = None, tokenizer: Any = None) -> None:
         if tokenizer is not None and not callable(getattr(tokenizer, "save_pretrained", None)):
@@ -61,11 +52,8 @@ class ModelFiles:
     def encoded(self, form: Any) -> Assets | None:
         """Returns the files as they are now; None if there are none.
 
-        The configs are read again only if the models' tensors have changed in number, name, shape
-        or dtype: a config takes a millisecond, for which a save would block training.
-
-        Args:
-          form: an object that is another one after such a change.
+        ``form`` is another object after a change of the models' tensors in number, name, shape or
+        dtype. Only then are the configs read again: each takes a millisecond of a blocking save.
         """
         if form is not self._form:
             found = dataclasses.replace(
@@ -155,7 +143,7 @@ class _Collected:
 
 
 def _config(config: Any, base: Any) -> bytes:
-    """Returns a config as JSON; a model's config names the class of the model, as when saved."""
+    """Returns a config as JSON; that of a model names the model's class, as when it is saved."""
     text = config.to_json_string()
     if config is not getattr(base, "config", None):
         return str(text).encode()

@@ -35,35 +35,26 @@ _DEFAULT_ADAPTER = "default"
 
 @dataclasses.dataclass(frozen=True)
 class FolderFiles:
-    """The text files of a model's folder.
-
-    Attributes:
-      texts: name in the folder -> content: configs and the tokenizer's files.
-      adapters: name of an adapter -> its config, as JSON.
-    """
+    """The text files of a model's folder, by name, and the config of each adapter, by its name."""
 
     texts: Mapping[str, str]
     adapters: Mapping[str, str]
 
     @property
     def has_config(self) -> bool:
-        """Whether the folder says what the model is, which transformers needs to load it."""
+        """Whether the folder says what the model is, as transformers needs."""
         return CONFIG in self.texts
 
 
 def files_of(stored: StoredStep, at: str | None, config: Path | None = None) -> FolderFiles:
-    """Returns the text files of a model: those that its step stores, and those of a folder.
-
-    Args:
-      stored: the step.
-      at: the model's key path in the step; None for the one attached model.
-      config: a folder whose files replace those of the step; None for none.
+    """Returns the text files of a model: those in its step, replaced by those in ``config``.
 
     Raises:
       CorruptCheckpointError: the step's assets are damaged.
-      DirectoryError: the folder cannot be read.
+      DirectoryError: the folder ``config`` cannot be read.
     """
-    place = _place(at)
+    component, *keys = names.split(at or MODEL)
+    place = "/".join([MODEL, *map(assets.part_of, keys if component == MODEL else ())])
     texts: dict[str, str] = {}
     adapters: dict[str, str] = {}
     for name, text in stored.read_assets().items():
@@ -84,18 +75,8 @@ def files_of(stored: StoredStep, at: str | None, config: Path | None = None) -> 
     return FolderFiles(texts, adapters)
 
 
-def _place(at: str | None) -> str:
-    """Returns where the assets of a model stand, given its key path in the step."""
-    component, *keys = names.split(at or MODEL)
-    return "/".join([MODEL, *map(assets.part_of, keys if component == MODEL else ())])
-
-
 def assets_of(folder: Path) -> Assets | None:
-    """Returns the text files of a model's folder as a step stores them; None without a config.
-
-    Raises:
-      DirectoryError: the files cannot be read.
-    """
+    """Returns the text files of a model's folder as a step stores them; None without a config."""
     if not (folder / CONFIG).is_file():
         return None
     found = _texts_in(folder)
@@ -104,7 +85,6 @@ def assets_of(folder: Path) -> Assets | None:
 
 
 def _texts_in(folder: Path) -> dict[str, str]:
-    """Returns relative path -> content of the text files in a folder and its subfolders."""
     found: dict[str, str] = {}
     size = 0
     try:
@@ -179,15 +159,8 @@ def export_adapters(
 ) -> tuple[list[Path], list[StoredLeaf]]:
     """Writes each adapter as PEFT does: ``default`` into the folder, others into subfolders.
 
-    The arguments are those of ``export_model``; PEFT has no files of several shards.
-
-    Returns:
-      The files, and the leaves in them.
-
-    Raises:
-      MismatchError: the weights have no adapter, or the config of an adapter is missing.
-      UnsupportedLeafError: PEFT's method of an adapter is not known.
-      DirectoryError, CorruptCheckpointError: as for ``export_safetensors``.
+    Returns as ``export_model`` does. Raises MismatchError also if there is no adapter, or no config
+    of one, and UnsupportedLeafError if PEFT's method of an adapter is not known.
     """
     found = sorted(adapters_among(weights.leaves))
     if not found:
@@ -242,7 +215,7 @@ def _dtype_of(weights: Weights, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _ties(config: Mapping[str, Any]) -> bool:
-    """Returns whether a config says that the model ties weights; transformers' default is True."""
+    """Returns whether the model ties weights; transformers' default is True."""
     parts = [config, *(part for part in config.values() if isinstance(part, dict))]
     return any(part.get("tie_word_embeddings", part is config) is True for part in parts)
 

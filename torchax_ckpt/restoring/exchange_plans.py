@@ -1,0 +1,138 @@
+"""Plans which host sends what to which other host, in a restore from a local tier.
+
+A host that lacks the part of the leaves that it needs receives this part from one other host;
+``move_shards`` transfers the parts. The exchange neither sums nor gathers values, and a host that
+receives nothing keeps its part.
+
+The state of a process is in the copy of its own host, and in those of a few others. That a copy is
+damaged in this state shows only when the copy is read. The next host that has the state is then
+asked, so a step is lost only if all copies of a state are.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Sequence
+
+from torchax_ckpt.snapshot.move_shards import Rounds
+
+Runs = list[list[tuple[int, int, int]]]
+"""Permutes, each as (first sender, first receiver, number): the next pair has both indices + 1."""
+
+
+def routes(needs: Sequence[str], holds: Sequence[str | None], slices: Sequence[int]) -> Rounds:
+    """Returns permutes that, executed one after another, give each process the part that it needs.
+
+    A permute is a tuple of pairs (sender, receiver); a process sends to at most one, and receives
+    from at most one. A received part replaces the receiver's. No part that is needed is lost: a
+    process that has the part that it needs receives no other, and can send it in the next permute.
+
+    Args:
+      needs: for each process, the part that it needs.
+      holds: for each process, the part that it has; None if it has no part.
+      slices: for each process, the index of its slice: the connection to another slice is slower.
+
+    Raises:
+      LookupError: no process has a part that is needed.
+    """
+    if not set(needs) <= set(holds):
+        raise LookupError(
+            "no process has a part of the state that another process needs; restore another step"
+        )
+    holds, rounds = list(holds), []
+    while lacking := [i for i, part in enumerate(needs) if holds[i] != part]:
+        free: dict[str | None, list[int]] = collections.defaultdict(list)
+        for i, part in enumerate(holds):
+            free[part].append(i)
+        pairs: list[tuple[int, int]] = []
+        for is_near in (True, False):
+            for i in lacking:
+                senders = [j for j in free[needs[i]] if not is_near or slices[j] == slices[i]]
+                if senders and holds[i] != needs[i]:
+                    free[needs[i]].remove(senders[0])
+                    pairs.append((senders[0], i))
+                    holds[i] = needs[i]
+        rounds.append(tuple(pairs))
+    return tuple(rounds)
+
+
+def runs(rounds: Rounds) -> Runs:
+    """Returns the permutes as runs of pairs, for a short message: a slice's parts are one run."""
+    found: Runs = []
+    for pairs in rounds:
+        found.append([])
+        for sender, receiver in pairs:
+            if found[-1]:
+                first, to, number = found[-1][-1]
+                if (sender, receiver) == (first + number, to + number):
+                    found[-1][-1] = first, to, number + 1
+                    continue
+            found[-1].append((sender, receiver, 1))
+    return found
+
+
+def rounds_of(found: Runs) -> Rounds:
+    """Returns the permutes that ``runs`` has described."""
+    return tuple(
+        tuple((first + i, to + i) for first, to, number in permute for i in range(number))
+        for permute in found
+    )
+
+
+Answer = tuple[int | None, list[int], bool]
+"""For one process: who sends its state (None: nobody), whose states it sends, and whether any
+process sends a state, so that all processes report again whether they lack theirs."""
+
+
+class StateSenders:
+    """Decides, on process 0, who sends which process its state; call ``answers`` until none lacks.
+
+    ``hosts`` has, for each process, the processes whose hosts have its state, in the order in which
+    they are asked; ``lacking``, whether its own host lacks it.
+    """
+
+    def __init__(self, hosts: Sequence[Sequence[int]], lacking: Sequence[bool]) -> None:
+        self.lacking = lacking
+        self._hosts = hosts
+        self._senders: list[int | None] = [None] * len(hosts)
+        self._damaged: set[int] = set()
+
+    @classmethod
+    def of_equal(cls, has_copy: Iterable[bool]) -> StateSenders:
+        """Returns the plan if all processes have equal states, so that each copy has all."""
+        lacking = [not has for has in has_copy]
+        hosts = [index for index, lacks in enumerate(lacking) if not lacks]
+        return cls([hosts] * len(lacking), lacking)
+
+    @classmethod
+    def of_states(cls, held: Sequence[Sequence[int]]) -> StateSenders:
+        """Returns the plan, given for each process those whose states its host has."""
+        hosts: list[list[int]] = [[] for _ in held]
+        for host, its_states in enumerate(held):
+            for index in its_states:
+                if index < len(hosts):  # a manifest may name any process
+                    hosts[index].append(host)
+        return cls(hosts, [index not in its_hosts for index, its_hosts in enumerate(hosts)])
+
+    def answers(self, lacking: Sequence[int]) -> list[Answer]:
+        """Returns the answer for each process, given whether it lacks its state.
+
+        A process that was sent its state and still lacks it was sent a damaged one. That host then
+        ignores its whole copy, so it is asked for no other state either.
+
+        Raises:
+          LookupError: no host has the state of a process undamaged; has the index of the process.
+        """
+        asked = zip(self._senders, lacking, strict=True)
+        self._damaged.update(sender for sender, lacks in asked if lacks and sender is not None)
+        posts: list[list[int]] = [[] for _ in lacking]
+        self._senders = [None] * len(lacking)
+        for index, lacks in enumerate(lacking):
+            if lacks:
+                sender = next((i for i in self._hosts[index] if i not in self._damaged), None)
+                if sender is None:
+                    raise LookupError(index)
+                self._senders[index] = sender
+                posts[sender].append(index)
+        is_any = any(lacking)
+        return [(sender, its, is_any) for sender, its in zip(self._senders, posts, strict=True)]
