@@ -141,7 +141,7 @@ def _pieces(
     if isinstance(placement, Sharding):
         parts = _parts(placement, shape)
         nbytes = item_bytes * sum(math.prod(b - a for a, b in bounds) for bounds in parts)
-        band = band_of(parts, shape)
+        band = _band_of(parts, shape)
         if nbytes <= min(max_bytes, _MAX_WHOLE_BYTES) and (band or tensor.is_one_part):
 
             def read_parts() -> dict[Bounds, np.ndarray]:
@@ -183,7 +183,7 @@ def _parts(sharding: Sharding, shape: tuple[int, ...]) -> list[Bounds]:
     return list({bounds_of(index, shape): None for index in indices})
 
 
-def band_of(parts: Sequence[Bounds], shape: tuple[int, ...]) -> Bounds | None:
+def _band_of(parts: Sequence[Bounds], shape: tuple[int, ...]) -> Bounds | None:
     """Returns the rows, along the first dim, that parts make up, if they are rows without gaps."""
     if not shape:
         return ()
