@@ -153,7 +153,7 @@ def tied(first: float, second: float | None = None) -> nn.Module:
 
 
 HALF = torch.float16
-DIFFERENCES: dict[str, tuple[Any, Any, RestoreReport, dict[str, list[float]]]] = {
+DIFFERENCES: dict[str, tuple[Any, Any, RestoreReport, dict[str, Any]]] = {
     "all kinds": (
         lambda: parameters(same=on_jax(1, 2), shape=on_jax(1), dtype=on_jax(1), old=on_jax(1, 1)),
         lambda: parameters(
