@@ -310,6 +310,14 @@ def of_storage(fqn: bytes = b"\x8c\x01w", relative_path: bytes = b"\x8c\x01f") -
     return fields(b"Metadata", storage_data=b"}(" + index + place + b"u", state_dict_metadata=b"}")
 
 
+def of_dtype(dtype: bytes) -> bytes:
+    """Pickled: metadata of a tensor of no elements."""
+    properties = b"ctorch.distributed.checkpoint.metadata\nTensorProperties\n)R" + dtype + b"\x85b"
+    tensor = fields(b"TensorStorageMetadata", size=b")", properties=properties, chunks=b"]")
+    described = b"}(\x8c\x01w" + tensor + b"u"
+    return fields(b"Metadata", storage_data=b"}", state_dict_metadata=described)
+
+
 @pytest.mark.parametrize("shared", [LISTS, TUPLES], ids=["lists", "tuples"])
 @pytest.mark.parametrize(
     "place",
@@ -328,12 +336,14 @@ def of_storage(fqn: bytes = b"\x8c\x01w", relative_path: bytes = b"\x8c\x01f") -
             state_dict_metadata=b"}(" + x + fields(b"TensorStorageMetadata") + b"u",
         ),
         lambda x: b"ctorch.distributed.checkpoint.metadata\nMetadata\n)R}(" + x + b"Nub",
+        lambda x: of_dtype(x),
         lambda x: b"ctorch\nSize\n" + x + b"\x85R",
         lambda x: b"ccollections\nOrderedDict\n](" + x + b"N\x86e\x85R",
     ],
     ids=[
         "place", "key of a place", "key of one place", "key of a text dict", "member of a set",
-        "member of a frozen set", "fqn", "file", "key of a tensor", "field", "size", "ordered",
+        "member of a frozen set", "fqn", "file", "key of a tensor", "field", "dtype", "size",
+        "ordered",
     ],
 )  # fmt: skip
 def test_parts_in_common_are_not_multiplied(place: Any, shared: bytes, saved: Path) -> None:

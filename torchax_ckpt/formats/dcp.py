@@ -267,7 +267,10 @@ def _chunks(
 
 def _tensor(key: str, described: dict[str, Any], chunks: dict[Any, Any]) -> FileTensor:
     shape = _ints(described["size"])
-    dtype = str(described["properties"].state[0]).removeprefix("torch.")
+    (found, *_) = described["properties"].state
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{key}: expected a dtype, found a {type(found).__name__}")
+    dtype = str(found).removeprefix("torch.")
     if dtype not in STORABLE_DTYPES:
         raise UnsupportedLeafError(f"{key}: dtype {dtype} cannot be stored")
     parts = []
