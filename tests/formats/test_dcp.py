@@ -19,11 +19,11 @@ from support.compare import bits
 from support.models import Tied, values
 from support.processes import run_python
 from support.torch_files import Evil, archive, arrays_in, pickled_tensor, save_dcp
-from support.training import before_enabling, mlp, train_and_save
+from support.training import before_enabling, mlp, save, train_and_save
 from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
-from torchax_ckpt import TorchaxCheckpointer, load_torch_state_dict, warm_start
+from torchax_ckpt import load_torch_state_dict, warm_start
 from torchax_ckpt.cli import exit_codes
 from torchax_ckpt.errors import (
     CheckpointError,
@@ -127,9 +127,7 @@ def test_several_optimizers_are_exported_by_name(directory: Path, tmp_path: Path
     models = {"g": mlp(), "d": mlp()}
     optimizers = {n: torch.optim.SGD(m.parameters(), lr=0.1) for n, m in models.items()}
     optimizers["g"].add_param_group({"params": [], "lr": 0.5})
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.attach(models, optimizers)
-        ckpt.save(1, force=True)
+    save(directory, models, optimizers)
     out = tmp_path / "x.pt"
     run("export", directory, 1, out, "--format", "pt", "--optimizer", "--at", "model/g")
     with before_enabling():
@@ -141,9 +139,7 @@ def test_several_optimizers_are_exported_by_name(directory: Path, tmp_path: Path
 
 def test_wrong_use_is_told(trained: Any, directory: Path, tmp_path: Path) -> None:
     path, model, _ = trained
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.attach(model)
-        ckpt.save(1, force=True)
+    save(directory, model)
     for source, step, args, message in (
         (directory, 1, ("x.pt", "--format", "pt", "--optimizer"), "found none"),
         (path, 2, ("x.safetensors", "--optimizer"), "--at optimizer"),
@@ -170,9 +166,7 @@ def test_what_was_exported_as_dcp_is_imported_again(directory: Path, tmp_path: P
     model.layers[1].bfloat16()
     model.to("jax")
     model.head.weight = model.embed.weight
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.attach(model)
-        ckpt.save(3, force=True)
+    save(directory, model, step=3)
     run("export", directory, 3, tmp_path / "dcp", "--format", "dcp")
     result = run_json("import", tmp_path / "dcp", tmp_path / "again")
     assert result["files"] == [str(tmp_path / "dcp" / ".metadata")]

@@ -16,7 +16,7 @@ from support.commands import run, run_json
 from support.damage import damage, edit_json
 from support.models import Plain, Tied, values
 from support.processes import run_python
-from support.training import before_enabling
+from support.training import before_enabling, save
 
 from torchax_ckpt import (
     CheckpointOptions,
@@ -44,9 +44,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
     model.layers[1].bfloat16()
     model.to("jax")
     model.head.weight = model.embed.weight  # moving a module unties it
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        ckpt.save(3, force=True)
+    save(directory, model, torch.optim.SGD(model.parameters(), lr=0.1), step=3)
     return directory, values(model.state_dict())
 
 
@@ -302,9 +300,7 @@ def test_a_program_without_torchax_loads_weights(trained: tuple[Path, dict[str, 
 
 def test_where_the_weights_are_must_be_known(directory: Path) -> None:
     models = {"g": torch.nn.Linear(2, 2).to("jax"), "d": torch.nn.Linear(2, 3).to("jax")}
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.attach(models)
-        ckpt.save(1, force=True)
+    save(directory, models)
     with pytest.raises(MismatchError, match=r"found leaves at model/d, model/g, rng"):
         load_torch_state_dict(directory)
     assert set(load_torch_state_dict(directory, 1, at="model/d")) == {"weight", "bias"}

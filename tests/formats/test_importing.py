@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 from support.commands import run, run_json
 from support.models import Plain, WithExtraState, live, plain, values
-from support.training import before_enabling, fsdp_mesh, fsdp_rule
+from support.training import before_enabling, fsdp_mesh, fsdp_rule, resume
 
 from torchax_ckpt import TorchaxCheckpointer, load_torch_state_dict
 from torchax_ckpt.cli import exit_codes
@@ -50,8 +50,7 @@ def test_attach_goes_on_from_imported_weights(
                 parameter.grad = torch.ones_like(parameter)
             optimizer.step()
     again = live()
-    with TorchaxCheckpointer(directory) as ckpt:
-        assert ckpt.attach(again, torch.optim.AdamW(again.parameters(), lr=0.1)) == 2
+    assert resume(directory, again, torch.optim.AdamW(again.parameters(), lr=0.1)) == 2
     assert values(again.state_dict()) == values(model.state_dict()) != expected
 
 
@@ -64,8 +63,7 @@ def test_a_model_on_the_meta_device_is_filled_shard_by_shard(
         model = Plain()
         model.layers[1].bfloat16()
     mesh = fsdp_mesh()
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.attach(model, shardings=fsdp_rule(mesh))
+    resume(directory, model, shardings=fsdp_rule(mesh))
     assert values(model.state_dict()) == expected
 
 
@@ -94,8 +92,7 @@ def test_ties_can_be_named(directory: Path, tmp_path: Path) -> None:
     with TorchaxCheckpointer(tmp_path / "untied") as ckpt, pytest.raises(MismatchError):
         ckpt.attach(live())
     run("import", tmp_path / "hub", directory, "--tie", "head.weight=embed.weight")
-    with TorchaxCheckpointer(directory) as ckpt:
-        assert ckpt.attach(live()) == 0
+    assert resume(directory, live()) == 0
 
 
 def test_a_model_that_differs_is_not_attached(
@@ -115,8 +112,7 @@ def test_modules_keep_their_extra_state(directory: Path, tmp_path: Path) -> None
     safetensors.numpy.save_file(arrays, path)
     run("import", path, directory)
     model = WithExtraState(2, 2).to("jax")
-    with TorchaxCheckpointer(directory) as ckpt:
-        assert ckpt.attach(model) == 0
+    assert resume(directory, model) == 0
     assert model.extra == "live"
     assert values(model.state_dict()).keys() == arrays.keys()
 

@@ -16,9 +16,9 @@ import torch
 from support.commands import run, run_json
 from support.models import live, plain, values
 from support.torch_files import Evil, archive, arrays_in, pickled_tensor, save_torch
-from support.training import before_enabling
+from support.training import before_enabling, resume
 
-from torchax_ckpt import TorchaxCheckpointer, torchax_backend, warm_start
+from torchax_ckpt import torchax_backend, warm_start
 from torchax_ckpt.cli import exit_codes
 from torchax_ckpt.errors import (
     CheckpointError,
@@ -62,8 +62,7 @@ def test_attach_goes_on_from_what_torch_has_saved(
     if way == "parameters":
         return
     again = live()
-    with TorchaxCheckpointer(directory) as ckpt:
-        assert ckpt.attach(again) == 0
+    assert resume(directory, again) == 0
     assert values(again.state_dict()) == expected
     assert again.head.weight is again.embed.weight
 

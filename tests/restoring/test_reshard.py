@@ -19,6 +19,7 @@ from support.training import (
     fsdp_mesh,
     fsdp_rule,
     place,
+    save,
     train_and_save,
     train_step,
 )
@@ -208,9 +209,7 @@ def test_a_sharded_fill_never_holds_a_full_copy_on_one_device(
     rule = fsdp_rule(fsdp_mesh(8))
     with before_enabling(), torch.device("meta"):
         net = torch.nn.Linear(64, 64, bias=False)
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.attach(net, shardings=rule, init=zeros)
-        ckpt.save(1, force=True)
+    save(directory, net, shardings=rule, init=zeros)
     seen: list[Any] = []
     put = jax.device_put
 

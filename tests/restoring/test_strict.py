@@ -12,19 +12,13 @@ import numpy as np
 import pytest
 import torch
 from support.compare import assert_trees_identical, bits, copied, training_state
-from support.models import WithExtraState
-from support.training import mlp, train_step
+from support.models import Box, WithExtraState
+from support.training import mlp, resume, save, train_step
 from torch import nn
 from torch.optim import lr_scheduler
 
 from torchax_ckpt import RestoreReport, TorchaxCheckpointer, torchax_backend
 from torchax_ckpt.errors import MismatchError
-
-
-def save(directory: Path, *attached: Any, **more: Any) -> None:
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.attach(*attached, resume=False, **more)
-        assert ckpt.save(1, force=True)
 
 
 def refused(directory: Path, *attached: Any, **more: Any) -> MismatchError:
@@ -134,8 +128,7 @@ def test_a_buffer_goes_to_where_the_live_one_is(directory: Path, saved_on_cpu: b
 
     save(directory, build(saved_on_cpu, 5.0))
     fresh: Any = build(not saved_on_cpu, 0.0)
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.attach(fresh)
+    resume(directory, fresh)
     kind = "torchax" if saved_on_cpu else "torch"
     assert bits(fresh.b) == (kind, "float32", (1,), np.float32(5).tobytes())
 
@@ -315,17 +308,6 @@ def test_a_new_parameter_keeps_its_group_and_has_no_state(directory: Path) -> No
 
 
 # --- components --------------------------------------------------------------------------------
-
-
-class Box:
-    def __init__(self, state: Any) -> None:
-        self.state = state
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, state: Any) -> None:
-        self.state = state
 
 
 def test_components_that_only_one_side_has_are_reported(directory: Path) -> None:

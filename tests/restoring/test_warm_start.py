@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.compare import assert_trees_identical, bits, training_state
 from support.models import WithExtraState
-from support.training import adamw, mlp, train_and_save, train_step
+from support.training import adamw, mlp, save, train_and_save, train_step
 from torch import nn
 
 from torchax_ckpt import TorchaxCheckpointer, warm_start
@@ -179,9 +179,7 @@ def test_one_of_several_models_is_selected_by_its_name(directory: Path) -> None:
 
 def test_a_rename_stays_within_its_model(directory: Path) -> None:
     models = {"gen/a": mlp(), "disc": mlp()}
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.attach(models, rng=False)
-        ckpt.save(1, force=True)
+    save(directory, models, rng=False)
     fresh = {"gen/a": mlp(), "disc": mlp()}
     before = {name: training_state(model) for name, model in fresh.items()}
     with TorchaxCheckpointer(directory) as ckpt:
@@ -209,9 +207,7 @@ def test_one_name_of_a_tied_weight_is_enough(directory: Path) -> None:
         return model
 
     tied = build(True, 1.0)
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.attach(tied, rng=False)
-        ckpt.save(1, force=True)
+    save(directory, tied, rng=False)
     for exclude in ("embed", "head"):
         fresh = build(False, 7.0)
         before = bits(getattr(fresh, exclude).weight)
@@ -232,9 +228,7 @@ def test_extra_state_goes_with_its_module(directory: Path) -> None:
         model["a"].extra = model["b"].extra = extra
         return model
 
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.attach(build("stored"))
-        ckpt.save(1, force=True)
+    save(directory, build("stored"))
     fresh: Any = nn.ModuleDict({"a": WithExtraState(2, 2), "c": WithExtraState(2, 2)}).to("jax")
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.attach(fresh, resume=False)

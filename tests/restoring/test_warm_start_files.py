@@ -21,7 +21,7 @@ from support.damage import damage
 from support.models import values
 from support.processes import run_python
 from support.torch_files import save_dcp
-from support.training import P, before_enabling, fsdp_mesh, fsdp_rule, mlp, train_step
+from support.training import P, before_enabling, fsdp_mesh, fsdp_rule, mlp, save, train_step
 from torch import nn
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, torchax_backend, warm_start
@@ -107,9 +107,7 @@ def save_hub(tensors: dict[str, Any], folder: Path, *, num_files: int = 2) -> Pa
 
 
 def save_run(model: Any, folder: Path) -> Path:
-    with TorchaxCheckpointer(folder) as ckpt:
-        ckpt.attach(model)
-        ckpt.save(7, force=True)
+    save(folder, model, step=7)
     return folder
 
 
@@ -279,9 +277,7 @@ def test_a_named_step_of_several_models_and_of_functional_state(
     directory: Path, tmp_path: Path
 ) -> None:
     models = {"g": mlp(), "d": mlp()}
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.attach(models)
-        ckpt.save(1, force=True)
+    save(directory, models)
     params = {n: torchax_backend.buffer(p) for n, p in models["g"].named_parameters()}
     with TorchaxCheckpointer(tmp_path / "functional") as ckpt:
         ckpt.save(4, state={"params": params}, force=True)

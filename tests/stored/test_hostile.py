@@ -25,8 +25,9 @@ from orbax.checkpoint import v1 as ocp
 from support import PROGRAMS
 from support.compare import assert_trees_identical, training_state
 from support.damage import edit_json
+from support.models import Box
 from support.processes import run_python
-from support.training import adamw, mlp, train_step
+from support.training import adamw, mlp, resume, save, train_step
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies, torchax_backend
 from torchax_ckpt.errors import (
@@ -49,19 +50,6 @@ from torchax_ckpt.stored.stored_step import StoredStep
 DAMAGED = 2
 EVERY_STEP = policies.FixedIntervalPolicy(1)
 Change = Callable[[Any], None]
-
-
-class Box:
-    """A stateful object that takes any state."""
-
-    def __init__(self, state: Any = None) -> None:
-        self.state = state
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, state: Any) -> None:
-        self.state = state
 
 
 class Program:
@@ -375,12 +363,9 @@ def test_a_state_as_deep_as_can_be_saved_comes_back(directory: Path) -> None:
     state: Any = 1
     for level in range(MAX_DEPTH - 4):
         state = [state, (1,)] if level % 2 else {(1, 2): state}
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.attach(mlp(), stateful={"it": Box(state)})
-        ckpt.save(1, force=True)
+    save(directory, mlp(), stateful={"it": Box(state)})
     box = Box()
-    with TorchaxCheckpointer(directory) as ckpt:
-        assert ckpt.attach(mlp(), stateful={"it": box}) == 1
+    assert resume(directory, mlp(), stateful={"it": box}) == 1
     assert_trees_identical(box.state, state)
 
 
@@ -1001,5 +986,4 @@ def test_nothing_that_is_created_can_be_written_by_everybody(
         mode = stat.S_IMODE(path.lstat().st_mode)
         assert mode == expected[path.is_dir()], f"{path}: {mode:o}"
     assert not list(target.glob("*.draft"))
-    with TorchaxCheckpointer(target) as ckpt:
-        assert ckpt.attach(mlp()) == 3
+    assert resume(target, mlp()) == 3

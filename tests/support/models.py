@@ -54,6 +54,19 @@ class WithExtraState(torch.nn.Linear):
         self.extra = state
 
 
+class Box:
+    """A stateful object that takes any state."""
+
+    def __init__(self, state: Any = None) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
 class Counter:
     """A user's stateful object."""
 

@@ -16,7 +16,7 @@ import torch
 from support.commands import run, run_json
 from support.compare import bits
 from support.models import values
-from support.training import before_enabling, fsdp_mesh, fsdp_rule
+from support.training import before_enabling, fsdp_mesh, fsdp_rule, save
 
 from torchax_ckpt import TorchaxCheckpointer, load_torch_state_dict, policies, warm_start
 from torchax_ckpt.cli import exit_codes
@@ -171,9 +171,7 @@ def test_a_run_without_config_takes_one_from_a_folder(tied: Run, tmp_path: Path)
     on_jax(model)
     plain = {"weights": model.model, "head": model.lm_head}  # two modules without config
     model.model.config = model.config = None
-    with TorchaxCheckpointer(tmp_path / "run") as ckpt:
-        ckpt.attach({"plain": torch.nn.ModuleDict(plain)})
-        ckpt.save(1, force=True)
+    save(tmp_path / "run", {"plain": torch.nn.ModuleDict(plain)})
     names = ("--rename", "weights=model", "--rename", "head=lm_head", "--at", "model/plain")
     out = tmp_path / "out"
     result = run_json("export", tmp_path / "run", out, "--format", "hf", *names)
@@ -201,9 +199,7 @@ def test_weights_that_the_config_does_not_tie_are_written_under_each_name(tmp_pa
     expected = logits(model)
     model.to("jax")
     model.lm_head.weight = model.model.embed_tokens.weight
-    with TorchaxCheckpointer(tmp_path / "run") as ckpt:
-        ckpt.attach(model)
-        ckpt.save(1, force=True)
+    save(tmp_path / "run", model)
     run("export", tmp_path / "run", tmp_path / "out", "--format", "hf")
     loaded, info = load(tmp_path / "out")
     assert not any(info.values())
@@ -291,9 +287,7 @@ def test_adapters_load_as_those_that_were_saved(tmp_path: Path) -> None:
     with native():
         model.save_pretrained(tmp_path / "own", selected_adapters=["default"])
     on_jax(model)
-    with TorchaxCheckpointer(tmp_path / "run") as ckpt:
-        ckpt.attach(model)
-        ckpt.save(1, force=True)
+    save(tmp_path / "run", model)
     said = run("export", tmp_path / "run", tmp_path / "x", "--format", "hf", code=exit_codes.USAGE)
     assert "adapters default, second/one" in said
     out = tmp_path / "out"
