@@ -76,8 +76,10 @@ def test_what_does_not_change_is_uploaded_twice_and_every_step_is_complete_by_it
     assert min(uploaded[:2]) > 2 * trained
     assert max(uploaded[2:]) < 1.05 * trained
     durable = [event.values for event in events if event.name == "durable"]
-    assert [v["copied_bytes"] > trained for v in durable] == [False, False, True, True]
-    assert all(v["new_bytes"] + v["copied_bytes"] == v["num_bytes"] for v in durable)
+    copied = [values["num_bytes"] - values["new_bytes"] for values in durable]
+    assert [nbytes > trained for nbytes in copied] == [False, False, True, True]
+    sizes = [values["num_bytes"] for values in durable]
+    assert [values["total_bytes"] for values in durable] == [*itertools.accumulate(sizes)]
     assert not any(stored(gcs, bucket_run, 4).items() & stored(gcs, bucket_run, 2).items())
     for step in (1, 2, 3):
         bucket.remove(epath.Path(bucket_run) / str(step))

@@ -39,19 +39,23 @@ def run(
     every: int = 25,
     end: str = "closed",
     fails: Sequence[int] = (),
-    kept: list[int] | None = None,
+    kept: dict[int, int] | None = None,
     spread: float = 0.15,
     seed: int = 0,
 ) -> list[Event]:
-    """Returns the events of a program that trains from ``first`` to ``last`` and keeps 3 steps."""
+    """Returns the events of a program that trains from ``first`` to ``last`` and keeps 3 steps.
+
+    ``kept`` are the bytes of the steps there before, and then of those there after.
+    """
     draw = random.Random(seed)
     events = []
+    kept = {} if kept is None else kept
     if first:
         events.append(Event("restored", at_secs - 1, first, {"secs": 21.5, "is_verified": True}))
     about = {"host": "tpu-worker-0", "pid": 4711, "version": "0.1.0"}
     keeps = [{"rule": "LatestN", "n": 3}]
     events.append(Event("started", at_secs, None, {**about, "keeps": keeps}))
-    now, kept, began_before = at_secs, [] if kept is None else kept, None
+    now, began_before = at_secs, None
     for step in range(first + every, last + 1, every):
         now = max(now, at_secs + (step - first) * step_secs * draw.uniform(0.98, 1.02))
         values: dict[str, float] = {"num_skipped": every - 1}
@@ -68,11 +72,13 @@ def run(
             events.append(Event("failed", now, step, {"secs": took, "error": text}))
             continue
         cost = {"blocking_secs": draw.uniform(0.004, 0.006), "durable_secs": took}
-        num_bytes = 1_490_000_000 + draw.randrange(1_000_000)
-        events.append(Event("durable", now, step, {**cost, "num_bytes": num_bytes}))
-        kept.append(step)
+        kept[step] = 1_490_000_000 + draw.randrange(1_000_000)
+        sizes = {"num_bytes": kept[step], "total_bytes": sum(kept.values())}
+        events.append(Event("durable", now, step, {**cost, **sizes}))
         if len(kept) > 3:
-            events.append(Event("deleted", now + 0.5, None, {"steps": [kept.pop(0)]}))
+            del kept[oldest := min(kept)]
+            gone = {"steps": [oldest], "total_bytes": sum(kept.values())}
+            events.append(Event("deleted", now + 0.5, None, gone))
     if end == "closed":
         events.append(Event("closed", events[-1].time_secs + 1, last, {"num_skipped": last}))
     return sorted(events, key=lambda event: event.time_secs)
@@ -80,7 +86,7 @@ def run(
 
 def three_runs(directory: Path) -> None:
     """Writes a run of three programs: two are killed, one save fails, and the last one closes."""
-    kept: list[int] = []
+    kept: dict[int, int] = {}
     began = (BEGAN_SECS, BEGAN_SECS + 2400, BEGAN_SECS + 4600)
     write(
         directory,

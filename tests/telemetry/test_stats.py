@@ -14,7 +14,7 @@ from support.training import mlp
 
 from torchax_ckpt import TorchaxCheckpointer, policies
 from torchax_ckpt.errors import SaveError
-from torchax_ckpt.storage.medium import containment
+from torchax_ckpt.stored import shared_files
 from torchax_ckpt.telemetry.stats import Quantiles
 
 STATE = {"w": np.arange(3)}
@@ -51,12 +51,12 @@ def test_a_slow_look_at_a_step_holds_up_no_save(
     threads: list[str] = []
     opened = threading.Event()
 
-    def slow(path: Any) -> int:
+    def slow(committed: Any) -> tuple[int, dict[Any, Any]]:
         threads.append(threading.current_thread().name)
         assert opened.wait(60)
-        return 7
+        return 7, {}
 
-    monkeypatch.setattr(containment, "stored_bytes", slow)
+    monkeypatch.setattr(shared_files, "_listed", slow)
     with TorchaxCheckpointer(directory) as ckpt:
         for step in (1, 2):
             ckpt.save(step, state=STATE, force=True)

@@ -140,7 +140,7 @@ class Saver:
                 self._calls.first(functools.partial(self._take, step))
             self._is_claimed = True
             self._history.open()
-            self._telemetry.open([s.step for s in self._history.branches.in_place])
+            self._telemetry.open(self._history.branches.committed)
 
     def _take(self, step: int | None) -> None:
         """Acquires the lease; raises LeaseError if other programs saved steps during this run."""
@@ -164,7 +164,8 @@ class Saver:
             for committed in self._directory.steps():  # a local step may be on other hosts only
                 if committed.step == step:
                     self._directory.delete(committed)
-            self._telemetry.steps_gone("deleted", [step])
+            left = [s for s in self._history.branches.committed if s.step != step]
+            self._telemetry.steps_gone("deleted", [step], left)
             return committed_step.described(self._directory.branches().in_place)
 
         with self._calls.round(f"deleting step {step}"):
@@ -316,7 +317,8 @@ class Saver:
             save.enter("deleting what no rule keeps")
             save.handed_over.wait(_HAND_OVER_SECS)
             cost = SaveCost(capture.step, save.blocking_secs, durable_secs)
-            self._telemetry.durable(cost, durable.path, self._writer.copied_bytes)
+            steps = self._history.branches.committed
+            self._telemetry.durable(cost, self._writer.reused_bytes, steps)
             self._tidy(durable, call)
             self.finished.append(cost)
         finally:
@@ -329,8 +331,8 @@ class Saver:
         def tidy() -> list[Any]:
             history = self._history
             aside = self._directory.set_aside(history.branches.unwanted)
-            self._telemetry.steps_gone("set_aside", aside)
             history.clear_unwanted()
+            self._telemetry.steps_gone("set_aside", aside, history.branches.committed)
             if durable.is_incoming:
                 history.settle(self._directory.settle(durable))
             steps = history.branches.committed
@@ -338,8 +340,8 @@ class Saver:
             self._directory.verified.mark(steps)
             self._writer.retain([s for s, kept in zip(steps, keep, strict=True) if not kept])
             gone = self._directory.prune(keep, steps)
-            self._telemetry.steps_gone("deleted", gone)
             history.forget(gone)
+            self._telemetry.steps_gone("deleted", gone, history.branches.committed)
             return committed_step.described(history.branches.committed)
 
         try:

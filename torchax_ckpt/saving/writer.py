@@ -233,9 +233,9 @@ class Writer:
         return durable, self._summary
 
     @property
-    def copied_bytes(self) -> int:
-        """The bytes that the newest save copied within a bucket; known on process 0."""
-        return self._written.copied_bytes if self._written else 0
+    def reused_bytes(self) -> int:
+        """The bytes that the newest save took over from earlier steps; known on process 0."""
+        return self._written.reused_bytes if self._written else 0
 
     def landed(self, durable: CommittedStep) -> None:
         """Records that the newest save succeeded on all processes."""

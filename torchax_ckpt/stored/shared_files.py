@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from etils import epath
 
+from torchax_ckpt.layout import unchanged
+from torchax_ckpt.storage.directory.abandonment import Key
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.medium import containment, location
 
@@ -33,40 +35,43 @@ def _walk(folder: epath.Path) -> dict[str, os.stat_result]:
     return {}
 
 
-def files(folder: epath.Path) -> dict[File, os.stat_result]:
-    """Returns the files below a local folder, and their status."""
-    return {file_of(status): status for status in _walk(folder).values()}
-
-
 def file_of(status: os.stat_result) -> File:
     """Returns what identifies a file, whatever its path."""
     return status.st_dev, status.st_ino
 
 
 class Usage:
-    """The bytes that some steps of a run take on storage; their files are listed once, at first."""
+    """The bytes that some steps of a run take on storage; each step's files are listed once."""
 
-    def __init__(self, steps: Iterable[CommittedStep]) -> None:
-        self._num_bytes: dict[epath.Path, int] = {}
-        self._linked: dict[epath.Path, Mapping[File, os.stat_result]] = {}
+    def __init__(self, steps: Iterable[CommittedStep] = ()) -> None:
+        self._num_bytes: dict[Key, int] = {}
+        self._linked: dict[Key, Mapping[File, os.stat_result]] = {}
         self._num_steps: collections.Counter[File] = collections.Counter()
-        for committed in steps:
-            path = committed.path
-            found = _walk(path).values()
-            is_bucket = location.is_bucket(path)
-            self._num_bytes[path] = (
-                containment.stored_bytes(path) if is_bucket else sum(s.st_size for s in found)
-            )
-            self._linked[path] = {file_of(s): s for s in found if s.st_nlink > 1}
-            self._num_steps.update(self._linked[path].keys())
+        self.update(steps)
+
+    def update(self, steps: Iterable[CommittedStep]) -> None:
+        """Counts these steps in place of those before; lists the files of steps that are new.
+
+        Raises:
+          OSError: storage does not answer. Bucket clients also raise errors of their own.
+        """
+        wanted = {committed.key: committed for committed in steps}
+        for key in wanted.keys() - self._num_bytes.keys():
+            num_bytes, linked = _listed(wanted[key])
+            self._num_bytes[key], self._linked[key] = num_bytes, linked
+            self._num_steps.update(linked.keys())
+        for key in self._num_bytes.keys() - wanted.keys():
+            del self._num_bytes[key]
+            self._num_steps.subtract(self._linked.pop(key).keys())
+        self._num_steps += collections.Counter()  # drops those that are zero
 
     def num_bytes(self, committed: CommittedStep) -> int:
-        """Returns the bytes of all files of a step."""
-        return self._num_bytes[committed.path]
+        """Returns the bytes of all files of a step; 0 if it was deleted before it was listed."""
+        return self._num_bytes[committed.key]
 
     def shared_bytes(self, committed: CommittedStep) -> int:
         """Returns the bytes of the files of a step that another of the steps has too."""
-        linked = self._linked[committed.path]
+        linked = self._linked[committed.key]
         return sum(status.st_size for f, status in linked.items() if self._num_steps[f] > 1)
 
     @property
@@ -80,11 +85,25 @@ class Usage:
         """Returns the bytes that are freed if some of the steps are deleted."""
         freed, links = 0, collections.Counter[File]()
         for committed in doomed:
-            linked = self._linked[committed.path]
-            freed += self._num_bytes[committed.path] - sum(s.st_size for s in linked.values())
+            linked = self._linked[committed.key]
+            freed += self._num_bytes[committed.key] - sum(s.st_size for s in linked.values())
             links.update(linked.keys())
             freed += sum(s.st_size for f, s in linked.items() if links[f] == s.st_nlink)
         return freed
+
+
+def _listed(committed: CommittedStep) -> tuple[int, dict[File, os.stat_result]]:
+    """Returns the bytes of a step, and those of its files that are links or may become links."""
+    if location.is_bucket(committed.path):
+        return containment.stored_bytes(committed.path), {}
+    settled = committed.path.parent / str(committed.step)  # where incoming-* moves meanwhile
+    found = _walk(committed.path) or _walk(settled)
+    linked = {
+        file_of(status): status
+        for path, status in found.items()
+        if status.st_nlink > 1 or unchanged.FOLDER_PREFIX in path
+    }
+    return sum(status.st_size for status in found.values()), linked
 
 
 def damaged_too(

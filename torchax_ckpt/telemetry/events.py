@@ -14,9 +14,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 _MAX_TEXT = 1000
-MAX_STEPS = 1000
+_MAX_STEPS = 1000
 _MAX_RULES = 50
-_MAX_LINKS = 20
 _MAX_NUMBER = 2**63
 _MAX_TIME = 253_402_300_800  # the year 10,000, which dates cannot express
 
@@ -35,7 +34,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_steps(value: Any) -> bool:
-    return isinstance(value, list) and len(value) <= MAX_STEPS and all(map(_is_count, value))
+    return isinstance(value, list) and len(value) <= _MAX_STEPS and all(map(_is_count, value))
 
 
 def _is_rules(value: Any) -> bool:
@@ -43,14 +42,6 @@ def _is_rules(value: Any) -> bool:
         isinstance(value, list)
         and len(value) <= _MAX_RULES
         and all(isinstance(rule, dict) for rule in value)
-    )
-
-
-def _is_links(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) <= _MAX_LINKS
-        and all(_is_steps(pair) and len(pair) == 2 for pair in value)
     )
 
 
@@ -65,7 +56,7 @@ _FORMS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
         "pid": _is_count,
         "version": _is_text,
         "keeps": _is_rules,
-        "steps": _is_steps,
+        "total_bytes": _is_count,
     },
     "restored": {"secs": _is_number, "is_verified": _is_flag, "tier": _is_text},
     "reached": {"num_skipped": _is_count},
@@ -75,13 +66,11 @@ _FORMS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
         "durable_secs": _is_number,
         "num_bytes": _is_count,
         "new_bytes": _is_count,
-        "linked_bytes": _is_count,
-        "copied_bytes": _is_count,
-        "linked": _is_links,
+        "total_bytes": _is_count,
     },
     "failed": {"secs": _is_number, "error": _is_text},
-    "deleted": {"steps": _is_steps},
-    "set_aside": {"steps": _is_steps},
+    "deleted": {"steps": _is_steps, "total_bytes": _is_count},
+    "set_aside": {"steps": _is_steps, "total_bytes": _is_count},
     "closed": {"num_skipped": _is_count},
 }
 
@@ -99,10 +88,10 @@ class Event:
       time_secs: when it happened, in seconds since the epoch.
       step: completed optimizer steps; None if the event concerns no single step.
       values: details of the event: numbers (``..._secs``, ``num_...``, ``..._bytes``), text, lists.
-        Of a durable save, ``num_bytes`` are the bytes of the step, ``new_bytes`` those that the
-        save wrote, ``linked_bytes`` those in files of earlier steps, ``copied_bytes`` those that it
-        copied from an earlier step within a bucket, and ``linked`` the pairs of an earlier step and
-        the bytes in files that this step had first.
+        Of a durable save, ``num_bytes`` are the bytes of the step, and ``new_bytes`` those that the
+        save wrote itself; the others it took over from an earlier step. ``total_bytes`` are the
+        bytes of all steps of the run after the event; bytes in files that several steps share count
+        once. What is not known is left out.
     """
 
     name: str
@@ -143,8 +132,7 @@ class Event:
 def bounded(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns an event's values without those that are None, cut to lengths that readers accept.
 
-    A longer text is cut at its end. The list ``steps`` keeps its last ``MAX_STEPS`` members, the
-    list ``linked`` its first ``_MAX_LINKS``.
+    A longer text is cut at its end. The list ``steps`` keeps its last members.
     """
     cut = {}
     for key, value in values.items():
@@ -153,8 +141,6 @@ def bounded(values: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, str) and len(value) > _MAX_TEXT:
             value = value[: _MAX_TEXT - 3] + "..."
         elif key == "steps":
-            value = [int(step) for step in value][-MAX_STEPS:]
-        elif key == "linked":
-            value = value[:_MAX_LINKS]
+            value = [int(step) for step in value][-_MAX_STEPS:]
         cut[key] = value
     return cut

@@ -19,7 +19,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, TypeAlias
 
 import jax
 from etils import epath
@@ -27,10 +27,9 @@ from etils import epath
 from torchax_ckpt.layout.manifest import installed_versions
 from torchax_ckpt.runtime.background import Task
 from torchax_ckpt.runtime.save_in_flight import SaveCost
-from torchax_ckpt.storage.directory.run_directory import RunDirectory
-from torchax_ckpt.storage.medium import containment, location
-from torchax_ckpt.telemetry.events import MAX_STEPS, Event, bounded
-from torchax_ckpt.telemetry.first_steps import FirstSteps
+from torchax_ckpt.storage.directory.committed_step import CommittedStep
+from torchax_ckpt.stored.shared_files import Usage
+from torchax_ckpt.telemetry.events import Event, bounded
 from torchax_ckpt.telemetry.journal import Journal
 from torchax_ckpt.telemetry.stats import Stats, Tally
 
@@ -45,6 +44,8 @@ _CLOSING_SECS = 10.0
 _END = None
 
 _Params = ParamSpec("_Params")
+# An event, the steps of the run after it if it changes them, and the bytes that a save reused.
+_Taken: TypeAlias = tuple[Event, Sequence[CommittedStep] | None, int]
 
 
 def _logs_errors(method: Callable[_Params, None]) -> Callable[_Params, None]:
@@ -73,7 +74,7 @@ class Telemetry:
 
     def __init__(
         self,
-        directory: RunDirectory,
+        directory: epath.Path,
         on_event: Callable[[Event], None] | None = None,
         keeps: Sequence[dict[str, Any]] = (),
     ) -> None:
@@ -85,7 +86,6 @@ class Telemetry:
         self._has_thread = on_event is not None
         self._is_open = self._is_closed = False
         self._num_reported = 0  # skipped saves that events have reported
-        self._first_steps = FirstSteps(directory.path)
         self._saving: tuple[float, int] | None = None
 
     @property
@@ -122,31 +122,20 @@ class Telemetry:
         self._num_reported = num_skipped
 
     @_logs_errors
-    def durable(self, cost: SaveCost, path: epath.Path, copied_bytes: int = 0) -> None:
+    def durable(self, cost: SaveCost, reused_bytes: int, steps: Sequence[CommittedStep]) -> None:
         """Records that a step was committed.
 
-        Process 0 looks here which files of the step are links to files of earlier steps. Later,
-        these steps may be deleted. The event thread then measures how many bytes the step takes on
-        storage; the save copied ``copied_bytes`` of them within a bucket.
+        The save took ``reused_bytes`` of the step over from an earlier step; ``steps`` are those of
+        the run now, of which the event thread lists the files of the new one.
         """
-        values: dict[str, Any] = {
-            "blocking_secs": cost.blocking_secs,
-            "durable_secs": cost.durable_secs,
-        }
-        if self._worker.may_write:
-            with contextlib.suppress(OSError):  # the next save reports failures of the storage
-                linked = self._first_steps.linked(cost.step, path)
-                values["linked_bytes"] = sum(linked.values())
-                values["linked"] = [list(pair) for pair in sorted(linked.items())] or None
-            if location.is_bucket(path):
-                values["copied_bytes"] = copied_bytes
-        self._take("durable", cost.step, 0.0, values, path)
+        values = {"blocking_secs": cost.blocking_secs, "durable_secs": cost.durable_secs}
+        self._take("durable", cost.step, 0.0, values, steps, reused_bytes)
 
     @_logs_errors
-    def steps_gone(self, name: str, steps: Sequence[int]) -> None:
-        """Records the event ``name`` (``deleted`` or ``set_aside``), unless ``steps`` is empty."""
-        if steps:
-            self.emit(name, steps=list(steps))
+    def steps_gone(self, name: str, gone: Sequence[int], steps: Sequence[CommittedStep]) -> None:
+        """Records ``deleted`` or ``set_aside``, unless no steps are gone; ``steps`` are left."""
+        if gone:
+            self._take(name, None, 0.0, {"steps": list(gone)}, steps)
 
     @_logs_errors
     def emit(self, name: str, step: int | None = None, **values: Any) -> None:
@@ -159,23 +148,22 @@ class Telemetry:
         step: int | None,
         ago_secs: float,
         values: dict[str, Any],
-        committed: epath.Path | None = None,
+        steps: Sequence[CommittedStep] | None = None,
+        reused_bytes: int = 0,
     ) -> None:
         event = Event(name, time.time() - ago_secs, step, bounded(values))
         with self._lock:
             self._tally.take(event)
             if self._is_closed or self._worker.queue.qsize() >= _MAX_WAITING:
                 return
-            self._worker.queue.put((event, committed))
+            self._worker.queue.put((event, steps, reused_bytes))
             self._start()
 
     @_logs_errors
-    def open(self, steps: Sequence[int]) -> None:
+    def open(self, steps: Sequence[CommittedStep]) -> None:
         """Lets process 0 write events to the directory, because the run now holds the lease.
 
-        Args:
-          steps: the steps in the directory, which the event ``started`` records. The events of an
-            earlier program that was killed may not say which steps that program deleted last.
+        ``steps`` are those of the run.
         """
         if jax.process_index() != 0:
             return  # only process 0 writes; each process calls its own hook
@@ -184,14 +172,13 @@ class Telemetry:
             self._has_thread = True
         self._worker.may_write = True
         if is_new:
-            self.emit(
-                "started",
-                host=platform.node(),
-                pid=os.getpid(),
-                version=installed_versions()["torchax_ckpt"],
-                keeps=self._keeps,
-                steps=list(steps) if len(steps) <= MAX_STEPS else None,
-            )
+            values = {
+                "host": platform.node(),
+                "pid": os.getpid(),
+                "version": installed_versions()["torchax_ckpt"],
+                "keeps": self._keeps,
+            }
+            self._take("started", None, 0.0, values, steps)
 
     def lost(self) -> None:
         """Stops writing events, because another program has taken the directory's lease.
@@ -216,7 +203,7 @@ class Telemetry:
             logger.warning(
                 "%s: the last events are still being delivered or written after %.0f s; "
                 "the checkpointer closes without waiting for them",
-                self._worker.directory.path,
+                self._worker.directory,
                 _CLOSING_SECS,
             )
 
@@ -241,7 +228,7 @@ class _Worker:
 
     def __init__(
         self,
-        directory: RunDirectory,
+        directory: epath.Path,
         on_event: Callable[[Event], None] | None,
         tally: Tally,
         lock: contextlib.AbstractContextManager[Any],
@@ -250,13 +237,14 @@ class _Worker:
         self._tally, self._lock = tally, lock
         self.pid = os.getpid()
         # A SimpleQueue, because the garbage collector may call put in the middle of another put.
-        self.queue: queue.SimpleQueue[tuple[Event, epath.Path | None] | None] = queue.SimpleQueue()
+        self.queue: queue.SimpleQueue[_Taken | None] = queue.SimpleQueue()
         self.may_write = False
         self.step: int | None = None
         self.num_skipped = 0
         self._on_event = on_event
         self._is_hook_broken = self._is_journal_broken = self._is_line_broken = False
-        self._journal = Journal(directory.path, secrets.token_hex(4))
+        self._journal = Journal(directory, secrets.token_hex(4))
+        self._usage = Usage()
         self._lines: collections.deque[bytes] = collections.deque(maxlen=_MAX_WAITING)
         self._due_secs = 0.0
         self._reported_step: int | None = None
@@ -284,9 +272,9 @@ class _Worker:
         try:
             taken = self.queue.get(timeout=secs)
             while taken is not _END:
-                event, committed = taken
-                if committed is not None and self.may_write:  # only process 0 measures
-                    event = self._measured(event, committed)
+                event, steps, reused_bytes = taken
+                if steps is not None and self.may_write:  # only process 0 measures
+                    event = self._measured(event, steps, reused_bytes)
                 self._deliver(event)
                 self._enqueue_line(event)
                 if event.step is not None:
@@ -296,22 +284,23 @@ class _Worker:
             return False
         return True
 
-    def _measured(self, event: Event, path: epath.Path) -> Event:
-        """Returns a ``durable`` event with the step's size; unchanged if the step is gone."""
-        num_bytes = 0
-        with contextlib.suppress(Exception):  # bucket clients raise errors of their own
-            # A step that was committed as incoming-* may have moved to its final path meanwhile.
-            settled = self.directory.path / str(event.step)
-            num_bytes = containment.stored_bytes(path) or containment.stored_bytes(settled)
-        if not num_bytes:
+    def _measured(self, event: Event, steps: Sequence[CommittedStep], reused_bytes: int) -> Event:
+        """Returns an event with the bytes of its step and of all steps, as far as storage answers.
+
+        Only the files of steps that no earlier event had are listed.
+        """
+        try:
+            self._usage.update(steps)
+        except Exception as error:  # bucket clients raise errors of their own
+            logger.debug("%s: the bytes of steps are not known: %s", self.directory, error)
             return event
-        sizes = {"num_bytes": num_bytes}
-        if "linked_bytes" in event.values:
-            old_bytes = event.values["linked_bytes"] + event.values.get("copied_bytes", 0)
-            sizes["new_bytes"] = max(0, num_bytes - old_bytes)
+        sizes = {"total_bytes": self._usage.total_bytes}
+        new = next((s for s in reversed(steps) if s.step == event.step), None)
+        if new is not None and (num_bytes := self._usage.num_bytes(new)):  # 0: deleted meanwhile
+            sizes |= {"num_bytes": num_bytes, "new_bytes": max(0, num_bytes - reused_bytes)}
         with self._lock:
             for key, value in sizes.items():
-                self._tally.measured("durable", key, value)
+                self._tally.measured(event.name, key, value)
         return dataclasses.replace(event, values={**event.values, **sizes})
 
     def _deliver(self, event: Event) -> None:
@@ -354,7 +343,7 @@ class _Worker:
         except Exception as error:  # bucket clients raise errors of their own
             level = logging.DEBUG if self._is_journal_broken else logging.WARNING
             text = "%s: events cannot be written for now, but saves go on: %s"
-            logger.log(level, text, self.directory.path, error)
+            logger.log(level, text, self.directory, error)
             self._is_journal_broken = True
             self._due_secs = time.monotonic() + _RETRY_SECS
         else:

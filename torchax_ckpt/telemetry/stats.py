@@ -52,10 +52,8 @@ class Stats:
       interval_secs: seconds from one snapshot to the next.
       interval_steps: training steps from one snapshot to the next.
       num_bytes: bytes a step takes on storage; only process 0 measures them, after the save.
-      new_bytes: those of them that the save wrote.
-      linked_bytes: those of them in files of earlier steps, which the save linked.
-      copied_bytes: those of them that the save copied from an earlier step within a bucket; None
-        outside buckets.
+      new_bytes: those of them that the save wrote; it took the others over from an earlier step,
+        as links or, within a bucket, as copies.
       restore_secs: seconds that a restore took.
     """
 
@@ -70,8 +68,6 @@ class Stats:
     interval_steps: Quantiles | None
     num_bytes: Quantiles | None
     new_bytes: Quantiles | None
-    linked_bytes: Quantiles | None
-    copied_bytes: Quantiles | None
     restore_secs: Quantiles | None
 
 
@@ -113,7 +109,5 @@ class Tally:
             interval_steps=quantiles("saving", "num_steps"),
             num_bytes=quantiles("durable", "num_bytes"),
             new_bytes=quantiles("durable", "new_bytes"),
-            linked_bytes=quantiles("durable", "linked_bytes"),
-            copied_bytes=quantiles("durable", "copied_bytes"),
             restore_secs=quantiles("restored", "secs"),
         )

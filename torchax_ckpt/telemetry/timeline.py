@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import heapq
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from torchax_ckpt.telemetry.events import Event
@@ -174,124 +172,11 @@ def steps_over_time(run: RecordedRun) -> list[tuple[float, int]]:
     return [(event.time_secs, event.step) for event in told if event.step is not None]
 
 
-# The bytes of a step, divided by the save that wrote them: pairs of a save's number and bytes. The
-# last pair is the step's own save.
-_Parts = Sequence[tuple[int, int]]
-
-
-# If a step links files of more saves than this, the rest counts as its own. Only a journal that
-# somebody made up says this; its report must not take hours.
-_MAX_PARTS = 20
-
-
-class _Largest:
-    """The largest number of a changing collection of numbers; 0 if the collection is empty."""
-
-    def __init__(self) -> None:
-        self._counts: collections.Counter[int] = collections.Counter()
-        self._heap: list[int] = []  # negative, and with numbers that were removed
-
-    def change(self, number: int, count: int) -> None:
-        """Adds a number, or removes it if ``count`` is -1."""
-        self._counts[number] += count
-        if count > 0:
-            heapq.heappush(self._heap, -number)
-        while self._heap and not self._counts[-self._heap[0]]:
-            del self._counts[-heapq.heappop(self._heap)]
-
-    @property
-    def value(self) -> int:
-        """The largest number."""
-        return -self._heap[0] if self._heap else 0
-
-
-class _Storage:
-    """The bytes that the recorded steps take together; bytes that steps share count once."""
-
-    def __init__(self) -> None:
-        self.total_bytes = 0
-        # Of each recorded step, also if it was deleted: the run that saved it, and its parts.
-        self._recorded: dict[int, tuple[str, _Parts]] = {}
-        self._present: dict[int, _Parts] = {}
-        self._num_saves = 0
-        # For each save, how many of the bytes that it wrote the present steps have. Of the bytes
-        # that a save wrote, a later step links what did not change since. The step that has the
-        # most bytes therefore has all that any step has.
-        self._written: collections.defaultdict[int, _Largest] = collections.defaultdict(_Largest)
-
-    def add(self, event: Event, run: str) -> None:
-        """Adds the step of a ``durable`` event of a run; replaces a step of the same number."""
-        assert event.step is not None
-        self.remove([event.step])
-        self._num_saves += 1
-        left = event.values.get("num_bytes", 0)
-        parts: collections.Counter[int] = collections.Counter()
-        for first, linked_bytes in event.values.get("linked", ()) if left else ():
-            linked = min(left, linked_bytes)
-            by, known = self._recorded.get(first, ("", ()))
-            # A run knows which of its own steps wrote the bytes. Of a step of an earlier run it
-            # knows only that the step has them; most of them that step has linked itself.
-            for save, nbytes in known[::-1] if by == run else known:
-                taken = min(linked, nbytes)
-                if not taken or (save not in parts and len(parts) == _MAX_PARTS):
-                    continue
-                parts[save] += taken
-                linked -= taken
-                left -= taken
-        found = (*parts.items(), (self._num_saves, left))
-        self._recorded[event.step] = run, found
-        self._present[event.step] = found
-        for save, nbytes in found:
-            self._count(save, nbytes, 1)
-
-    def remove(self, steps: Iterable[int]) -> None:
-        """Removes the steps that are present."""
-        for step in steps:
-            for save, nbytes in self._present.pop(step, ()):
-                self._count(save, nbytes, -1)
-
-    def set_aside(self, steps: Iterable[int]) -> None:
-        """Keeps the bytes of steps that were renamed, because the bytes still take room."""
-        for step in steps:
-            self._present.pop(step, None)
-
-    def keep_only(self, steps: Iterable[int]) -> None:
-        """Removes the steps that are not among ``steps``."""
-        self.remove(self._present.keys() - set(steps))
-
-    def _count(self, save: int, nbytes: int, change: int) -> None:
-        largest = self._written[save]
-        self.total_bytes -= largest.value
-        largest.change(nbytes, change)
-        self.total_bytes += largest.value
-
-
 def bytes_over_time(runs: Sequence[RecordedRun]) -> list[tuple[float, int]]:
-    """Returns points (seconds since the epoch, bytes of all steps on storage), one per change.
-
-    This function computes the points from the recorded events, and does not look at the directory.
-    Bytes in files that several steps share count once. Abandoned steps that a run renamed (event
-    ``set_aside``) still count. A step whose removal was not recorded counts until the next
-    ``started`` event, which lists the steps that exist.
-    """
-    events = sorted(((e, run.name) for run in runs for e in run.events), key=_time_secs)
-    storage = _Storage()
-    curve: list[tuple[float, int]] = []
-    for event, run in events:
-        if event.name == "durable" and event.step is not None:
-            storage.add(event, run)
-        elif event.name == "started" and "steps" in event.values:
-            # A killed program did not record its last deletions.
-            storage.keep_only(event.values["steps"])
-        elif event.name == "deleted":
-            storage.remove(event.values.get("steps", ()))
-        elif event.name == "set_aside":
-            storage.set_aside(event.values.get("steps", ()))
-        else:
-            continue
-        curve.append((event.time_secs, storage.total_bytes))
-    return curve
-
-
-def _time_secs(item: tuple[Event, str]) -> float:
-    return item[0].time_secs
+    """Returns points (seconds since the epoch, bytes of all steps of the run), as recorded."""
+    events = (event for run in runs for event in run.events)
+    return sorted(
+        (event.time_secs, int(event.values["total_bytes"]))
+        for event in events
+        if "total_bytes" in event.values
+    )

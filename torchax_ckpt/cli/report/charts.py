@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torchax_ckpt.cli.output import duration, size
-from torchax_ckpt.telemetry.timeline import RecordedRun, bytes_over_time, steps_over_time
+from torchax_ckpt.telemetry.timeline import RecordedRun, steps_over_time
 
 # A lane with more marks than this is drawn as one shape, with one title for all marks.
 _MAX_TITLED = 120
@@ -134,20 +134,21 @@ def timeline(runs: Sequence[RecordedRun], now_secs: float, width: int) -> Chart:
     return chart
 
 
-def storage(runs: Sequence[RecordedRun], now: tuple[float, int], width: int) -> Chart:
+def storage(
+    runs: Sequence[RecordedRun], curve: Sequence[tuple[float, int]], now_secs: float, width: int
+) -> Chart:
     """Draws a curve of the bytes that all steps take on storage over time.
 
     Args:
       runs: the recorded programs.
-      now: the last point of the curve, which is measured, not recorded: the present time in seconds
-        since the epoch, and the bytes that the steps take now.
+      curve: points (seconds since the epoch, bytes); the last one is that of ``now_secs``.
+      now_secs: the present time, in seconds since the epoch.
       width: in pixels.
     """
-    curve = [*bytes_over_time(runs), now]
     most = max(nbytes for _, nbytes in curve)
-    label = f"Storage over time: at most {size(most)}, now {size(now[1])}"
+    label = f"Storage over time: at most {size(most)}, now {size(curve[-1][1])}"
     chart = Chart(width, _BOTTOM + 26, label)
-    across = _time_scale(chart, runs, now[0])
+    across = _time_scale(chart, runs, now_secs)
     chart.add_times(across, _BOTTOM)
     up = chart.add_values(most, lambda value: size(int(value)), whole=False)
     points = _by_column((across(secs), up(nbytes)) for secs, nbytes in curve)

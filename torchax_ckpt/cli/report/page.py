@@ -17,7 +17,7 @@ import jinja2
 from torchax_ckpt.cli.output import duration, number, plain, size
 from torchax_ckpt.cli.report import charts
 from torchax_ckpt.telemetry.stats import Quantiles
-from torchax_ckpt.telemetry.timeline import RecordedRun, Save
+from torchax_ckpt.telemetry.timeline import RecordedRun, Save, bytes_over_time
 
 MARK = "<!-- torchax-ckpt report -->"  # This is the template's second line.
 _MAX_ROWS = 50
@@ -51,7 +51,9 @@ def page(contents: Contents) -> str:
     runs, now_secs = contents.runs, contents.now_secs
     saves = [save for run in runs for save in run.saves]
     intervals = [save.interval_secs for save in saves if save.interval_secs is not None]
-    now = now_secs, contents.num_bytes
+    curve = bytes_over_time(runs)
+    if curve:
+        curve.append((now_secs, contents.num_bytes))
     last_secs = max((run.ended_secs for run in runs), default=now_secs)
     template = _environment().get_template("page.html.jinja")
     return template.render(
@@ -60,7 +62,7 @@ def page(contents: Contents) -> str:
         end_secs=now_secs if runs and runs[-1].is_running else last_secs,
         timelines=[charts.timeline(runs, now_secs, width) for width in _WIDTHS if runs],
         histograms=[charts.histogram(intervals, width) for width in _WIDTHS if intervals],
-        storage=[charts.storage(runs, now, width) for width in _WIDTHS if runs],
+        storage=[charts.storage(runs, curve, now_secs, width) for width in _WIDTHS if curve],
         lost_saves=[save for save in saves if _is_lost(save)],
         max_rows=_MAX_ROWS,
     )

@@ -87,14 +87,14 @@ class Written:
       contents: stored name -> content, for all arrays that later saves may take over.
       files: for each of the databases its files, as in ``KnownDatabase``.
       still: the leaves that count as still from now on; None if these do not change.
-      copied_bytes: the bytes of the objects that the save copied within a bucket.
+      reused_bytes: the bytes of the files that the save took over.
     """
 
     databases: Mapping[str, Database]
     contents: Mapping[str, Content]
     files: Mapping[str, Sequence[Mapping[str, File]]]
     still: Sequence[str] | None
-    copied_bytes: int
+    reused_bytes: int
 
 
 def divided(

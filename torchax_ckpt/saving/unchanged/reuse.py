@@ -300,8 +300,8 @@ class Reuse:
         if self._leader is None:
             still = still_leaves.found(plan, arrays, contents, self._last, self._apart)
             told = None if still == self._still else sorted(still)
-        copied = sum(s.num_bytes for s in linked) if location.is_bucket(path) else 0
-        return Written(division.databases, contents, files, told, copied)
+        reused_bytes = sum(s.num_bytes for s in linked)
+        return Written(division.databases, contents, files, told, reused_bytes)
 
     def landed(
         self, committed: CommittedStep, still: Iterable[str] | None, written: Written | None
