@@ -165,7 +165,6 @@ def test_the_wheel_works_in_an_environment_of_its_own(environment: Path, tmp_pat
         "plan --params 70B --chips 4096 --blocking 1s --durable 2min": "goodput",
         "export run 2 out.safetensors --at state": "1 tensors, 32 B",
         "follow run published --once --format safetensors --at state": "step 2: published as",
-        "watch run --once": "step 2",
         "import out.safetensors imported": "step 0 in",
         "copy run/2 kept": "verified: 2",
         "prune run --policy LatestN(1) --delete": "deleted step 1",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import json
 import os
@@ -12,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import termios
+import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 from support import ROOT, TESTS
 from support.commands import run, run_json
 from support.damage import damage
@@ -27,7 +30,7 @@ from support.training import mlp
 from typer.testing import CliRunner
 
 from torchax_ckpt import TorchaxCheckpointer
-from torchax_ckpt.cli import exit_codes
+from torchax_ckpt.cli import exit_codes, output, show
 from torchax_ckpt.cli.app import app
 from torchax_ckpt.errors import DirectoryError
 from torchax_ckpt.runtime import host_memory
@@ -243,6 +246,62 @@ def test_ls_lists_the_steps(saved: Path) -> None:
     assert re.fullmatch(
         r" *2 +\d+ s +[\d.]+ kB +0 B +no +LatestN\(3\), newest +loss=0.5 *", table[2]
     )
+
+
+def test_ls_names_the_program_that_writes(directory: Path) -> None:
+    lease = directory / "lease"
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state=state(1))
+        ckpt.wait_until_finished()
+        writer = run_json("ls", directory)["writer"]
+        assert (writer["pid"], writer["running"]) == (os.getpid(), True)
+        said = run("ls", directory).splitlines()[-1]
+        assert re.match(
+            rf"a program writes here: host \S+, pid {os.getpid()}, since .* s ago", said
+        )
+        held = json.loads(lease.read_text())
+        copied = shutil.copytree(directory, directory.parent / "copied")
+        assert run_json("ls", copied)["writer"] is None  # the program does not write to a copy
+    assert run_json("ls", directory)["writer"] is None
+    assert "program" not in run("ls", directory)
+    ended = {**held, "started": held["started"] - 1, "host": "\x1b[2J[red]"}
+    lease.write_text(json.dumps(ended))
+    said = run("ls", directory).splitlines()[-1]
+    assert said.startswith("the last program did not close the run: host \\x1b[2J[red], pid ")
+    elsewhere = {**held, "kernel": "another"}
+    for ago_secs, is_running in ((5, True), (500, False)):
+        lease.write_text(json.dumps({**elsewhere, "renewed_secs": time.time() - ago_secs}))
+        assert run_json("ls", directory)["writer"]["running"] is is_running
+
+
+def test_ls_watch_lists_again_until_ctrl_c(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look that fails is told, and the next one may succeed; the newest steps are in sight."""
+    assert run("ls", copy, "--watch").count("newest") == 1  # no terminal: once
+    looks: list[RunDirectory] = []
+    steps_of = show.steps_of
+
+    def looked(run: RunDirectory) -> Any:
+        looks.append(run)
+        if len(looks) == 2:
+            raise OSError("stale handle")
+        return steps_of(run)
+
+    def sleep(secs: float) -> None:
+        assert secs == 2
+        if len(looks) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(show, "steps_of", looked)
+    monkeypatch.setattr(show.time, "sleep", sleep)
+    monkeypatch.setattr(output, "is_watched", lambda: True)
+    terminal = functools.partial(Console, force_terminal=True, width=200, height=5)
+    monkeypatch.setattr(output, "console", terminal)
+    result = CliRunner().invoke(app, ["ls", str(copy), "--watch"])
+    assert result.exit_code == 0, result.output
+    assert len(looks) == 3
+    assert "cannot be read now: stale handle" in result.output
+    assert "loss=0.5" in result.output
+    assert "loss=1" not in result.output
 
 
 def test_ls_of_an_empty_directory_is_no_error(tmp_path: Path) -> None:

@@ -26,7 +26,6 @@ from torchax_ckpt.cli.converting.shared_options import (
 )
 from torchax_ckpt.cli.exit_codes import EPILOG, UsageError, ends_well
 from torchax_ckpt.cli.following import follow_arguments
-from torchax_ckpt.cli.watching import watch_arguments
 
 app = typer.Typer(
     epilog=EPILOG,
@@ -80,11 +79,20 @@ At = Annotated[
 
 @app.command("ls", epilog=EPILOG)
 @ends_well
-def list_steps(directory: Directory, json: Json = False) -> int:
-    """Lists each step's age, size, metrics, the rules that keep it, and whether it is verified."""
+def list_steps(
+    directory: Directory,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="List them again and again until Ctrl-C, at a terminal.")
+    ] = False,
+    json: Json = False,
+) -> int:
+    """Lists each step's age, size, metrics, the rules that keep it, and whether it is verified.
+
+    The last line names the program that writes to the directory, if there is one.
+    """
     from torchax_ckpt.cli import show
 
-    return show.list_steps(directory, as_json=json)
+    return show.list_steps(directory, watch=watch, as_json=json)
 
 
 @app.command("show", epilog=EPILOG)
@@ -173,7 +181,6 @@ def report(
     return command.report(directory, out, output, as_json=json)
 
 
-app.command("watch", epilog=EPILOG)(ends_well(watch_arguments.watch))
 app.command("plan", epilog=EPILOG)(ends_well(plan.plan))
 app.command("follow", epilog=EPILOG)(ends_well(follow_arguments.follow))
 

@@ -39,21 +39,28 @@ def print_json(content: Any) -> None:
 def print_table(
     columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right: Sequence[str] = ()
 ) -> None:
-    """Prints a table.
+    """Prints what ``table`` returns."""
+    console().print(table(columns, rows, right=right))
+
+
+def table(
+    columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right: Sequence[str] = ()
+) -> Table:
+    """Returns a table, which rich prints.
 
     Args:
       columns: the headings.
       rows: the cells of each row. rich does not interpret them as markup.
       right: headings of the columns that are aligned right and never wrapped.
     """
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    found = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         is_right = column in right
-        table.add_column(column, justify="right" if is_right else "left", no_wrap=is_right)
+        found.add_column(column, justify="right" if is_right else "left", no_wrap=is_right)
     for row in rows:
         # Names in a checkpoint are untrusted, so no markup or control character may take effect.
-        table.add_row(*(Text(plain(cell)) for cell in row))
-    console().print(table)
+        found.add_row(*(Text(plain(cell)) for cell in row))
+    return found
 
 
 def print_tree(said: Mapping[str, str]) -> None:

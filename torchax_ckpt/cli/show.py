@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
+import time
 from collections.abc import Sequence
 from typing import Any
+
+import rich.live
+from rich.console import Group, RenderableType
+from rich.text import Text
 
 from torchax_ckpt.cli import output
 from torchax_ckpt.cli.exit_codes import FOUND, OK, UNAVAILABLE, UsageError, code_of
@@ -13,43 +19,111 @@ from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError, StepNot
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.policies import described
 from torchax_ckpt.runtime import progress
-from torchax_ckpt.storage.directory import run_identity
+from torchax_ckpt.storage.directory import lease, run_identity
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
+from torchax_ckpt.storage.directory.compare_and_swap import record_at
+from torchax_ckpt.storage.directory.lease_holder import LeaseHolder
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.verified import MARK
+from torchax_ckpt.storage.medium import location
 from torchax_ckpt.stored import shared_files
 from torchax_ckpt.stored.shared_files import Usage
 from torchax_ckpt.stored.stored_step import StoredStep
 from torchax_ckpt.telemetry.journal import latest_start
 
+# Seconds from one look of ``ls --watch`` to the next, and of those at a bucket.
+_WATCH_SECS, _WATCH_BUCKET_SECS = 2.0, 10.0
 
-def list_steps(directory: str, *, as_json: bool) -> int:
-    """Runs ``torchax-ckpt ls``; returns the exit code."""
+
+def list_steps(directory: str, *, watch: bool, as_json: bool) -> int:
+    """Runs ``torchax-ckpt ls``; returns the exit code, which is 0 also after Ctrl-C."""
     run = existing(directory)
-    steps, total_bytes = steps_of(run)
     if as_json:
-        output.print_json({"directory": str(run.path), "size_bytes": total_bytes, "steps": steps})
-    elif not steps:
-        output.print_line(f"{run.path}: there are no checkpoints")
-    else:
-        rows = [
-            (
-                step["step"],
-                output.age(step["committed"]),
-                output.size(step["size_bytes"]),
-                output.size(step["shared_bytes"]),
-                "yes" if step["verified"] else "no",
-                "?" if step["kept_by"] is None else ", ".join(step["kept_by"]),
-                " ".join(f"{k}={output.number(v)}" for k, v in step["metrics"].items()),
-            )
-            for step in steps
-        ]
-        columns = ("step", "age", "size", "shared", "verified", "kept by", "metrics")
-        output.print_table(columns, rows, right=("step", "age", "size", "shared"))
-        if any(step["shared_bytes"] for step in steps):
-            text = f"{len(steps)} steps, {output.size(total_bytes)}; shared bytes count once"
-            output.print_line(text)
+        steps, total_bytes = steps_of(run)
+        content = {"directory": str(run.path), "size_bytes": total_bytes, "steps": steps}
+        output.print_json({**content, "writer": _as_json(writer_of(run))})
+        return OK
+    console = output.console()
+    if not (watch and output.is_watched()):
+        console.print(_listing(run))
+        return OK
+    secs = _WATCH_BUCKET_SECS if location.is_bucket(run.path) else _WATCH_SECS
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        rich.live.Live(_listing(run, console.height), console=console, auto_refresh=False) as live,
+    ):
+        while True:
+            time.sleep(secs)
+            try:
+                listing = _listing(run, console.height)
+            except Exception as error:  # bucket clients raise errors of their own
+                listing = _line(f"{run.path}: cannot be read now: {error!s:.300}")
+            live.update(listing, refresh=True)
     return OK
+
+
+def _listing(run: RunDirectory, height: int | None = None) -> RenderableType:
+    """Returns what ``ls`` prints; only as many of the newest steps as fit into ``height`` lines."""
+    steps, total_bytes = steps_of(run)
+    rows = [
+        (
+            step["step"],
+            output.age(step["committed"]),
+            output.size(step["size_bytes"]),
+            output.size(step["shared_bytes"]),
+            "yes" if step["verified"] else "no",
+            "?" if step["kept_by"] is None else ", ".join(step["kept_by"]),
+            " ".join(f"{k}={output.number(v)}" for k, v in step["metrics"].items()),
+        )
+        for step in steps
+    ]
+    if height is not None:
+        rows = rows[-max(1, height - 4) :]  # beside them: headings, two lines, and the cursor's
+    columns = ("step", "age", "size", "shared", "verified", "kept by", "metrics")
+    parts: list[RenderableType] = [
+        output.table(columns, rows, right=("step", "age", "size", "shared"))
+    ]
+    if not steps:
+        parts = [_line(f"{run.path}: there are no checkpoints")]
+    if any(step["shared_bytes"] for step in steps):
+        text = f"{len(steps)} steps, {output.size(total_bytes)}; shared bytes count once"
+        parts.append(_line(text))
+    if (writer := writer_of(run)) is not None:
+        holder, is_running = writer
+        said = "a program writes here" if is_running else "the last program did not close the run"
+        parts.append(_line(f"{said}: {holder.describe(time.time())}"))
+    return Group(*parts)
+
+
+def _line(text: str) -> Text:
+    return Text(output.plain(text))
+
+
+def writer_of(run: RunDirectory) -> tuple[LeaseHolder, bool] | None:
+    """Returns the program that holds the lease of a run, and whether it runs; None if none does.
+
+    A program on another host counts as running for ``LEASE_SECS`` after its last sign of life.
+    """
+    with contextlib.suppress(OSError):
+        record = record_at(run.path / lease.NAME)
+        try:
+            seen, place = record.read(), record.place()
+        finally:
+            record.close()
+        holder = LeaseHolder.of(seen.content) if seen is not None else None
+        if holder is not None and not holder.is_of_copy(place):
+            is_alive = holder.is_alive()
+            is_fresh = time.time() - holder.renewed_secs < lease.LEASE_SECS
+            return holder, is_fresh if is_alive is None else is_alive
+    return None
+
+
+def _as_json(writer: tuple[LeaseHolder, bool] | None) -> dict[str, Any] | None:
+    if writer is None:
+        return None
+    holder, is_running = writer
+    renewed = output.moment(int(holder.renewed_secs * 1e9))
+    return {"host": holder.host, "pid": holder.pid, "renewed": renewed, "running": is_running}
 
 
 def steps_of(run: RunDirectory) -> tuple[list[dict[str, Any]], int]:

@@ -117,20 +117,19 @@ class Journal:
         self._is_torn = False
 
 
-def read_events(directory: epath.Path, max_files: int = MAX_FILES) -> dict[str, list[Event]]:
+def read_events(directory: epath.Path) -> dict[str, list[Event]]:
     """Returns a dict from each run's identifier to its events, in the order of recording.
 
     The dict lists the runs in the order in which they began. The dict is empty if nothing was
-    recorded. ``read_events`` reads the newest files first, ``max_files`` at most, and stops after
-    64 MiB or 500,000 lines, which is more than runs write. Events in files older than that are left
-    out.
+    recorded. ``read_events`` reads the newest files first, and stops after 64 MiB or 500,000 lines,
+    which is more than runs write. Events in files older than that are left out.
 
     Raises:
       OSError: storage failed. Bucket clients also raise errors of their own.
     """
     files: list[tuple[str, dict[bytes, Event]]] = []
     num_bytes = num_lines = 0
-    for name, content in _newest_first(directory / FOLDER, max_files):
+    for name, content in _newest_first(directory / FOLDER):
         lines = content.splitlines()[num_lines - _MAX_ALL_LINES :]
         found = {line: event for line in lines if (event := Event.of_line(line)) is not None}
         files.append((_run_of(name), found))
@@ -146,9 +145,9 @@ def read_events(directory: epath.Path, max_files: int = MAX_FILES) -> dict[str, 
     return {run: list(found.values()) for run, found in runs.items()}
 
 
-def _newest_first(folder: epath.Path, max_files: int) -> Iterator[tuple[str, bytes]]:
+def _newest_first(folder: epath.Path) -> Iterator[tuple[str, bytes]]:
     """Yields name and content of the newest journal files, newest first; reads 32 at a time."""
-    names = sorted(_names(folder), reverse=True)[:max_files]
+    names = sorted(_names(folder), reverse=True)[:MAX_FILES]
     with concurrent.futures.ThreadPoolExecutor() as pool:  # each read is a round trip to a bucket
         for start in range(0, len(names), _CONCURRENT_READS):
             some = names[start : start + _CONCURRENT_READS]

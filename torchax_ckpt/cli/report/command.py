@@ -13,9 +13,8 @@ from etils import epath
 from torchax_ckpt.cli import output
 from torchax_ckpt.cli.exit_codes import OK, UsageError
 from torchax_ckpt.cli.report.page import MARK, Contents, page
-from torchax_ckpt.cli.show import steps_of
+from torchax_ckpt.cli.show import steps_of, writer_of
 from torchax_ckpt.cli.step_arguments import existing
-from torchax_ckpt.cli.watching.running import is_held
 from torchax_ckpt.errors import DirectoryError
 from torchax_ckpt.storage.medium import fsync, permissions
 from torchax_ckpt.telemetry.journal import read_events
@@ -47,7 +46,8 @@ def report(directory: str, argument: Path | None, option: Path | None, *, as_jso
     run = existing(directory)
     now_secs = time.time()
     steps, num_bytes = steps_of(run)
-    runs = runs_of(read_events(run.path), is_running=is_held(run))
+    writer = writer_of(run)
+    runs = runs_of(read_events(run.path), is_running=writer is not None and writer[1])
     contents = Contents(
         title=str(run.path),
         now_secs=now_secs,
