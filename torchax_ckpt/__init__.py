@@ -9,7 +9,7 @@ from torchax_ckpt import errors
 from torchax_ckpt.options import CheckpointOptions, LocalTier
 
 if TYPE_CHECKING:
-    from torchax_ckpt import planning, policies, publishing
+    from torchax_ckpt import planning, policies
     from torchax_ckpt.checkpointer import TorchaxCheckpointer
     from torchax_ckpt.formats.state_dict import load_torch_state_dict
     from torchax_ckpt.restoring.restore import RestoreReport
@@ -30,7 +30,6 @@ __all__ = [
     "load_torch_state_dict",
     "planning",
     "policies",
-    "publishing",
     "warm_start",
 ]
 
@@ -44,7 +43,7 @@ _LAZY = {
     "load_torch_state_dict": "torchax_ckpt.formats.state_dict",
     "warm_start": "torchax_ckpt.restoring.warm_start",
 }
-_MODULES = {name: f"torchax_ckpt.{name}" for name in ("planning", "policies", "publishing")}
+_MODULES = {name: f"torchax_ckpt.{name}" for name in ("planning", "policies")}
 
 
 def __getattr__(name: str) -> Any:

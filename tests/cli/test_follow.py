@@ -52,20 +52,12 @@ def test_once_publishes_what_is_due(saved: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--every", 1, "--best", "loss"), "expected --every or --best, found both"),
-        (("--every", 0), "--every: expected at least one step, found 0"),
+        (("--every", 1, "--best", "loss"), "every and best exclude each other"),
+        (("--every", 0), "every: expected at least 1, found 0"),
         (("--best", "loss:low"), "expected METRIC, METRIC:min or METRIC:max, found 'loss:low'"),
-        (("--keep", 0), "--keep: expected at least one folder, found 0"),
-        (("--grace", "soon"), "--grace: expected a time such as 90"),
-        (("--poll", "0s"), "--poll: expected more than 0 s"),
-        (("--max-shard-size", "big"), "expected a size such as 5GB"),
-        (("--config", "x", "--format", "safetensors"), "--config: needs the format hf or peft"),
-        (("--at", "state"), "folder that has config.json (--config), save"),
-        (
-            ("--at", "state", "--include", "x", "--format", "safetensors"),
-            "step 20: nothing matches --include: ",
-        ),
-        (("--max-shard-size", "1GB", "--format", "peft"), "--max-shard-size: PEFT has no files"),
+        (("--keep", 0), "keep: expected at least 1, found 0"),
+        (("--at", "state"), "without which transformers cannot load a folder: save the config"),
+        (("--at", "nowhere", *WEIGHTS[:2]), "nowhere"),
     ],
 )
 def test_wrong_usage_is_said(
@@ -89,16 +81,17 @@ def test_places_that_cannot_be_are_refused(saved: Path, tmp_path: Path) -> None:
 
 SLOWLY = """
 import signal, sys, time
-from torchax_ckpt.cli.following import follow
+from torchax_ckpt.publishing import follower
 
-go_on = follow._Signals.go_on
+wrote = follower.Follower._wrote
 
 def slowly(self, num_bytes):
-    while "{slow}" and not self.stop.wait(0.01):
+    while "{slow}" and not self.aborted.wait(0.01):
         pass
-    go_on(self, num_bytes)
+    wrote(self, num_bytes)
 
-follow._Signals.go_on = slowly
+follower.Follower._wrote = slowly
+follower.POLL_SECS = 0.05
 from torchax_ckpt.cli.app import app
 app(sys.argv[1:])
 """
@@ -107,7 +100,7 @@ app(sys.argv[1:])
 @pytest.mark.slow
 def test_it_waits_for_a_run_goes_on_and_ends_with_a_signal(saved: Path, tmp_path: Path) -> None:
     run_path, out = tmp_path / "run", tmp_path / "out"
-    words = ("follow", str(run_path), str(out), *WEIGHTS, "--max-bytes", "1", "--poll", "50ms")
+    words = ("follow", str(run_path), str(out), *WEIGHTS)
     with Started("-c", SLOWLY.format(slow=""), *words) as started:
         wait_until(lambda: "does not exist yet; waiting for it" in started.output()[1])
         shutil.copytree(saved, tmp_path / "copy")

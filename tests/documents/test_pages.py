@@ -16,7 +16,7 @@ from support.commands import BLOCK, run_commands
 from support.processes import run_python
 
 import torchax_ckpt
-from torchax_ckpt import planning, policies, publishing
+from torchax_ckpt import planning, policies
 from torchax_ckpt.integrations import huggingface
 
 DOCS = ROOT / "docs"
@@ -111,7 +111,7 @@ def build_site(out: Path) -> None:
 
 
 def public_names() -> Iterator[str]:
-    for module in (torchax_ckpt, policies, planning, publishing, huggingface):
+    for module in (torchax_ckpt, policies, planning, huggingface):
         for name in module.__all__:
             if not inspect.ismodule(getattr(module, name)):
                 yield f"{module.__name__}.{name}"

@@ -19,9 +19,15 @@ from support.waiting import wait_until
 from torchax_ckpt import TorchaxCheckpointer, policies
 from torchax_ckpt.errors import SaveError
 from torchax_ckpt.integrations.huggingface import Publisher
+from torchax_ckpt.publishing import follower
 from torchax_ckpt.storage.writing import array_writer
 
-SETTINGS: dict[str, Any] = {"format": "safetensors", "poll_secs": 0.01}
+SETTINGS: dict[str, Any] = {"format": "safetensors"}
+
+
+@pytest.fixture(autouse=True)
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follower, "POLL_SECS", 0.01)
 
 
 def train(ckpt: TorchaxCheckpointer, model: torch.nn.Module, num_steps: int) -> None:
@@ -53,12 +59,15 @@ def test_the_last_step_is_published_when_the_training_ends(tmp_path: Path) -> No
     assert sorted(p.name for p in out.glob("step-*")) == ["step-3", "step-5"]
 
 
-def test_steps_are_published_during_the_training(tmp_path: Path) -> None:
+def test_steps_are_published_during_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follower, "GRACE_SECS", 0)
     out = tmp_path / "out"
     keep = policies.PreserveAll()
     with (
         TorchaxCheckpointer(tmp_path / "run", preservation_policy=keep) as ckpt,
-        Publisher(ckpt, out, best="loss", mode="max", keep=1, grace_secs=0, **SETTINGS),
+        Publisher(ckpt, out, best="loss:max", keep=1, **SETTINGS),
     ):
         ckpt.attach(mlp())
         for step, loss in enumerate((1.0, 3.0, 2.0, 4.0), 1):
@@ -80,19 +89,20 @@ def test_failures_are_logged_once_and_pass(
         (out / "other").unlink()
         wait_until(lambda: (out / "latest").exists())
     warnings = [r for r in caplog.records if r.levelno >= logging.WARNING]
-    assert [r.getMessage()[:60] for r in warnings if "huggingface" in r.name] == [
-        f"cannot publish to {out}: DirectoryError: {out}"[:60]
+    assert [r.getMessage()[:60] for r in warnings if "publishing" in r.name] == [
+        f"cannot publish to {out} now: DirectoryError: {out}"[:60]
     ]
 
 
 def test_a_preempted_program_does_not_stay_to_publish(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(follower, "POLL_SECS", 60)
     out = tmp_path / "out"
     for is_preempted in (True, False):
         with (
             TorchaxCheckpointer(tmp_path / "run") as ckpt,
-            Publisher(ckpt, out, **{**SETTINGS, "poll_secs": 60}),
+            Publisher(ckpt, out, **SETTINGS),
         ):
             train(ckpt, mlp(), 2)
             monkeypatch.setattr(ckpt, "reached_preemption", lambda was=is_preempted: was)
@@ -129,7 +139,6 @@ def test_a_wrong_argument_is_raised_at_once(tmp_path: Path) -> None:
     run = str(tmp_path / "run")
     for settings, match in (
         ({"every": 1, "best": "loss"}, "exclude each other"),
-        ({"poll_secs": 0}, "poll_secs"),
         ({"format": "gguf"}, "format: expected one of hf, peft, safetensors"),
     ):
         with pytest.raises(ValueError, match=match):
@@ -151,17 +160,16 @@ def test_a_program_that_never_closes_it_ends_all_the_same(tmp_path: Path) -> Non
         with TorchaxCheckpointer(run) as ckpt:
             ckpt.save(1, state={"w": np.ones(8), "v": np.ones((3, 3))}, force=True)
         writing = threading.Event()
-        go_on = huggingface.Publisher._go_on
+        wrote = follower.Follower._wrote
 
-        def slowly(publisher, num_bytes):
+        def slowly(following, num_bytes):
             writing.set()
-            publisher._exiting.wait(60)
-            go_on(publisher, num_bytes)
+            following.aborted.wait(60)
+            wrote(following, num_bytes)
 
-        huggingface.Publisher._go_on = slowly
-        publisher = huggingface.Publisher(
-            run, out, format="safetensors", at="state", poll_secs=0.01
-        )
+        follower.Follower._wrote = slowly
+        follower.POLL_SECS = 0.01
+        publisher = huggingface.Publisher(run, out, format="safetensors", at="state")
         assert writing.wait(60)
         print("ends")
     """

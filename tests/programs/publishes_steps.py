@@ -15,8 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torchax_ckpt.publishing import Every, FolderForm, Follower
+from torchax_ckpt.publishing import follower
+from torchax_ckpt.publishing.folder_form import FolderForm
 from torchax_ckpt.publishing.published_folders import Published, PublishedFolders
+from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.medium import fsync
 
 KEEP, GRACE_SECS = 2, 10.0
@@ -35,10 +37,11 @@ def slow_down() -> None:
 
 @contextlib.contextmanager
 def write_in_place(
-    self: PublishedFolders, step: int, commit_timestamp_nsecs: int, metrics: dict[str, Any]
+    self: PublishedFolders, committed: CommittedStep, metrics: dict[str, Any]
 ) -> Iterator[Path]:
     """Publishes less carefully."""
-    new = Published(self.path / f"step-{step}", step, commit_timestamp_nsecs, metrics)
+    step, commit_nsecs = committed.key
+    new = Published(self.path / f"step-{step}", step, commit_nsecs, metrics)
     self.published = (*self.published, new)
     self._record(self.published)
     yield new.path
@@ -50,11 +53,10 @@ def main() -> None:
     slow_down()
     if weakening == ["in-place"]:
         PublishedFolders.writing = write_in_place  # type: ignore[method-assign]
-    form = FolderForm(format="hf")
-    with Follower(run, out, Every(), form, keep=KEEP, grace_secs=GRACE_SECS) as follower:
-        while True:
-            follower.publish_due()
-            time.sleep(0.005)
+    follower.GRACE_SECS, follower.POLL_SECS = GRACE_SECS, 0.005
+    with follower.Follower(run, out, FolderForm(format="hf"), keep=KEEP) as following:
+        for _ in following.follow():
+            pass
 
 
 if __name__ == "__main__":

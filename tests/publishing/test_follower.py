@@ -16,15 +16,14 @@ from support.damage import flip_arrays
 
 from torchax_ckpt import TorchaxCheckpointer, policies
 from torchax_ckpt.errors import (
-    CheckpointError,
-    CorruptCheckpointError,
     DirectoryError,
     LeaseError,
     MismatchError,
     SelectionError,
-    StepNotFoundError,
 )
-from torchax_ckpt.publishing import Best, Every, FolderForm, Follower
+from torchax_ckpt.publishing import follower, published_folders
+from torchax_ckpt.publishing.folder_form import FolderForm
+from torchax_ckpt.publishing.follower import Follower
 from torchax_ckpt.publishing.published_folders import CONTROL
 from torchax_ckpt.storage.medium import fsync
 
@@ -60,21 +59,9 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def follower(run: Path, out: Path, every: int = 1, **settings: Any) -> Follower:
-    rule = settings.pop("rule", Every(every))
-    return Follower(run, out, rule, settings.pop("form", FORM), **settings)
-
-
-def publish(run: Path, out: Path, every: int = 1, **settings: Any) -> int | None:
+def publish(run: Path, out: Path, form: FolderForm = FORM, **settings: Any) -> int | None:
     """One program that publishes what is due; returns the step."""
-    with follower(run, out, every, **settings) as following:
+    with Follower(run, out, form, **settings) as following:
         new = following.publish_due()
     return None if new is None else new.step
 
@@ -115,7 +102,7 @@ def test_the_newest_step_is_published_once_it_is_far_enough_past_the_last(
 
 
 def test_the_end_of_a_run_is_published_in_any_case(run: Path, out: Path) -> None:
-    with follower(run, out, every=500) as following:
+    with Follower(run, out, FORM, every=500) as following:
         assert following.publish_due() is None
         new = following.publish_due(is_at_end=True)
         assert new is not None
@@ -133,10 +120,10 @@ def test_each_new_best_step_is_published(
     published = []
     for path in waiting:
         shutil.move(path, run)
-        assert publish(run, out, rule=Best("accuracy", mode)) is None
-        published.append(publish(run, out, rule=Best("loss", mode)))
+        assert publish(run, out, best=f"accuracy:{mode}") is None
+        published.append(publish(run, out, best=f"loss:{mode}"))
     assert published == expected
-    assert publish(run, out, rule=Best("loss", mode)) is None
+    assert publish(run, out, best=f"loss:{mode}") is None
 
 
 def test_a_run_that_went_back_publishes_its_new_branch(run: Path, out: Path) -> None:
@@ -157,25 +144,28 @@ def test_a_run_that_went_back_publishes_its_new_branch(run: Path, out: Path) -> 
 # --- for how long ---
 
 
-def test_a_replaced_folder_lives_for_its_grace(run: Path, out: Path) -> None:
-    clock = Clock()
+def test_a_replaced_folder_lives_for_its_grace(
+    run: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(published_folders, "_now_secs", lambda: now)
+    monkeypatch.setattr(follower, "GRACE_SECS", 60)
     steps = [run / str(step) for step in (200, 300, 400)]
     for path in steps:
         path.rename(run.parent / path.name)
-    settings: dict[str, Any] = {"keep": 2, "grace_secs": 60, "clock": clock}
-    with follower(run, out, **settings) as following:
+    with Follower(run, out, FORM, keep=2) as following:
         following.publish_due()
         for path in steps[:2]:
             (run.parent / path.name).rename(path)
             following.publish_due()
-        clock.now += 59
+        now += 59
         following.publish_due()
         assert in_out(out) == ["step-100", "step-200", "step-300"]
-    with follower(run, out, **settings) as following:  # another program counts on
-        clock.now += 1
+    with Follower(run, out, FORM, keep=2) as following:  # another program counts on
+        now += 1
         following.publish_due()
         assert in_out(out) == ["step-200", "step-300"]
-        clock.now += 1000  # those that are kept stay for ever
+        now += 1000  # those that are kept stay for ever
         following.publish_due()
         assert in_out(out) == ["step-200", "step-300"]
         assert os.listdir(out / CONTROL) != []
@@ -185,24 +175,26 @@ def test_a_replaced_folder_lives_for_its_grace(run: Path, out: Path) -> None:
 # --- what goes wrong ---
 
 
-def test_a_step_deleted_while_it_is_read_is_skipped(tmp_path: Path, out: Path) -> None:
+def test_a_step_deleted_while_it_is_read_is_skipped(
+    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     run = tmp_path / "large"
     states = {s: {n: np.full((512 + n, 99), s + n) for n in range(4)} for s in (100, 200)}
     with TorchaxCheckpointer(run, preservation_policy=policies.PreserveAll()) as ckpt:
         for step, large in states.items():
             ckpt.save(step, state=large, force=True)
-    skipped: list[CheckpointError] = []
 
-    def prune(num_bytes: int) -> None:
+    def prune(self: Follower, num_bytes: int) -> None:
         if (run / "200").exists():
             assert list((out / CONTROL).glob("writing-*/*"))
             (run / "200").rename(run / "deleting-200")
             shutil.rmtree(run / "deleting-200")
 
     form = FolderForm(format="safetensors", at="state", max_host_bytes=1)  # reads piece by piece
-    with follower(run, out, form=form, on_skipped=skipped.append, on_bytes=prune) as following:
+    monkeypatch.setattr(Follower, "_wrote", prune)
+    with Follower(run, out, form) as following:
         new = following.publish_due()
-    assert [type(error) for error in skipped] == [StepNotFoundError]
+    assert caplog.text.count("step 200 was deleted meanwhile") == 1
     assert in_out(out) == ["step-100"]
     assert new is not None
     assert new.step == 100
@@ -212,45 +204,53 @@ def test_a_step_deleted_while_it_is_read_is_skipped(tmp_path: Path, out: Path) -
     }
 
 
-def test_a_damaged_step_is_skipped(run: Path, out: Path) -> None:
+def test_a_damaged_step_is_skipped(run: Path, out: Path, caplog: pytest.LogCaptureFixture) -> None:
     flip_arrays(run / "400")
-    skipped: list[CheckpointError] = []
-    with follower(run, out, on_skipped=skipped.append) as following:
+    with Follower(run, out, FORM) as following:
         assert following.publish_due() is not None
         assert following.publish_due() is None
-    assert [type(error) for error in skipped] == [CorruptCheckpointError]
+    assert caplog.text.count(f"not published to {out}: step 400 in ") == 1
     assert in_out(out) == ["step-300"]
 
 
-def test_a_step_with_values_too_large_for_the_dtype_is_skipped(tmp_path: Path, out: Path) -> None:
+def test_a_step_with_values_too_large_for_the_dtype_is_skipped(
+    tmp_path: Path, out: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     run = tmp_path / "large"
     with TorchaxCheckpointer(run, preservation_policy=policies.PreserveAll()) as ckpt:
         for step in (100, 200):
             ckpt.save(step, state={"w": np.full(3, 10.0 ** (step / 40))}, force=True)
-    skipped: list[CheckpointError] = []
     form = FolderForm(format="safetensors", at="state", dtype="fp16")
-    assert publish(run, out, form=form, on_skipped=skipped.append) == 100
-    assert len(skipped) == 1
-    assert str(skipped[0]).startswith(
-        "step 200: state/w: has values that are too large for float16"
-    )
+    assert publish(run, out, form) == 100
+    assert "step 200: state/w: has values that are too large for float16" in caplog.text
 
 
-def test_a_failure_leaves_nothing_and_is_tried_again(run: Path, out: Path) -> None:
-    def fail(num_bytes: int) -> None:
+def test_a_failure_leaves_nothing_and_is_tried_again(
+    run: Path, out: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(self: Follower, num_bytes: int) -> None:
+        failures.append(num_bytes)
+        if len(failures) == 3:
+            self.stopped.set()
         raise OSError(28, "No space left on device")
 
-    with follower(run, out, on_bytes=fail) as following, pytest.raises(DirectoryError, match="28"):
-        following.publish_due()
+    failures: list[int] = []
+    monkeypatch.setattr(Follower, "_wrote", fail)
+    monkeypatch.setattr(follower, "POLL_SECS", 0.01)
+    with Follower(run, out, FORM) as following:
+        assert [*following.follow(DirectoryError)] == []
+    assert len(failures) == 3
+    assert caplog.text.count("No space left on device") == 1  # not at every look
+    monkeypatch.undo()
     assert sorted(p.name for p in out.rglob("*")) == [CONTROL, "lock"]
     assert publish(run, out) == 400
 
 
 def test_a_folder_that_would_not_load_is_refused(run: Path, out: Path) -> None:
     with pytest.raises(MismatchError, match="stores no config of the model"):
-        publish(run, out, form=FolderForm(at="state"))
+        publish(run, out, FolderForm(at="state"))
     with pytest.raises(SelectionError, match="step 400: nothing matches include"):
-        publish(run, out, form=FolderForm(format="safetensors", at="state", include="x"))
+        publish(run, out, FolderForm(format="safetensors", at="state", include="x"))
     assert in_out(out) == []
 
 
@@ -327,19 +327,20 @@ def test_wrong_arguments_are_refused(run: Path, out: Path) -> None:
     (out.parent / "link").symlink_to(run)
     for place in (run, run / "out", out.parent / "link" / "out"):
         with pytest.raises(ValueError, match="outside of the run's directory"):
-            follower(run, place)
+            Follower(run, place, FORM)
     for text in ("gs://bucket/out", "gs:/bucket", ""):
         with pytest.raises(ValueError, match="expected a folder on this host"):
-            Follower(run, text, Every(), FORM)
-    wrong: list[dict[str, Any]] = [{"keep": 0}, {"grace_secs": -1}, {"grace_secs": float("nan")}]
-    for settings in wrong:
-        with pytest.raises(ValueError, match=next(iter(settings))):
-            follower(run, out, **settings)
-    assert follower(run, Path(".")).out == Path.cwd()
-    with pytest.raises(ValueError, match="at least one step"):
-        Every(0)
-    with pytest.raises(ValueError, match="'min' or 'max'"):
-        Best("loss", "low")  # type: ignore[arg-type]
+            Follower(run, text, FORM)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"keep": 0}, "keep: expected at least 1, found 0"),
+        ({"every": 0}, "every: expected at least 1, found 0"),
+        ({"best": "loss:low"}, "expected METRIC, METRIC:min or METRIC:max, found 'loss:low'"),
+        ({"every": 1, "best": "loss"}, "exclude each other"),
+    ]
+    for settings, said in wrong:
+        with pytest.raises(ValueError, match=said):
+            Follower(run, out, FORM, **settings)
+    assert Follower(run, Path("."), FORM).out == Path.cwd()
     forms: list[dict[str, Any]] = [
         {"format": "pt"},
         {"dtype": "int8"},
@@ -360,21 +361,24 @@ def test_a_folder_of_others_is_refused_and_left_alone(run: Path, out: Path) -> N
     assert (out / "latest").read_text() == "mine"
 
 
-def test_folders_of_others_among_the_published_ones_stay(run: Path, out: Path) -> None:
+def test_folders_of_others_among_the_published_ones_stay(
+    run: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follower, "GRACE_SECS", 0)
     for step in (300, 400):
         shutil.move(run / str(step), run.parent)
-    publish(run, out, keep=1, grace_secs=0)
+    publish(run, out, keep=1)
     for name in ("step-400", "step-1"):
         (out / name).mkdir()
     shutil.move(run.parent / "400", run)
-    publish(run, out, keep=1, grace_secs=0)
+    publish(run, out, keep=1)
     assert in_out(out) == ["step-1", "step-400", "step-400-2"]
     assert not list((out / "step-400").iterdir())
     assert latest(out).name == "step-400-2"
 
 
 def test_a_second_program_is_refused(run: Path, out: Path) -> None:
-    with follower(run, out) as first:
+    with Follower(run, out, FORM) as first:
         first.publish_due()
         with pytest.raises(LeaseError, match=f"publishes here: process {os.getpid()} on "):
             publish(run, out)
@@ -409,7 +413,7 @@ def test_another_run_or_format_is_refused(run: Path, out: Path, tmp_path: Path) 
     hf = FolderForm(at="state")
     for place, form, said in ((other, FORM, "other in the format safet"), (run, hf, "run in the")):
         with pytest.raises(DirectoryError, match=rf"run in .* safetensors, found the run .*{said}"):
-            publish(place, out, form=form)
+            publish(place, out, form)
     (tmp_path / "link").symlink_to(run)
     assert publish(tmp_path / "link", out) is None
     assert latest(out).name == "step-400"

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from torchax_ckpt.cli import plan
+from torchax_ckpt.cli import follow, plan
 from torchax_ckpt.cli.converting import shared_options
 from torchax_ckpt.cli.converting.shared_options import (
     Config,
@@ -25,7 +25,6 @@ from torchax_ckpt.cli.converting.shared_options import (
     Patterns,
 )
 from torchax_ckpt.cli.exit_codes import EPILOG, UsageError, ends_well
-from torchax_ckpt.cli.following import follow_arguments
 
 app = typer.Typer(
     epilog=EPILOG,
@@ -182,7 +181,7 @@ def report(
 
 
 app.command("plan", epilog=EPILOG)(ends_well(plan.plan))
-app.command("follow", epilog=EPILOG)(ends_well(follow_arguments.follow))
+app.command("follow", epilog=EPILOG)(ends_well(follow.follow))
 
 
 class Format(enum.StrEnum):

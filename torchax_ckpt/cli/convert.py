@@ -17,8 +17,7 @@ from torchax_ckpt.errors import DirectoryError, MismatchError, SelectionError
 from torchax_ckpt.formats.huggingface.model_folder import FolderFiles, assets_of
 from torchax_ckpt.formats.weights import Weights
 from torchax_ckpt.options import CheckpointOptions
-from torchax_ckpt.publishing import FolderForm
-from torchax_ckpt.publishing.folder_form import Dtype, Format
+from torchax_ckpt.publishing.folder_form import Dtype, FolderForm, Format
 from torchax_ckpt.runtime import progress
 from torchax_ckpt.stored.stored_step import StoredLeaf, StoredStep, about
 
@@ -82,16 +81,14 @@ class Exported:
 
 
 _OPTIONS = {
-    "grace_secs": "grace",
     "max_shard_bytes": "max-shard-size",
     "max_host_bytes": "max-bytes",
     **{
         name: name
-        for name in ("at", "best", "config", "dtype", "every", "exclude", "format", "include",
-                     "keep", "rename")
+        for name in ("at", "config", "dtype", "exclude", "format", "include", "rename")
     },
 }  # fmt: skip
-# "keep: ..." or "(config=)" in a sentence, but no part of a tensor's name or of an option.
+# "at: ..." or "(config=)" in a sentence, but no part of a tensor's name or of an option.
 _ARGUMENT = re.compile(rf"(?<![\w./%-])({'|'.join(_OPTIONS)})(?:=(?!\w)|(?=: ))")
 
 

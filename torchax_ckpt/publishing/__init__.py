@@ -1,16 +1,8 @@
 """Publishing: finished steps of a run become folders that other programs load.
 
 - ``follower``: watches a run, and publishes the steps that are due;
-- ``rules``: which steps are due;
 - ``folder_form``: what a folder contains, and in which format;
 - ``published_folders``: the folders on disk, and ``latest``, which names the newest of them.
 
 ``torchax-ckpt follow`` and ``torchax_ckpt.integrations.huggingface.Publisher`` are made of these.
 """
-
-from torchax_ckpt.publishing.folder_form import FolderForm
-from torchax_ckpt.publishing.follower import Follower
-from torchax_ckpt.publishing.published_folders import Published
-from torchax_ckpt.publishing.rules import Best, Every
-
-__all__ = ["Best", "Every", "FolderForm", "Follower", "Published"]

@@ -23,19 +23,10 @@ _DTYPES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "fl
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FolderForm:
-    """What is written of a step, and in which format.
+    """What is written of a step, and in which format; the words are those of the commands' options.
 
-    Attributes:
-      format: "hf" for a folder that transformers and vLLM load; "peft" for a folder of adapters;
-        "safetensors" for the weights alone.
-      dtype: "bf16", "fp16" or "fp32", to which floating-point weights are cast; None for no cast.
-      config: a folder whose ``config.json`` and other text files replace those that the step
-        stores; None for none.
-      max_shard_bytes: the largest total size of the tensors in one file; None for one file.
-      at: the key path of the weights in the step; None for the one attached model.
-      include, exclude: patterns of the names to write, as for ``warm_start``.
-      rename: pattern of names in the step -> the names to write.
-      max_host_bytes: bound on array data in memory; None for the default.
+    Raises:
+      ValueError: the attributes contradict each other.
     """
 
     format: Format = "hf"
@@ -68,10 +59,8 @@ class FolderForm:
     def weights_of(self, stored: StoredStep) -> Weights:
         """Returns the weights of a step, selected, renamed and cast.
 
-        Raises:
-          MismatchError: the step has no weights at ``at``.
-          SelectionError: a pattern matches nothing, or two tensors would get one name.
-          CorruptCheckpointError, UnsupportedLeafError: as for ``weights_at``.
+        Raises SelectionError if a pattern matches nothing or two tensors would get one name, and
+        what ``weights_at`` raises.
         """
         weights = weights_at(stored, self.at)
         selection = self._selection()
@@ -80,12 +69,7 @@ class FolderForm:
         return weights if self.dtype is None else cast(weights, _DTYPES[self.dtype])
 
     def texts_of(self, stored: StoredStep) -> FolderFiles | None:
-        """Returns the text files that say what the model is; None for weights alone.
-
-        Raises:
-          CorruptCheckpointError: the step's text files are damaged.
-          DirectoryError: the folder ``config`` cannot be read.
-        """
+        """Returns the text files that say what the model is; None for weights alone."""
         if self.format == "safetensors":
             return None
         config = None if self.config is None else Path(self.config)
@@ -99,19 +83,11 @@ class FolderForm:
         out: Path,
         on_bytes: Callable[[int], None] = lambda nbytes: None,
     ) -> tuple[list[Path], list[StoredLeaf]]:
-        """Writes weights and text files; returns the written files, and the leaves in them.
+        """Writes the results of ``weights_of`` and ``texts_of`` to a folder ``out``.
 
-        Args:
-          stored: the step.
-          weights: what ``weights_of`` returned for the step.
-          texts: what ``texts_of`` returned for the step.
-          out: a folder, created if necessary; for the format safetensors also the name of a file.
-          on_bytes: called with the number of bytes of each piece that was written.
-
-        Raises:
-          MismatchError: the format needs adapters or their configs, or allows no adapters.
-          UnsupportedLeafError, DirectoryError, CorruptCheckpointError: as for
-            ``export_safetensors``.
+        For the format safetensors, ``out`` may also name a file. Calls ``on_bytes`` with the number
+        of bytes of each piece. Returns the written files, and the leaves in them. Raises
+        MismatchError if the format needs adapters or allows none.
         """
         max_shard_bytes = self.max_shard_bytes
         if texts is None:

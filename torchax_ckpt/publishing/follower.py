@@ -7,13 +7,13 @@ never wait for it; so a step may be deleted while the follower reads it, and is 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
+from torchax_ckpt import policies
 from torchax_ckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -25,12 +25,18 @@ from torchax_ckpt.errors import (
 )
 from torchax_ckpt.publishing.folder_form import FolderForm
 from torchax_ckpt.publishing.published_folders import Published, PublishedFolders
-from torchax_ckpt.publishing.rules import Rule
+from torchax_ckpt.runtime.background import Flag
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import location
 from torchax_ckpt.stored.stored_step import StoredStep
 
+logger = logging.getLogger(__name__)
+
+# From one look at a run to the next.
+POLL_SECS = 10.0
+# How long a folder stays after it was replaced: a reader has this time to open its files.
+GRACE_SECS = 600.0
 # Errors of one step, after which another step may be published.
 _SKIPPED = (
     StepNotFoundError,
@@ -40,8 +46,12 @@ _SKIPPED = (
 )
 
 
+class _Aborted(Exception):  # noqa: N818 - ends a publication from inside, and is no failure
+    """``Follower.aborted`` was set while a folder was being written."""
+
+
 class Follower:
-    """Publishes steps of a run: each call of ``publish_due`` publishes at most one.
+    """Publishes steps of a run as folders, at most one at each look.
 
     Each folder appears at once or not at all, also if this program is killed. At its next start it
     goes on where it was. ``OUT/latest`` names the folder that was published last.
@@ -50,19 +60,17 @@ class Follower:
       run: the directory of the run, or ``gs://bucket/prefix``; need not exist yet.
       out: the folder to publish to, on this host: new, empty, or one that was published to before.
         Not in the directory of the run. All folders in it are of one run and one format.
-      rule: which steps are due.
       form: what the folders contain.
+      every: publish the newest step once it is this many steps or more past the last published one,
+        or past 0. Default: 1, each newest step, unless ``best`` is given.
+      best: a metric, as ``METRIC``, ``METRIC:min`` or ``METRIC:max``; publish the best step if it
+        is better than each published one.
       keep: how many folders to keep, those published last.
-      grace_secs: how long a folder stays after it was replaced, that is, after it ceased to be
-        among those to keep.
-      clock: returns the time in seconds since 1970.
-      on_skipped: called with the reason why a step is not published: it was deleted meanwhile, is
-        damaged, has values that are too large for the form's dtype, or bare Orbax wrote it.
-      on_bytes: called with the number of bytes of each piece that was written. Whatever it raises
-        ends the publication, and leaves nothing of it.
 
     Attributes:
       out: the folder to publish to.
+      stopped: a flag that ends ``follow``.
+      aborted: a flag that also ends a publication in flight, which leaves nothing.
 
     Raises:
       ValueError, TypeError: an argument cannot work.
@@ -73,38 +81,62 @@ class Follower:
         self,
         run: str | os.PathLike[str],
         out: str | os.PathLike[str],
-        rule: Rule,
         form: FolderForm,
         *,
+        every: int | None = None,
+        best: str | None = None,
         keep: int = 3,
-        grace_secs: float = 600.0,
-        clock: Callable[[], float] = time.time,
-        on_skipped: Callable[[CheckpointError], None] = lambda error: None,
-        on_bytes: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
-        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-            raise ValueError(f"keep: expected at least one folder, found {keep!r:.80}")
-        if not grace_secs >= 0:
-            raise ValueError(f"grace_secs: expected seconds, 0 or more, found {grace_secs!r:.80}")
+        if every is not None and best is not None:
+            raise ValueError("every and best exclude each other: give one of them")
+        self._every = _at_least_one("every", 1 if every is None else every)
+        self._best = None if best is None else _ranking(best)
+        self._keep = _at_least_one("keep", keep)
         self._path = location.resolve(run)
         self.out = _local_path(out)
         identity = str(self._path)
         if not location.is_bucket(self._path):
             identity = os.path.realpath(self._path)
-            inside = Path(identity)
-            if Path(os.path.realpath(self.out)).is_relative_to(inside):
+            if Path(os.path.realpath(self.out)).is_relative_to(identity):
                 raise ValueError(
                     f"out: expected a folder outside of the run's directory, found {self.out}; "
                     "nothing but the run itself writes there"
                 )
-        self._rule, self._form = rule, form
-        self._keep, self._grace_secs = keep, grace_secs
-        self._on_skipped, self._on_bytes = on_skipped, on_bytes
-        self._folders = PublishedFolders(self.out, identity, form.format, clock)
+        self._form = form
+        self.stopped, self.aborted = Flag(), Flag()
+        self._folders = PublishedFolders(self.out, identity, form.format)
         self._run: RunDirectory | None = None
         # With their paths: a step that was renamed while it was read can be read again.
         self._skipped: set[CommittedStep] = set()
         self._names: frozenset[str] | None = None  # in the run's directory, when nothing was due
+
+    def follow(
+        self, *passing: type[Exception], publishes_last: bool = False
+    ) -> Iterator[Published]:
+        """Publishes what is due until ``stopped`` is set; yields each new folder.
+
+        Errors of the kinds ``passing`` are logged, once while they repeat, and the next look tries
+        again. If ``publishes_last``, the newest step is published at the end, even if fewer steps
+        than ``every`` have passed, unless ``aborted`` is set.
+        """
+        logged, is_at_end = "", False
+        while not is_at_end:
+            is_at_end = self.stopped.wait(POLL_SECS)
+            if self.aborted.is_set or (is_at_end and not publishes_last):
+                return
+            try:
+                new = self.publish_due(is_at_end=is_at_end)
+            except passing as error:
+                text = f"{type(error).__name__}: {error}"
+                if text != logged and not self.aborted.is_set:
+                    is_known = isinstance(error, CheckpointError)
+                    said = "cannot publish to %s now: %s"
+                    logger.warning(said, self.out, text, exc_info=not is_known)
+                logged = text
+                continue
+            logged = ""
+            if new is not None:
+                yield new
 
     def publish_due(self, *, is_at_end: bool = False) -> Published | None:
         """Publishes the step that is due, and deletes folders whose grace has passed.
@@ -112,11 +144,10 @@ class Follower:
         The first call locks ``out`` until ``close``.
 
         Args:
-          is_at_end: whether the run has ended, so that its newest step is published even if fewer
-            steps than ``Every`` says have passed.
+          is_at_end: whether the run has ended, so that ``every`` counts as 1.
 
         Returns:
-          The new folder; None if no step is due.
+          The new folder; None if no step is due, or ``aborted`` was set meanwhile.
 
         Raises:
           LeaseError: another program publishes to ``out``.
@@ -126,19 +157,20 @@ class Follower:
           OutOfMemoryError: this host has too little memory.
         """
         self._folders.open()
-        self._folders.retire(self._keep, self._grace_secs)
+        self._folders.retire(self._keep, GRACE_SECS)
         names = self._listed()
         if names is not None and names == self._names and not is_at_end:
             return None
-        rule = self._rule.at_end() if is_at_end else self._rule
-        while (committed := self._due(rule)) is not None:
+        while (committed := self._due(1 if is_at_end else self._every)) is not None:
             try:
                 new = self._publish(committed)
+            except _Aborted:
+                return None
             except _SKIPPED as error:
                 self._skipped.add(committed)
-                self._on_skipped(error)
+                logger.warning("not published to %s: %s", self.out, error)
                 continue
-            self._folders.retire(self._keep, self._grace_secs)
+            self._folders.retire(self._keep, GRACE_SECS)
             self._names = None
             return new
         self._names = names
@@ -151,12 +183,7 @@ class Follower:
     def __enter__(self) -> Follower:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _listed(self) -> frozenset[str] | None:
@@ -171,13 +198,24 @@ class Follower:
             return frozenset(os.listdir(self._path))
         return None
 
-    def _due(self, rule: Rule) -> CommittedStep | None:
+    def _due(self, every: int) -> CommittedStep | None:
         if self._run is None:
             self._run = RunDirectory(self._path, read_only=True)
-        steps = self._run.steps()
-        self._skipped &= set(steps)
-        sound = [s for s in steps if not s.has_lost_record and s not in self._skipped]
-        return rule.due(sound, self._of_same_branch(steps), self._run.info)
+        found = self._run.steps()
+        self._skipped &= set(found)
+        steps = [s for s in found if not s.has_lost_record and s not in self._skipped]
+        published = self._of_same_branch(found)
+        if self._best is None:
+            last = max((folder.step for folder in published), default=0)
+            return steps[-1] if steps and steps[-1].step >= last + every else None
+        ranked = self._best.ranked([self._run.info(committed) for committed in steps])
+        if not ranked:
+            return None
+        if known := self._best.ranked(published):
+            new, old = (each.metrics[self._best.metric] for each in (ranked[0], known[0]))
+            if not (new < old if self._best.mode == "min" else new > old):
+                return None
+        return next(committed for committed in steps if committed.step == ranked[0].step)
 
     def _of_same_branch(self, steps: Sequence[CommittedStep]) -> list[Published]:
         """Returns the published folders, less those of steps that the run is known to have left.
@@ -210,17 +248,34 @@ class Follower:
         if self._form.format == "hf" and texts is not None and not texts.has_config:
             raise MismatchError(
                 f"step {committed.step} in {committed.path} stores no config of the model, without "
-                "which transformers cannot load a folder: give a folder that has config.json "
-                "(config=), save the config with the steps (attach a model of transformers), or "
-                "choose the format safetensors",
+                "which transformers cannot load a folder: save the config with the steps (attach a "
+                "model of transformers), or choose the format safetensors",
                 step=committed.step,
                 path=committed.path,
             )
-        with self._folders.writing(
-            committed.step, committed.commit_timestamp_nsecs, metrics
-        ) as draft:
-            self._form.write(stored, weights, texts, draft, self._on_bytes)
+        with self._folders.writing(committed, metrics) as draft:
+            self._form.write(stored, weights, texts, draft, self._wrote)
         return self._folders.published[-1]
+
+    def _wrote(self, num_bytes: int) -> None:
+        """Called after each piece of a folder that was written."""
+        if self.aborted.is_set:
+            raise _Aborted
+
+
+def _at_least_one(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: expected a number, found {value!r:.80}")
+    if value < 1:
+        raise ValueError(f"{name}: expected at least 1, found {value}")
+    return value
+
+
+def _ranking(best: Any) -> policies.BestN:
+    metric, _, mode = best.partition(":") if isinstance(best, str) else ("", "", "")
+    if not metric or mode not in ("", "min", "max"):
+        raise ValueError(f"best: expected METRIC, METRIC:min or METRIC:max, found {best!r:.80}")
+    return policies.BestN(metric=metric, mode="max" if mode == "max" else "min")
 
 
 def _local_path(out: str | os.PathLike[str]) -> Path:

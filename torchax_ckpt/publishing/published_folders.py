@@ -32,13 +32,14 @@ import shutil
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from etils import epath
 
 from torchax_ckpt.errors import CheckpointError, DirectoryError, LeaseError
+from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.medium import fsync, permissions, seals
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ _RECORD, _LOCK = "record.json", "lock"
 _DRAFTS, _DRAFT_SUFFIX = ("writing-", "deleting-"), ".draft"
 _MAX_RECORD_BYTES = 1 << 26
 _LOCKED = (errno.EWOULDBLOCK, errno.EACCES)
+_now_secs = time.time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +74,7 @@ class Published:
     replaced_secs: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the entry of the record."""
+        """Returns the folder's entry in the record."""
         return {
             "folder": self.path.name,
             "step": self.step,
@@ -83,11 +85,7 @@ class Published:
 
     @classmethod
     def from_json(cls, out: Path, entry: dict[str, Any]) -> Published:
-        """Returns the folder that an entry of the record describes.
-
-        Raises:
-          ValueError, KeyError: the entry is not one that ``to_json`` returned.
-        """
+        """Returns the folder of an entry; raises ValueError or KeyError if it is malformed."""
         name, step, replaced = entry["folder"], entry["step"], entry["replaced_secs"]
         committed, metrics = entry["commit_timestamp_nsecs"], entry["metrics"]
         if not (isinstance(name, str) and name.startswith("step-") and Path(name).name == name):
@@ -99,26 +97,16 @@ class Published:
 
 
 class PublishedFolders:
-    """The folders in OUT. At a time one program publishes there; any number of programs may read.
+    """The folders in OUT, in the order of their publication, all of one run and one format.
 
-    Args:
-      out: the folder; created if necessary.
-      run: path or URL of the run whose steps are published.
-      format: the format of the folders. All folders in OUT are of one run and one format.
-      clock: returns the time in seconds since 1970.
-
-    Attributes:
-      published: the folders, in the order of their publication.
+    At a time one program publishes there; any number of programs may read.
     """
 
-    def __init__(
-        self, out: Path, run: str, format: str, clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, out: Path, run: str, format: str) -> None:
         self.path = out
         self._source = {"run": run, "format": format}
         self.published: Sequence[Published] = ()
         self._control = out / CONTROL
-        self._clock = clock
         self._lock: int | None = None
 
     def open(self) -> None:
@@ -157,25 +145,20 @@ class PublishedFolders:
             self._lock = None
 
     @contextlib.contextmanager
-    def writing(
-        self, step: int, commit_timestamp_nsecs: int, metrics: dict[str, Any]
-    ) -> Iterator[Path]:
+    def writing(self, committed: CommittedStep, metrics: dict[str, Any]) -> Iterator[Path]:
         """Publishes the folder that the ``with`` block writes; removes it if the block raises.
 
-        The arguments are the attributes of the new ``Published``.
-
-        Yields:
-          Where to write the folder, which does not exist yet.
-
-        Raises:
-          DirectoryError: OUT cannot be written.
+        Yields where to write the folder, which does not exist yet. Raises DirectoryError if OUT
+        cannot be written.
         """
+        step = committed.step
         draft = self._unique(f"writing-step-{step}")
         try:
             yield draft
             with self._translated("publish in"):
                 fsync.sync_tree(epath.Path(draft))
-                new = Published(self._new_path(step), step, commit_timestamp_nsecs, metrics)
+                commit_nsecs = committed.commit_timestamp_nsecs
+                new = Published(self._new_path(step), step, commit_nsecs, metrics)
                 self._record((*self.published, new))
                 draft.rename(new.path)
                 self.published = (*self.published, new)
@@ -185,17 +168,12 @@ class PublishedFolders:
         finally:
             _remove(draft)
 
-    def retire(self, keep: int, grace_secs: float) -> list[Published]:
-        """Deletes folders that were replaced ``grace_secs`` ago; returns them.
+    def retire(self, keep: int, grace_secs: float) -> None:
+        """Deletes folders that ceased to be among the newest ``keep`` ones ``grace_secs`` ago.
 
-        Args:
-          keep: the number of folders to keep, those published last.
-          grace_secs: how long a folder stays after it was replaced.
-
-        Raises:
-          DirectoryError: OUT cannot be written.
+        Raises DirectoryError if OUT cannot be written.
         """
-        now = self._clock()
+        now = _now_secs()
         kept = self.published[-keep:]
         known = [
             dataclasses.replace(folder, replaced_secs=self._since(folder, now, folder in kept))
@@ -219,7 +197,6 @@ class PublishedFolders:
             if left != self.published:
                 self._record(left)
                 self.published = left
-        return doomed
 
     def _since(self, folder: Published, now: float, is_kept: bool) -> float | None:
         if is_kept:

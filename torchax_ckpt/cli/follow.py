@@ -1,0 +1,116 @@
+"""The command ``follow``, which publishes the steps of a run as folders while the run goes on."""
+
+from __future__ import annotations
+
+import json as json_format
+import os
+import signal
+from typing import Annotated, Any, Literal
+
+import typer
+
+from torchax_ckpt.cli.exit_codes import INTERRUPTED, OK, TERMINATED, UsageError
+
+
+def follow(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="A run's directory, or gs://bucket/prefix.")
+    ],
+    out: Annotated[
+        str,
+        typer.Argument(
+            metavar="OUT",
+            help="A folder on this host: new, empty, or one that follow has written.",
+        ),
+    ],
+    format: Annotated[
+        Literal["hf", "peft", "safetensors"],
+        typer.Option(help="hf: for transformers and vLLM; peft: adapters."),
+    ] = "hf",
+    every: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Publish the newest step, once it is N past the last published one; default: 1.",
+        ),
+    ] = None,
+    best: Annotated[
+        str | None,
+        typer.Option(metavar="METRIC", help="Publish each new best step: loss, or accuracy:max."),
+    ] = None,
+    keep: Annotated[int, typer.Option(metavar="N", help="How many folders to keep.")] = 3,
+    dtype: Annotated[
+        Literal["bf16", "fp16", "fp32"] | None,
+        typer.Option(help="Cast floating-point weights to this dtype."),
+    ] = None,
+    at: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PLACE",
+            help="Place of the weights in a step: model/NAME, or state/params. Default: the one "
+            "attached model.",
+        ),
+    ] = None,
+    once: Annotated[
+        bool, typer.Option("--once", help="Publish the step that is due, if any, and end.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print a line of JSON per folder.")] = False,
+) -> int:
+    """Watches a run, and publishes its steps as folders, each of which appears at once.
+
+    OUT/latest names the newest folder, for example step-1000. Runs until Ctrl-C or SIGTERM, on any
+    host that can read the run's directory. Only reads there: the training is never disturbed. After
+    a restart, or if it was killed, it goes on where it was.
+    """
+    from torchax_ckpt.cli import output
+    from torchax_ckpt.cli.step_arguments import existing
+    from torchax_ckpt.errors import DirectoryError, MismatchError, OutOfMemoryError, SelectionError
+    from torchax_ckpt.publishing.folder_form import FolderForm
+    from torchax_ckpt.publishing.follower import Follower
+    from torchax_ckpt.publishing.published_folders import Published
+    from torchax_ckpt.storage.medium import location
+
+    def tell(new: Published | None) -> None:
+        if json:
+            said = (None, None, None) if new is None else (new.step, str(new.path), new.metrics)
+            content = dict(zip(("step", "folder", "metrics"), said, strict=True))
+            print(json_format.dumps(content), flush=True)
+        else:
+            text = "no step is due" if new is None else f"step {new.step}: published as {new.path}"
+            output.print_line(text)
+
+    if once or location.is_bucket(run) or os.path.exists(run):
+        existing(run)  # else it is a typo, or has not begun
+    else:
+        output.note(f"{run}: does not exist yet; waiting for it")
+    try:
+        form = FolderForm(format=format, dtype=dtype, at=at)
+        follower = Follower(run, out, form, every=every, best=best, keep=keep)
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"follow: {error}") from error
+    received: list[int] = []
+
+    def end(number: int, frame: Any) -> None:
+        """Ends the command when nothing is half done; a second signal has its usual effect."""
+        received.append(number)
+        follower.aborted.set()
+        follower.stopped.set()
+        usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, usual)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with follower:
+            new = follower.publish_due()  # an error ends the command: its arguments may be wrong
+            if new is not None or (once and not received):
+                tell(new)
+            for later in () if once else follower.follow(DirectoryError, OutOfMemoryError):
+                tell(later)
+    except (MismatchError, SelectionError) as error:
+        raise UsageError(f"follow: {error}") from error
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if signal.SIGINT in received:
+        return INTERRUPTED
+    return TERMINATED if once and new is None and received else OK

@@ -1,1 +1,0 @@
-"""Publishes the steps of a run while the run goes on."""
