@@ -158,16 +158,8 @@ def diff(
 def report(
     directory: Directory,
     out: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="OUT",
-            help="The page to write; replaces an older report. Default: report.html.",
-            show_default=False,
-        ),
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="OUT", help="The same as OUT.")
-    ] = None,
+        Path, typer.Argument(metavar="OUT", help="The page to write; replaces an older report.")
+    ] = Path("report.html"),
     json: Json = False,
 ) -> int:
     """Writes one HTML page about a run: its events over time, save intervals, storage, steps.
@@ -177,7 +169,7 @@ def report(
     """
     from torchax_ckpt.cli.report import command
 
-    return command.report(directory, out, output, as_json=json)
+    return command.report(directory, out, as_json=json)
 
 
 app.command("plan", epilog=EPILOG)(ends_well(plan.plan))

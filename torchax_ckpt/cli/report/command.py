@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,51 +11,24 @@ from etils import epath
 
 from torchax_ckpt.cli import output
 from torchax_ckpt.cli.exit_codes import OK, UsageError
-from torchax_ckpt.cli.report.page import MARK, Contents, page
+from torchax_ckpt.cli.report.page import MARK, page, quantiles
 from torchax_ckpt.cli.show import steps_of, writer_of
 from torchax_ckpt.cli.step_arguments import existing
 from torchax_ckpt.errors import DirectoryError
 from torchax_ckpt.storage.medium import fsync, permissions
 from torchax_ckpt.telemetry.journal import read_events
-from torchax_ckpt.telemetry.stats import Quantiles
 from torchax_ckpt.telemetry.timeline import RecordedRun, runs_of
 
 
-def report(directory: str, argument: Path | None, option: Path | None, *, as_json: bool) -> int:
-    """Runs ``torchax-ckpt report``; returns the exit code.
-
-    Args:
-      directory: the run's directory.
-      argument, option: the file to write, as the argument OUT or the option ``--output``; None if
-        it was not given. Without both, the file is ``report.html``.
-      as_json: True to print a summary of each recorded program as JSON, instead of one line.
-
-    Raises:
-      UsageError: the argument and the option name different files, or the file is a directory or
-        an URL.
-      DirectoryError: the file exists and is not a report.
-    """
-    if argument is not None and option not in (None, argument):
-        raise UsageError(
-            f"report: expected one page to write, found two: {argument} and --output {option}; "
-            "leave one of them out"
-        )
-    out = argument or option or Path("report.html")
+def report(directory: str, out: Path, *, as_json: bool) -> int:
+    """Runs ``torchax-ckpt report``, which writes the file ``out``; returns the exit code."""
     _require_ours(out)
     run = existing(directory)
     now_secs = time.time()
     steps, num_bytes = steps_of(run)
     writer = writer_of(run)
     runs = runs_of(read_events(run.path), is_running=writer is not None and writer[1])
-    contents = Contents(
-        title=str(run.path),
-        now_secs=now_secs,
-        runs=runs,
-        steps=steps,
-        num_bytes=num_bytes,
-        is_cut=bool(runs) and not runs[0].named("started"),
-    )
-    _write(out, page(contents))
+    _write(out, page(str(run.path), now_secs, runs, steps, num_bytes))
     if as_json:
         output.print_json(
             {"directory": str(run.path), "page": str(out), "runs": [_as_json(r) for r in runs]}
@@ -68,11 +40,9 @@ def report(directory: str, argument: Path | None, option: Path | None, *, as_jso
 
 
 def _as_json(run: RecordedRun) -> dict[str, Any]:
-    def quantiles(values: Sequence[float | None]) -> dict[str, float] | None:
-        found = Quantiles.of([value for value in values if value is not None])
-        return None if found is None else vars(found)
-
     outcomes = [save.outcome for save in run.saves]
+    names = ("blocking_secs", "durable_secs", "interval_secs", "num_bytes", "new_bytes")
+    found = {name: quantiles(run.saves, name) for name in names}
     return {
         "began": output.moment(int(run.began_secs * 1e9)),
         "last_event": output.moment(int(run.ended_secs * 1e9)),
@@ -85,21 +55,12 @@ def _as_json(run: RecordedRun) -> dict[str, Any]:
         "num_durable": outcomes.count("durable"),
         "num_failed": outcomes.count("failed"),
         "num_cut_off": outcomes.count("cut off"),
-        "blocking_secs": quantiles([save.blocking_secs for save in run.saves]),
-        "durable_secs": quantiles([save.durable_secs for save in run.saves]),
-        "interval_secs": quantiles([save.interval_secs for save in run.saves]),
-        "num_bytes": quantiles([save.num_bytes for save in run.saves]),
-        "new_bytes": quantiles([save.new_bytes for save in run.saves]),
+        **{n: None if value is None else vars(value) for n, value in found.items()},
     }
 
 
 def _require_ours(out: Path) -> None:
-    """Raises if ``out`` is a directory, a URL or a file that is not an earlier report.
-
-    Raises:
-      UsageError: ``out`` is a directory or an URL.
-      DirectoryError: ``out`` exists and is not a report.
-    """
+    """Raises if ``out`` is a directory, a URL or a file that is not an earlier report."""
     # pathlib turns gs://bucket into the parts "gs:" and "bucket".
     if out.is_dir() or (out.parts and out.parts[0].endswith(":")):
         raise UsageError(
