@@ -28,7 +28,7 @@ from torchax_ckpt.snapshot.snapshotter import Snapshotter
 from torchax_ckpt.state.stateful import explain_worker_error
 from torchax_ckpt.state.training_state import TrainingState
 from torchax_ckpt.telemetry.events import Event
-from torchax_ckpt.telemetry.hook import Hook
+from torchax_ckpt.telemetry.recorder import Hook
 from torchax_ckpt.telemetry.stats import Stats
 
 logger = logging.getLogger(__name__)

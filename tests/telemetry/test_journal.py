@@ -10,11 +10,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import numpy as np
 import pytest
 from etils import epath
-from hypothesis import strategies as st
 from support import PROGRAMS
 from support.events import names, recorded
 from support.processes import run_python
@@ -140,26 +138,21 @@ def test_a_killed_run_leaves_its_record_and_the_next_adds_to_it(directory: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "end"), [("exit", ["durable", "closed"]), ("drop", ["durable", "closed"])]
-)
-def test_without_close_everything_is_still_told_and_written(
-    how: str, end: list[str], directory: Path
-) -> None:
+@pytest.mark.parametrize("how", ["exit", "drop"])
+def test_without_close_everything_is_still_told_and_written(how: str, directory: Path) -> None:
     result = run_python(
         PROGRAMS / "unclosed_with_events.py", str(directory), how, devices=1, fresh=True
     )
-    assert result.stdout.split()[-2:] == end
     (run,) = recorded(directory)
-    assert [event.name for event in run][-2:] == end
+    assert [event.name for event in run][-2:] == ["durable", "closed"]
+    assert result.stdout.split()[-2:] == ["durable", "closed"]
 
 
 # --- what is read ---
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
+def test_lines_that_are_no_events_are_left_out() -> None:
+    lines = [
         b"",
         b"null",
         b"[]",
@@ -177,10 +170,8 @@ def test_without_close_everything_is_still_told_and_written(
         b'{"at":1,"event":"saving","step":1.5}',
         b'{"at":1,"event":"saving","step":' + b"9" * 5000 + b"}",
         b"\xff\xfe",
-    ],
-)
-def test_lines_that_are_no_events_are_left_out(line: bytes) -> None:
-    assert Event.of_line(line) is None
+    ]
+    assert [Event.of_line(line) for line in lines] == [None] * len(lines)
 
 
 def test_values_of_another_form_are_left_out() -> None:
@@ -193,12 +184,6 @@ def test_values_of_another_form_are_left_out() -> None:
         "other": {"a": []},
     }
     assert Event.of_line(json.dumps(said).encode()) == Event("failed", 5.0, 2, {})
-
-
-@hypothesis.given(st.binary(max_size=300) | st.text(max_size=200).map(str.encode))
-def test_any_bytes_are_an_event_or_none(line: bytes) -> None:
-    event = Event.of_line(line)
-    assert event is None or Event.of_line(event.to_line()) is not None
 
 
 def test_what_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
@@ -215,11 +200,10 @@ def test_what_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["lines", "events"])
-def test_more_than_runs_write_is_read_in_bounded_memory(kind: str, tmp_path: Path) -> None:
+def test_more_than_runs_write_is_read_in_bounded_memory(tmp_path: Path) -> None:
     folder = tmp_path / FOLDER
     folder.mkdir()
-    line = b"%d\n" if kind == "lines" else b'{"at":%d,"event":"closed"}\n'
+    line = b'{"at":%d,"event":"closed"}\n'
     content = Event("saving", 1.0, 1).to_line()
     content += b"".join(line % n for n in range((1 << 20) // len(line)))
     for index in range(64):

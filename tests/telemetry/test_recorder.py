@@ -29,12 +29,20 @@ STATE = {"w": np.arange(3)}
 # --- what is told and written ---
 
 
-def test_everything_that_happens_is_told_and_written_in_its_order(directory: Path) -> None:
+def test_everything_that_happens_is_told_and_written_in_its_order(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On one thread, and without a word in the log."""
     told: list[Event] = []
-    model = mlp()
+    threads: set[threading.Thread] = set()
+
+    def on_event(event: Event) -> None:
+        told.append(event)
+        threads.add(threading.current_thread())
+
     keep = policies.LatestN(1)
-    with TorchaxCheckpointer(directory, preservation_policy=keep, on_event=told.append) as ckpt:
-        ckpt.attach(model)
+    with TorchaxCheckpointer(directory, preservation_policy=keep, on_event=on_event) as ckpt:
+        ckpt.attach(mlp())
         for step in (1, 2):
             ckpt.save(step, force=True)
             ckpt.wait_until_finished()
@@ -54,6 +62,10 @@ def test_everything_that_happens_is_told_and_written_in_its_order(directory: Pat
     assert 0 < durable["blocking_secs"] < durable["durable_secs"]
     files = [p for p in (directory / "2").rglob("*") if p.is_file()]
     assert durable["num_bytes"] == sum(p.stat().st_size for p in files)
+    (thread,) = threads
+    assert thread.name == "events"
+    assert not thread.is_alive()
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_restores_failures_and_branches_are_written_too(
@@ -139,44 +151,24 @@ def test_each_of_several_processes_is_told_and_one_writes(directory: Path) -> No
 # --- the hook ---
 
 
-def test_the_hook_is_called_on_one_thread_of_its_own(directory: Path) -> None:
-    threads: set[threading.Thread] = set()
-    hook = lambda event: threads.add(threading.current_thread())  # noqa: E731
-    with TorchaxCheckpointer(directory, on_event=hook) as ckpt:
-        for step in (1, 2, 3):
-            ckpt.save(step, state=STATE, force=True)
-    (thread,) = threads
-    assert thread.name == "events"
-    assert not thread.is_alive()
-
-
+@pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
 def test_what_the_hook_raises_is_logged_once_and_harms_nothing(
-    directory: Path, caplog: pytest.LogCaptureFixture
+    error: type[BaseException], directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with TorchaxCheckpointer(directory, on_event=lambda event: 1 / 0) as ckpt:  # type: ignore[arg-type]
+    told: list[tuple[str, int | None]] = []
+
+    def on_event(event: Event) -> None:
+        told.append((event.name, event.step))
+        raise error
+
+    with TorchaxCheckpointer(directory, on_event=on_event) as ckpt:
         for step in (1, 2):
             ckpt.save(step, state=STATE, force=True)
     assert ckpt.all_steps() == [1, 2]
-    said = [r for r in caplog.records if "on_event failed" in r.getMessage()]
-    assert len(said) == 1
-    assert said[0].exc_info is not None
-    assert names(recorded(directory)[0])[-1] == ("closed", 2)
-
-
-def test_a_hook_that_means_to_exit_ends_nothing(
-    directory: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    told: list[str] = []
-
-    def on_event(event: Event) -> None:
-        told.append(event.name)
-        raise SystemExit(1)
-
-    with TorchaxCheckpointer(directory, on_event=on_event) as ckpt:
-        ckpt.save(1, state=STATE, force=True)
-    assert told == ["started", "saving", "durable", "closed"]
-    assert caplog.text.count("on_event failed") == 1
-    assert names(recorded(directory)[0])[-1] == ("closed", 1)
+    (said,) = [r for r in caplog.records if "on_event failed" in r.getMessage()]
+    assert said.exc_info is not None
+    saves = [(name, step) for step in (1, 2) for name in ("saving", "durable")]
+    assert told == names(recorded(directory)[0]) == [("started", None), *saves, ("closed", 2)]
 
 
 def test_an_event_that_cannot_be_written_is_left_out(
@@ -268,11 +260,3 @@ def test_a_hook_may_ask_and_close(directory: Path) -> None:
     assert ckpt._telemetry._task is not None
     assert ckpt._telemetry._task.ended.wait(30)
     assert asked == [(1, [1])]
-
-
-def test_nothing_of_the_hook_or_record_is_logged_when_all_is_well(
-    directory: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with TorchaxCheckpointer(directory, on_event=lambda event: None) as ckpt:
-        ckpt.save(1, state=STATE)
-    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]

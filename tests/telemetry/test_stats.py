@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from etils import epath
 from support.damage import fill_disk
 from support.training import mlp
 
-from torchax_ckpt import TorchaxCheckpointer, policies
+from torchax_ckpt import TorchaxCheckpointer
 from torchax_ckpt.errors import SaveError
 from torchax_ckpt.stored import shared_files
 from torchax_ckpt.telemetry.stats import Quantiles
@@ -52,8 +52,9 @@ def test_a_slow_look_at_a_step_holds_up_no_save(
     opened = threading.Event()
 
     def slow(committed: Any) -> tuple[int, dict[Any, Any]]:
-        threads.append(threading.current_thread().name)
-        assert opened.wait(60)
+        if committed.path.parent == epath.Path(directory):  # not of an earlier test's thread
+            threads.append(threading.current_thread().name)
+            assert opened.wait(60)
         return 7, {}
 
     monkeypatch.setattr(shared_files, "_listed", slow)
@@ -85,16 +86,3 @@ def test_restores_are_counted(directory: Path) -> None:
         ckpt.restore(1)
         assert ckpt.stats().num_restores == 1
         assert ckpt.stats().restore_secs is not None
-
-
-def test_a_declined_save_still_costs_next_to_nothing(directory: Path) -> None:
-    never = policies.SpecificStepsPolicy([0])
-    with TorchaxCheckpointer(directory, save_decision_policy=never, on_event=print) as ckpt:
-        ckpt.save(1, state=STATE, force=True)
-        ckpt.wait_until_finished()
-        telemetry = ckpt._telemetry
-        began = time.thread_time()  # the machine may have other work
-        for step in range(2, 10_002):
-            telemetry.skipped(step)
-        assert (time.thread_time() - began) / 10_000 < 10e-6  # 20 us is what a decline may cost
-        assert ckpt.stats().num_skipped == 10_000

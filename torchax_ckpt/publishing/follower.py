@@ -51,30 +51,14 @@ class _Aborted(Exception):  # noqa: N818 - ends a publication from inside, and i
 
 
 class Follower:
-    """Publishes steps of a run as folders, at most one at each look.
+    """Publishes steps of a run as folders, one at each look; ``Publisher`` has the same arguments.
 
     Each folder appears at once or not at all, also if this program is killed. At its next start it
     goes on where it was. ``OUT/latest`` names the folder that was published last.
 
-    Args:
-      run: the directory of the run, or ``gs://bucket/prefix``; need not exist yet.
-      out: the folder to publish to, on this host: new, empty, or one that was published to before.
-        Not in the directory of the run. All folders in it are of one run and one format.
-      form: what the folders contain.
-      every: publish the newest step once it is this many steps or more past the last published one,
-        or past 0. Default: 1, each newest step, unless ``best`` is given.
-      best: a metric, as ``METRIC``, ``METRIC:min`` or ``METRIC:max``; publish the best step if it
-        is better than each published one.
-      keep: how many folders to keep, those published last.
-
     Attributes:
-      out: the folder to publish to.
       stopped: a flag that ends ``follow``.
       aborted: a flag that also ends a publication in flight, which leaves nothing.
-
-    Raises:
-      ValueError, TypeError: an argument cannot work.
-      DirectoryError: ``run`` is no path, or has a scheme that is not supported.
     """
 
     def __init__(
@@ -141,13 +125,8 @@ class Follower:
     def publish_due(self, *, is_at_end: bool = False) -> Published | None:
         """Publishes the step that is due, and deletes folders whose grace has passed.
 
-        The first call locks ``out`` until ``close``.
-
-        Args:
-          is_at_end: whether the run has ended, so that ``every`` counts as 1.
-
-        Returns:
-          The new folder; None if no step is due, or ``aborted`` was set meanwhile.
+        The first call locks ``out`` until ``close``. If ``is_at_end``, ``every`` counts as 1.
+        Returns None if no step is due, or ``aborted`` was set meanwhile.
 
         Raises:
           LeaseError: another program publishes to ``out``.

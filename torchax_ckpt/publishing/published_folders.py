@@ -58,11 +58,7 @@ class Published:
     """A published folder.
 
     Attributes:
-      path: the folder.
-      step: completed optimizer steps of the published step.
-      commit_timestamp_nsecs: when the step was committed, in nanoseconds since 1970. It tells the
-        step from other steps of the same number.
-      metrics: the metrics that were saved with the step.
+      commit_timestamp_nsecs: of the step, which it tells from others of the same number.
       replaced_secs: since when the folder is no longer among those to keep, in seconds since 1970;
         None if it is.
     """
@@ -110,13 +106,7 @@ class PublishedFolders:
         self._lock: int | None = None
 
     def open(self) -> None:
-        """Locks OUT, reads the record, and removes what a killed program left; once only.
-
-        Raises:
-          LeaseError: another program publishes there.
-          DirectoryError: OUT has files of other programs but no record; or folders of another run
-            or format; or cannot be written; or the record is damaged.
-        """
+        """Locks OUT, reads the record, and removes what a killed program left; once only."""
         if self._lock is not None:
             return
         with self._translated("publish in"):

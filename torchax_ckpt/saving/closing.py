@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from torchax_ckpt.errors import SaveError, SaveTimeoutError
 from torchax_ckpt.runtime import background
-from torchax_ckpt.telemetry.hook import Hook
+from torchax_ckpt.telemetry.recorder import Hook
 
 logger = logging.getLogger(__name__)
 

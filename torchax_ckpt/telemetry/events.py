@@ -38,40 +38,27 @@ def _is_steps(value: Any) -> bool:
 
 
 def _is_rules(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) <= _MAX_RULES
-        and all(isinstance(rule, dict) for rule in value)
-    )
+    is_short = isinstance(value, list) and len(value) <= _MAX_RULES
+    return is_short and all(isinstance(rule, dict) for rule in value)
 
 
 def _is_flag(value: Any) -> bool:
     return isinstance(value, bool)
 
 
-# Event name -> (name of a value -> check of that value). Any value may be absent.
-_FORMS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
-    "started": {
-        "host": _is_text,
-        "pid": _is_count,
-        "version": _is_text,
-        "keeps": _is_rules,
-        "total_bytes": _is_count,
-    },
-    "restored": {"secs": _is_number, "is_verified": _is_flag, "tier": _is_text},
-    "reached": {"num_skipped": _is_count},
-    "saving": {"num_skipped": _is_count, "num_steps": _is_count, "interval_secs": _is_number},
-    "durable": {
-        "blocking_secs": _is_number,
-        "durable_secs": _is_number,
-        "num_bytes": _is_count,
-        "new_bytes": _is_count,
-        "total_bytes": _is_count,
-    },
-    "failed": {"secs": _is_number, "error": _is_text},
-    "deleted": {"steps": _is_steps, "total_bytes": _is_count},
-    "set_aside": {"steps": _is_steps, "total_bytes": _is_count},
-    "closed": {"num_skipped": _is_count},
+_NAMES = {
+    *("started", "restored", "reached", "saving", "durable", "failed"),
+    *("deleted", "set_aside", "closed"),
+}
+# Name of a value -> check of that value. Any event may lack any value.
+_VALUES: Mapping[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("host", "version", "tier", "error"), _is_text),
+    **dict.fromkeys(("secs", "interval_secs", "blocking_secs", "durable_secs"), _is_number),
+    **dict.fromkeys(("pid", "num_skipped", "num_steps"), _is_count),
+    **dict.fromkeys(("num_bytes", "new_bytes", "total_bytes"), _is_count),
+    "is_verified": _is_flag,
+    "keeps": _is_rules,
+    "steps": _is_steps,
 }
 
 
@@ -118,22 +105,20 @@ class Event:
             record = json.loads(line)
         except (ValueError, RecursionError):
             return None
-        if not isinstance(record, dict) or not isinstance(record.get("event"), str):
+        if not isinstance(record, dict):
             return None
-        form, at, step = _FORMS.get(record["event"]), record.get("at", -1), record.get("step")
-        if form is None or not (_is_number(at) and at < _MAX_TIME):
+        name, step = record.get("event"), record.get("step")
+        at: Any = record.get("at")
+        if not (_is_text(name) and name in _NAMES and _is_number(at) and at < _MAX_TIME):
             return None
         if step is not None and not _is_count(step):
             return None
-        values = {k: record[k] for k, is_well in form.items() if k in record and is_well(record[k])}
-        return cls(record["event"], float(at), step, values)
+        values = {k: record[k] for k, is_valid in _VALUES.items() if is_valid(record.get(k))}
+        return cls(name, float(at), step, values)
 
 
 def bounded(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns an event's values without those that are None, cut to lengths that readers accept.
-
-    A longer text is cut at its end. The list ``steps`` keeps its last members.
-    """
+    """Returns an event's values without None; long texts, and the list ``steps``, are cut."""
     cut = {}
     for key, value in values.items():
         if value is None:

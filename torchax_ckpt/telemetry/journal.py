@@ -33,11 +33,9 @@ logger = logging.getLogger(__name__)
 FOLDER = "events"
 MAX_FILES = 512
 MAX_FILE_BYTES = 64 << 10
-# The most bytes that are read from one file. This is more than ``MAX_FILE_BYTES``, because the
-# lines of the last append may exceed that size.
+# The lines of the last append may exceed ``MAX_FILE_BYTES``.
 _MAX_READ_BYTES = 16 * MAX_FILE_BYTES
-# Limits for all files together: more than runs write, and little enough that even the smallest
-# events fit into memory.
+# For all files together: more than runs write, and little enough that the events fit into memory.
 _MAX_ALL_BYTES = 64 << 20
 _MAX_ALL_LINES = 500_000
 _CONCURRENT_READS = 32
@@ -45,12 +43,7 @@ _NAME = re.compile(r"(\d{19})-([0-9a-f]{8})\.jsonl")
 
 
 class Journal:
-    """Appends the events of one run to journal files.
-
-    Args:
-      directory: the existing directory of the run.
-      run: eight hexadecimal digits that no other run has.
-    """
+    """Appends the events of a run, named by eight hexadecimal digits, to files in ``directory``."""
 
     def __init__(self, directory: epath.Path, run: str) -> None:
         self._folder = directory / FOLDER
@@ -63,20 +56,11 @@ class Journal:
 
     @property
     def patience_secs(self) -> float:
-        """Seconds between two appends: 0.1, or 10 on a bucket, which limits writes per object.
-
-        If the program is killed, the events that the program has not yet appended are lost.
-        """
+        """Seconds between two appends; a bucket limits the writes of one object."""
         return 10.0 if self._is_bucket else 0.1
 
     def append(self, lines: Sequence[bytes]) -> None:
-        """Appends lines of JSON to the journal; each line must end with a newline.
-
-        If the append fails, some of the lines may have been written.
-
-        Raises:
-          OSError: storage failed. Bucket clients also raise errors of their own.
-        """
+        """Appends lines, each with its newline; if it fails, some of them may have been written."""
         content = b"".join(lines)
         if not self._name or self._size >= MAX_FILE_BYTES:
             self._begin()
@@ -118,11 +102,10 @@ class Journal:
 
 
 def read_events(directory: epath.Path) -> dict[str, list[Event]]:
-    """Returns a dict from each run's identifier to its events, in the order of recording.
+    """Returns each run's name and its events, in the order in which they were recorded.
 
-    The dict lists the runs in the order in which they began. The dict is empty if nothing was
-    recorded. ``read_events`` reads the newest files first, and stops after 64 MiB or 500,000 lines,
-    which is more than runs write. Events in files older than that are left out.
+    The runs are in the order in which they began. If there are more events than runs write, the
+    oldest files are left out.
 
     Raises:
       OSError: storage failed. Bucket clients also raise errors of their own.
@@ -155,13 +138,7 @@ def _newest_first(folder: epath.Path) -> Iterator[tuple[str, bytes]]:
 
 
 def latest_start(directory: epath.Path) -> Event | None:
-    """Returns the ``started`` event of the newest run; None if no such event is found.
-
-    ``latest_start`` reads only the oldest of the newest run's files that still exist.
-
-    Raises:
-      OSError: storage failed. Bucket clients also raise errors of their own.
-    """
+    """Returns the ``started`` event of the newest run, from the oldest file that is left of it."""
     folder = directory / FOLDER
     names = sorted(_names(folder))
     if not names:
@@ -190,7 +167,7 @@ def _names(folder: epath.Path) -> list[str]:
 
 
 def _read(folder: epath.Path, name: str) -> bytes:
-    """Returns a file's first 1 MiB at most; b"" if the file is unreadable or not regular."""
+    """Returns the beginning of a file; b"" if the file is unreadable or not regular."""
     try:
         if location.is_bucket(folder):
             with (folder / name).open("rb") as file:
@@ -205,7 +182,7 @@ def _read(folder: epath.Path, name: str) -> bytes:
 
 @contextlib.contextmanager
 def _opened(folder: epath.Path) -> Iterator[int]:
-    """Yields a file descriptor of the folder; raises OSError for a link or a non-directory."""
+    """Yields a file descriptor of a folder; raises OSError for a link."""
     opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         yield opened

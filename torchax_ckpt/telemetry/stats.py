@@ -72,27 +72,24 @@ class Stats:
 
 
 class Tally:
-    """Counts events by name; keeps the latest 1,000 numbers of each of their numeric values.
-
-    A ``Tally`` is not thread-safe: all threads that call its methods must hold the same lock.
-    """
+    """Counts events, and keeps their latest numbers; its callers hold one lock."""
 
     def __init__(self) -> None:
         self._counts: collections.Counter[str] = collections.Counter()
         self._values: dict[tuple[str, str], collections.deque[float]] = {}
 
     def take(self, event: Event) -> None:
-        """Counts one event and keeps its numeric values."""
+        """Counts an event and keeps its numbers."""
         self._counts[event.name] += 1
         for key, value in event.numbers.items():
             self.measured(event.name, key, value)
 
     def measured(self, name: str, key: str, value: float) -> None:
-        """Keeps for the quantiles the number ``value`` that an event ``name`` has as ``key``."""
+        """Keeps a number that was measured for an event after it was counted."""
         self._values.setdefault((name, key), collections.deque(maxlen=_MAX_VALUES)).append(value)
 
     def stats(self, num_skipped: int) -> Stats:
-        """Returns the statistics of the events counted so far."""
+        """Returns the statistics of the events so far."""
 
         def quantiles(name: str, key: str) -> Quantiles | None:
             return Quantiles.of(self._values.get((name, key), ()))

@@ -1,4 +1,4 @@
-"""Groups the events of a directory into runs and saves, and computes curves for reports."""
+"""Groups the events of a directory into runs and saves, and returns curves for reports."""
 
 from __future__ import annotations
 
@@ -18,15 +18,12 @@ class Save:
     """One save, as the recorded events describe it.
 
     Attributes:
-      step: completed optimizer steps.
       began_secs: time of the snapshot, in seconds since the epoch.
       ended_secs: time of the commit or the failure; for a save that was cut off or is in flight,
         time of the last event of its run.
       outcome: how the save ended; ``cut off`` if its program ended during the save.
-      blocking_secs, durable_secs, num_bytes, new_bytes: costs of a durable save; None if not known.
-      interval_secs: seconds since the previous snapshot of the same run; None for the first one.
-      interval_steps: the same interval in steps.
-      error: the error of a failed save.
+      blocking_secs, durable_secs, num_bytes, new_bytes: costs of a durable save, as in its event.
+      interval_secs, interval_steps: since the previous snapshot of the same run.
     """
 
     step: int
@@ -44,12 +41,9 @@ class Save:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecordedRun:
-    """The events and saves of one program that wrote to the directory.
+    """The events and saves of one program that wrote to the directory, in their order.
 
     Attributes:
-      name: eight hexadecimal digits.
-      events: all events of the run, in the order of recording.
-      saves: the saves of the run, oldest first.
       ended: True if the run closed its checkpointer; otherwise it was killed or still runs.
       is_running: True if the run holds the directory's lease.
       lost_steps: lower bound of the steps that the next run repeated, because no checkpoint had
@@ -94,11 +88,9 @@ class RecordedRun:
 
 
 def runs_of(events: Mapping[str, Sequence[Event]], *, is_running: bool) -> list[RecordedRun]:
-    """Groups the events of a directory by run; returns the runs in the order in which they began.
+    """Groups the events of each run; returns the runs in the order in which they began.
 
-    Args:
-      events: run -> its events, in the order of recording.
-      is_running: True if the newest run still runs, unless it closed its checkpointer.
+    If ``is_running``, the newest run still runs, unless it closed its checkpointer.
     """
     in_order = sorted((item for item in events.items() if item[1]), key=lambda i: i[1][0].time_secs)
     runs: list[RecordedRun] = []
@@ -121,10 +113,7 @@ def runs_of(events: Mapping[str, Sequence[Event]], *, is_running: bool) -> list[
 
 
 def _lost(run: RecordedRun, later: RecordedRun | None) -> int | None:
-    """Returns a lower bound of the steps of ``run`` that ``later`` trained again; None if unknown.
-
-    ``later`` is the run that followed ``run``; None if there is no such run.
-    """
+    """Returns a lower bound of the steps of ``run`` that the next run, ``later``, trained again."""
     if later is None or run.last_step is None:
         return None
     # Only events before ``later`` trains count. A restore after that goes back within ``later``.
@@ -150,24 +139,21 @@ def _saves(events: Sequence[Event], unended: SaveOutcome) -> list[Save]:
 
 
 def _save(begun: Event, ended: Event, outcome: SaveOutcome) -> Save:
-    cost = ended.values if outcome == "durable" else {}
+    costs = ("blocking_secs", "durable_secs", "num_bytes", "new_bytes")
     return Save(
         step=begun.step or 0,
         began_secs=begun.time_secs,
         ended_secs=ended.time_secs,
         outcome=outcome,
-        blocking_secs=cost.get("blocking_secs"),
-        durable_secs=cost.get("durable_secs"),
-        num_bytes=cost.get("num_bytes"),
-        new_bytes=cost.get("new_bytes"),
         interval_secs=begun.values.get("interval_secs"),
         interval_steps=begun.values.get("num_steps"),
         error=str(ended.values.get("error", "")) if outcome == "failed" else "",
+        **({name: ended.values.get(name) for name in costs} if outcome == "durable" else {}),
     )
 
 
 def steps_over_time(run: RecordedRun) -> list[tuple[float, int]]:
-    """Returns the progress of training as points (time in seconds since the epoch, step)."""
+    """Returns the progress of training as points (seconds since the epoch, step)."""
     told = run.named("restored", "reached", "saving", "closed")
     return [(event.time_secs, event.step) for event in told if event.step is not None]
 
