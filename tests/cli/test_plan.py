@@ -85,7 +85,7 @@ def test_a_plan_from_what_a_run_has_recorded(directory: Path) -> None:
 
 
 def test_what_saves_did_not_write_is_not_counted_as_written(directory: Path) -> None:
-    sizes = {"num_bytes": 10_000, "new_bytes": 100, "linked_bytes": 9_900}
+    sizes = {"num_bytes": 10_000, "new_bytes": 100}
     values = {"blocking_secs": 0.1, "durable_secs": 2.0, **sizes}
     synthetic.write(directory, [[Event("durable", synthetic.BEGAN_SECS, 1, values)]])
     said = run_json("plan", "--run", directory)
