@@ -80,9 +80,10 @@ def _listing(run: RunDirectory, height: int | None = None) -> RenderableType:
     if height is not None:
         rows = rows[-max(1, height - 4) :]  # beside them: headings, two lines, and the cursor's
     columns = ("step", "age", "size", "shared", "verified", "kept by", "metrics")
-    parts: list[RenderableType] = [
-        output.table(columns, rows, right=("step", "age", "size", "shared"))
-    ]
+    table = output.table(columns, rows, right=("step", "age", "size", "shared"))
+    for column in table.columns:
+        column.no_wrap = column.no_wrap or height is not None  # a row is a line
+    parts: list[RenderableType] = [table]
     if not steps:
         parts = [_line(f"{run.path}: there are no checkpoints")]
     if any(step["shared_bytes"] for step in steps):
