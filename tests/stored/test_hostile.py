@@ -887,7 +887,7 @@ def test_why_a_step_of_bare_orbax_cannot_be_read_is_said(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ocp.save(directory / "1", {"a": np.arange(3)})
-    monkeypatch.setattr(ocp, "load", lambda *args: {}["lost"])
+    monkeypatch.setattr(ocp, "load", lambda *args: dict[str, int]()["lost"])
     with (
         TorchaxCheckpointer(directory) as ckpt,
         pytest.raises(CorruptCheckpointError, match="its checkpoint: KeyError: 'lost'"),
