@@ -78,18 +78,29 @@ def test_the_command_is_installed() -> None:
     assert callable(getattr(importlib.import_module(module), name))
 
 
-def test_looking_needs_neither_torch_nor_jax_nor_an_accelerator(saved: Path) -> None:
+def test_commands_that_compute_nothing_import_neither_torch_nor_jax(
+    saved: Path, tmp_path: Path
+) -> None:
     program = """
         import runpy, sys
-        sys.argv[1:] = ["show", sys.argv[1]]
-        try:
-            runpy.run_module("torchax_ckpt", run_name="__main__")
-        except SystemExit as end:
-            assert end.code == 0
-        assert not {"jax", "orbax", "torch", "torchax"} & set(sys.modules)
+        run, out = sys.argv[1:]
+        for words in (
+            ["ls", run], ["show", run], ["verify", run, "--all"], ["diff", run, run],
+            ["report", run, out + "/page.html"], ["prune", run, "--policy", "LatestN(1)"],
+            ["copy", run, out + "/copy"], ["export", run, out + "/w.safetensors", "--at", "state"],
+            ["plan", "--params", "70B", "--blocking", "1s", "--durable", "2min"],
+        ):
+            sys.argv[1:] = words
+            try:
+                runpy.run_module("torchax_ckpt", run_name="__main__")
+            except SystemExit as end:
+                assert end.code == 0, words
+            assert not {"jax", "orbax", "torch", "torchax"} & set(sys.modules), words
     """
     # As on a TPU host, where the training holds the TPU.
-    result = run_python(program, str(saved), env={"JAX_PLATFORMS": "tpu"}, fresh=True)
+    result = run_python(
+        program, str(saved), str(tmp_path), env={"JAX_PLATFORMS": "tpu"}, fresh=True
+    )
     assert "state/w" in result.stdout
 
 

@@ -6,18 +6,22 @@ import dataclasses
 import datetime
 import inspect
 import itertools
+import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 from orbax.checkpoint import v1 as ocp
 from support.compare import entries
 
 from torchax_ckpt import TorchaxCheckpointer, policies
 from torchax_ckpt.errors import MetricsError, PolicyError, SaveError
+from torchax_ckpt.policies import described
 from torchax_ckpt.policies.step_times import StepTimes
 
 STATE = {"w": np.zeros(1)}
@@ -93,6 +97,58 @@ def test_nan_cannot_be_ranked(directory: Path) -> None:
 def test_a_best_rule_that_makes_no_sense_is_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(PolicyError, match="BestN"):
         policies.BestN(metric="loss", **bad)
+
+
+AN_HOUR_AGO = int(time.time()) - 3600.5  # its sums with ints are exact
+
+
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [
+        (policies.PreserveAll(), "PreserveAll"),
+        (policies.LatestN(), "LatestN"),
+        *((policies.LatestN(n), f"LatestN({n})") for n in (1, 3, 99)),
+        *((policies.EveryNSteps(n), f"EveryNSteps({n})") for n in (1, 2, 5)),
+        (policies.EveryNSteps(4, False), "EveryNSteps(4, False)"),
+        (policies.EveryNSteps(2, True, 2), "EveryNSteps(2, 2)"),
+        (policies.EveryNSteps(2, True, 0), "EveryNSteps(2, 0)"),
+        *((policies.EveryNSeconds(n), f"EveryNSeconds({n})") for n in (0, 1, 7, 3600)),
+        *(
+            (policies.LatestDuration(datetime.timedelta(seconds=n)), f"LatestDuration({n}.0)")
+            for n in (0, 3590, 4000)
+        ),
+        (policies.CustomSteps([3, 7, 8]), "CustomSteps(3, 7, 8)"),
+        (policies.BestN(metric="loss", n=2), "BestN(loss, min, 2)"),
+        (policies.BestN(metric="loss", mode="max"), "BestN(loss, max, 1)"),
+    ],
+)
+@hypothesis.given(
+    found=st.lists(
+        st.tuples(st.integers(0, 20), st.integers(0, 20), st.none() | st.integers(0, 3)),
+        max_size=8,
+        unique_by=lambda each: each[0],
+    ).map(sorted)
+)
+def test_a_rule_in_json_keeps_what_orbaxs_policy_of_this_name_keeps(
+    policy: Any, words: str, found: list[tuple[int, int, int | None]]
+) -> None:
+    steps, infos = [], []
+    for step, secs, loss in found:
+        metrics = {} if loss is None else {"loss": loss}
+        at = AN_HOUR_AGO + secs
+        steps.append(described.StepInfo(step, at, metrics))
+        nsecs = int(at * 1e9)
+        infos.append(
+            policies.CheckpointInfo(
+                step, Path(), metadata=None, commit_timestamp_nsecs=nsecs, metrics=metrics
+            )
+        )
+    (rule,) = json.loads(json.dumps(described.described(policy)))
+    kept = described.kept_by(rule, steps, [False] * len(steps))
+    assert kept is not None
+    context = policies.PreservationContext()
+    assert kept == list(policy.should_preserve(infos, context=context))
+    assert described.in_words(rule) == words
 
 
 @dataclasses.dataclass

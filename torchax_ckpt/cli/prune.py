@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchax_ckpt import policies
 from torchax_ckpt.cli import output
 from torchax_ckpt.cli.exit_codes import FOUND, OK, USAGE, UsageError
-from torchax_ckpt.cli.step_arguments import existing, named_or_all
+from torchax_ckpt.cli.step_arguments import existing, named_or_all, step_infos
 from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError, PolicyError
 from torchax_ckpt.options import CheckpointOptions
-from torchax_ckpt.policies import described, preservation
+from torchax_ckpt.policies import described
+from torchax_ckpt.policies.preservation import with_newest
 from torchax_ckpt.runtime import progress
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
@@ -25,7 +25,7 @@ def prune(directory: str, words: Sequence[str], *, delete: bool, as_json: bool) 
     if not words:
         raise UsageError("prune: expected a rule for the steps to keep; give --policy 'LatestN(3)'")
     try:
-        policy = policies.AnyPreservationPolicy([described.parsed(rule) for rule in words])
+        rules = [described.parsed(rule) for rule in words]
     except PolicyError as error:
         raise UsageError(f"prune: --policy: {error}") from None
     run = existing(directory, read_only=not delete)
@@ -33,14 +33,14 @@ def prune(directory: str, words: Sequence[str], *, delete: bool, as_json: bool) 
         try:
             run.claim()
             steps = run.steps()  # listed under the lease, so that no other program changes them
-            to_delete, usage = _steps_to_delete(run, steps, policy)
+            to_delete, usage = _steps_to_delete(run, steps, rules)
             keep = [committed not in to_delete for committed in steps]
             run.prune(keep, steps)
         finally:
             run.release()
     else:
         steps = run.steps()
-        to_delete, usage = _steps_to_delete(run, steps, policy)
+        to_delete, usage = _steps_to_delete(run, steps, rules)
     freed_bytes = usage.freed_bytes(to_delete)
     kept = [committed.step for committed in steps if committed not in to_delete]
     deleted = [committed.step for committed in to_delete]
@@ -71,7 +71,7 @@ def prune(directory: str, words: Sequence[str], *, delete: bool, as_json: bool) 
 
 
 def _steps_to_delete(
-    run: RunDirectory, steps: Sequence[CommittedStep], policy: Any
+    run: RunDirectory, steps: Sequence[CommittedStep], rules: Sequence[Mapping[str, Any]]
 ) -> tuple[list[CommittedStep], Usage]:
     """Returns the steps that no rule keeps, and the bytes that the steps take on storage.
 
@@ -80,16 +80,17 @@ def _steps_to_delete(
     Raises:
       UsageError: a rule ranks a metric that no step has.
     """
-    infos = [run.info(committed) for committed in steps]
-    for rule in preservation.best_rules(policy):
-        if steps and not rule.ranked(infos):
+    infos = step_infos(run, steps)
+    damaged = [run.verified.is_damaged(committed) for committed in steps]
+    kept_by = [described.kept_by(rule, infos, damaged) or () for rule in rules]
+    for rule, kept in zip(rules, kept_by, strict=True):
+        if steps and "metric" in rule and not any(kept):
             known = ", ".join(sorted({name for info in infos for name in info.metrics or {}}))
             raise UsageError(
-                f"prune: --policy: expected a metric that a step has, found {rule.metric!r}; the "
-                f"steps have the metrics: {known or 'none'}"
+                f"prune: --policy: expected a metric that a step has, found {rule['metric']!r}; "
+                f"the steps have the metrics: {known or 'none'}"
             )
-    damaged = [run.verified.is_damaged(committed) for committed in steps]
-    keep = preservation.preserved(policy, infos, damaged)
+    keep = with_newest([any(kept) for kept in zip(*kept_by, strict=True)], damaged)
     to_delete = [committed for committed, kept in zip(steps, keep, strict=True) if not kept]
     spared = run.verified.newest_of(to_delete, steps)
     return [committed for committed in to_delete if committed is not spared], Usage(steps)

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from torchax_ckpt.cli import output
 from torchax_ckpt.cli.exit_codes import FOUND, OK, UNAVAILABLE, UsageError, code_of
-from torchax_ckpt.cli.step_arguments import all_of, chosen, existing
+from torchax_ckpt.cli.step_arguments import all_of, chosen, existing, step_infos
 from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.policies import described
@@ -163,16 +163,16 @@ def _kept_by(run: RunDirectory, steps: Sequence[CommittedStep]) -> list[list[str
     started = latest_start(run.path)
     if started is None or "keeps" not in started.values or not steps:
         return None
-    infos = [run.info(committed) for committed in steps]
+    infos = step_infos(run, steps)
     found: list[list[str]] = [[] for _ in steps]
     damaged = [run.verified.is_damaged(committed) for committed in steps]
-    for rule, kept in described.kept_by(started.values["keeps"], infos, damaged):
-        for reasons, is_kept in zip(found, kept or [], strict=False):
+    for rule in started.values["keeps"]:
+        text, keep = described.in_words(rule), described.kept_by(rule, infos, damaged)
+        if keep is None:  # a custom policy, which only its own program can evaluate
+            text, keep = f"{text}?", [True] * len(steps)
+        for reasons, is_kept in zip(found, keep, strict=True):
             if is_kept:
-                reasons.append(rule)
-        if kept is None:  # a custom policy, which only its own program can evaluate
-            for reasons in found:
-                reasons.append(f"{rule}?")
+                reasons.append(text)
     newest_sound = max((i for i, is_damaged in enumerate(damaged) if not is_damaged), default=-1)
     for index in {newest_sound % len(steps), len(steps) - 1}:
         found[index].append(described.NEWEST)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterable
 
 from torchax_ckpt import policies
 from torchax_ckpt.cli.exit_codes import UsageError
 from torchax_ckpt.errors import DirectoryError, StepNotFoundError
+from torchax_ckpt.policies.described import StepInfo
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import location
@@ -75,7 +77,7 @@ def step_named(run: RunDirectory, text: str | None) -> CommittedStep:
         )
     rule = policies.BestN(n=1, metric=metric, mode="max" if mode == "max" else "min")
     sound = {s.step: s for s in all_of(run) if not run.verified.is_damaged(s)}
-    ranked = rule.ranked([run.info(s) for s in sound.values()])
+    ranked = rule.ranked(step_infos(run, sound.values()))
     if not ranked:
         raise UsageError(f"{run.path}: no step has the metric {metric!r:.80}")
     return sound[ranked[0].step]
@@ -89,6 +91,11 @@ def named_or_all(text: str) -> list[CommittedStep]:
     """
     found = _step_at(text)
     return all_of(_run_at(text)) if found is None else [found[1]]
+
+
+def step_infos(run: RunDirectory, steps: Iterable[CommittedStep]) -> list[StepInfo]:
+    """Returns what rules see of steps."""
+    return [StepInfo(s.step, s.commit_timestamp_nsecs / 1e9, run.metrics(s)) for s in steps]
 
 
 def all_of(run: RunDirectory) -> list[CommittedStep]:

@@ -1,33 +1,47 @@
-"""Converts preservation policies to and from JSON, and tells which rule keeps which step.
+"""Rules of preservation as JSON, and which steps such a rule keeps.
 
 A run writes its preservation rules as JSON to the log of events in its directory, so that tools can
 tell from the directory why a step is kept. Of a rule that is neither this library's nor Orbax's,
 only the name is recorded, so the tools cannot tell which steps it keeps. The directory is
 untrusted: JSON that describes no valid rule counts as such an unknown rule.
+
+The rules are evaluated here as Orbax's policies of the same names evaluate them, because to import
+Orbax takes a command longer than everything else that it does.
+
+Source: Orbax v1, ``training.preservation_policies``.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from torchax_ckpt import policies
 from torchax_ckpt.errors import PolicyError
-from torchax_ckpt.policies import preservation
+from torchax_ckpt.policies.preservation import BestN, judged
 
 _MAX_STEPS = 1000
 _MAX_NAME = 100
-# A hundred years, the limit for computing dates.
+# A hundred years.
 _MAX_SECS = 100 * 365 * 86400
 
 NEWEST = "newest"
 VERIFIED = "newest verified"
 UNKNOWN = "?"
+
+
+@dataclasses.dataclass(frozen=True)
+class StepInfo:
+    """What a rule sees of a step: its number, the seconds of its commit, and its metrics."""
+
+    step: int
+    time_secs: float
+    metrics: Mapping[str, Any] | None = None
 
 
 def described(policy: Any) -> list[dict[str, Any]]:
@@ -55,70 +69,127 @@ def _plain(value: Any) -> Any:
 
 
 def kept_by(
-    rules: Sequence[Mapping[str, Any]], checkpoints: Sequence[Any], is_damaged: Sequence[bool]
-) -> Iterator[tuple[str, list[bool] | None]]:
-    """Yields for each rule its text, and a list that says of each step whether the rule keeps it.
-
-    Yields None in place of the list if the rule is unknown or cannot handle the recorded numbers.
+    rule: Mapping[str, Any], steps: Sequence[StepInfo], is_damaged: Sequence[bool]
+) -> list[bool] | None:
+    """Returns for each step whether a rule keeps it; None if the rule is unknown or invalid.
 
     Args:
-      rules: the rules, as ``described`` returns them.
-      checkpoints: the steps, oldest first.
+      rule: the rule, as ``described`` and ``parsed`` return it.
+      steps: the steps, oldest first.
       is_damaged: for each step, whether it is known to be damaged.
     """
-    for rule in rules:
-        policy = _policy_of(rule)
-        if policy is None:
-            yield f"{rule.get('rule') or UNKNOWN!s}"[:_MAX_NAME], None
-            continue
-        try:
-            answer = preservation.answered(policy, checkpoints, is_damaged)
-        except Exception:  # the rule cannot handle the recorded numbers
-            yield _in_words(rule), None
-            continue
-        yield _in_words(rule), answer
+    values = {key: value for key, value in rule.items() if key != "rule"}
+    try:
+        keeps = _RULES[rule["rule"]]
+        return judged(lambda some: keeps(some, **values), steps, is_damaged)
+    except Exception:  # the directory may say anything
+        return None
 
 
-def parsed(words: str) -> Any:
-    """Returns the policy that a text such as ``LatestN(3)`` or ``BestN(loss, min)`` describes.
+def in_words(rule: Mapping[str, Any]) -> str:
+    """Returns a rule as text, such as ``LatestN(3)`` or ``BestN(loss, min, 1)``."""
+    # Omits True, because it is the default value of ``exact_interval`` in ``EveryNSteps``.
+    values = [v for k, v in rule.items() if k != "rule" and v is not True]
+    arguments = [each for v in values for each in (v if isinstance(v, list) else [v])]
+    name = f"{rule.get('rule') or UNKNOWN}"[:_MAX_NAME]
+    return f"{name}({', '.join(map(str, arguments))})"[: 2 * _MAX_NAME] if values else name
+
+
+def parsed(words: str) -> dict[str, Any]:
+    """Returns the rule that a text such as ``LatestN(3)`` or ``BestN(loss, min)`` describes.
 
     Raises:
       PolicyError: the text matches none of ``_WRITTEN``.
     """
-    for pattern, make in _WRITTEN.values():
+    for form, pattern in _WRITTEN.items():
         if match := re.fullmatch(pattern, words.strip()):
-            return make(*match.groups())
+            values = {key: value for key, value in match.groupdict().items() if value is not None}
+            if "steps" in values:
+                return {"rule": "CustomSteps", "steps": [*map(int, values["steps"].split(","))]}
+            texts = ("metric", "mode")
+            numbers = {k: v if k in texts else int(v) for k, v in values.items()}
+            return {"rule": form.partition("(")[0], **numbers}
     raise PolicyError(f"expected one of {'; '.join(_WRITTEN)}; found {words[:_MAX_NAME]!r}")
 
 
-_N = r"\s*([1-9][0-9]{0,8})\s*"
-_WRITTEN: Mapping[str, tuple[str, Callable[..., Any]]] = {
-    "LatestN(N)": (rf"LatestN\({_N}\)", lambda n: policies.LatestN(int(n))),
-    "EveryNSteps(N)": (rf"EveryNSteps\({_N}\)", lambda n: policies.EveryNSteps(int(n))),
-    "EveryNSeconds(N)": (rf"EveryNSeconds\({_N}\)", lambda n: policies.EveryNSeconds(int(n))),
-    "LatestDuration(SECONDS)": (
-        rf"LatestDuration\({_N}\)",
-        lambda n: policies.LatestDuration(datetime.timedelta(seconds=int(n))),
-    ),
+_N = r"\s*(?P<{}>[1-9][0-9]{{0,8}})\s*"
+_WRITTEN: Mapping[str, str] = {
+    "LatestN(N)": rf"LatestN\({_N.format('n')}\)",
+    "EveryNSteps(N)": rf"EveryNSteps\({_N.format('interval_steps')}\)",
+    "EveryNSeconds(N)": rf"EveryNSeconds\({_N.format('interval_secs')}\)",
+    "LatestDuration(SECONDS)": rf"LatestDuration\({_N.format('duration_secs')}\)",
     "BestN(METRIC, min or max, N)": (
-        rf"BestN\(\s*(.+?)\s*,\s*(min|max)\s*(?:,{_N})?\)",
-        lambda metric, mode, n: policies.BestN(metric=metric, mode=mode, n=int(n or 1)),
+        rf"BestN\(\s*(?P<metric>.+?)\s*,\s*(?P<mode>min|max)\s*(?:,{_N.format('n')})?\)"
     ),
     "CustomSteps(STEP, STEP, ...)": (
-        r"CustomSteps\((\s*[0-9]{1,18}(?:\s*,\s*[0-9]{1,18})*\s*)\)",
-        lambda steps: policies.CustomSteps([int(step) for step in steps.split(",")]),
+        r"CustomSteps\((?P<steps>\s*[0-9]{1,18}(?:\s*,\s*[0-9]{1,18})*\s*)\)"
     ),
 }
 
 
-def _policy_of(rule: Mapping[str, Any]) -> Any:
-    """Returns the policy that a recorded rule describes; None if the rule is unknown."""
-    values = {key: value for key, value in rule.items() if key != "rule"}
-    make = _MAKERS.get(str(rule.get("rule")))
-    try:
-        return make(**values) if make is not None else None
-    except Exception:
-        return None
+def _latest_n(steps: Sequence[StepInfo], *, n: int | None = None) -> list[bool]:
+    return [n is None or i < _count(n) for i in reversed(range(len(steps)))]
+
+
+def _every_n_steps(
+    steps: Sequence[StepInfo],
+    *,
+    interval_steps: int,
+    exact_interval: bool = True,
+    max_to_keep: int | None = None,
+) -> list[bool]:
+    numbers = [found.step for found in steps]
+    if exact_interval:
+        keep = [number % _count(interval_steps) == 0 for number in numbers]
+    else:
+        keep = _spaced(numbers, _count(interval_steps) or 1)
+    if max_to_keep:  # for Orbax, 0 is no limit
+        for index in [i for i, kept in enumerate(keep) if kept][: -_count(max_to_keep)]:
+            keep[index] = False
+    return keep
+
+
+def _every_n_seconds(steps: Sequence[StepInfo], *, interval_secs: float) -> list[bool]:
+    return _spaced([found.time_secs for found in steps], _number(interval_secs, _MAX_SECS))
+
+
+def _spaced(values: Sequence[float], gap: float) -> list[bool]:
+    """Returns which values are kept: the first, and each that is a gap above the last kept."""
+    keep: list[bool] = []
+    last = None
+    for value in values:
+        keep.append(last is None or value - last >= gap)
+        last = value if keep[-1] else last
+    return keep
+
+
+def _latest_duration(steps: Sequence[StepInfo], *, duration_secs: float) -> list[bool]:
+    earliest = time.time() - _number(duration_secs, _MAX_SECS)
+    is_recent = [found.time_secs >= earliest for found in steps]
+    return [any(is_recent[: i + 1]) for i in range(len(steps))]
+
+
+def _custom_steps(found: Sequence[StepInfo], *, steps: Sequence[int]) -> list[bool]:
+    wanted = {_count(step) for step in steps}
+    return [each.step in wanted for each in found]
+
+
+def _best_n(steps: Sequence[StepInfo], *, metric: str, mode: Any = "min", n: int = 1) -> list[bool]:
+    if not isinstance(metric, str) or len(metric) > _MAX_NAME:
+        raise ValueError(metric)
+    best = BestN(metric=metric, mode=mode, n=n).ranked(steps)[:n]
+    return [found in best for found in steps]
+
+
+_RULES: Mapping[str, Callable[..., list[bool]]] = {
+    "BestN": _best_n,
+    "CustomSteps": _custom_steps,
+    "EveryNSeconds": _every_n_seconds,
+    "EveryNSteps": _every_n_steps,
+    "LatestDuration": _latest_duration,
+    "LatestN": _latest_n,
+    "PreserveAll": lambda steps: [True] * len(steps),
+}
 
 
 def _number(value: Any, most: float = 2**63) -> Any:
@@ -131,45 +202,3 @@ def _count(value: Any) -> int:
     if type(value) is not int:
         raise ValueError(value)
     return _number(value)
-
-
-def _best_n(*, metric: str, mode: Any, n: int) -> Any:
-    if not isinstance(metric, str) or len(metric) > _MAX_NAME:
-        raise ValueError(metric)
-    return policies.BestN(metric=metric, mode=mode, n=_count(n))
-
-
-def _every_n_steps(
-    *, interval_steps: int, exact_interval: bool = True, max_to_keep: int | None = None
-) -> Any:
-    most = None if max_to_keep is None else _count(max_to_keep)
-    return policies.EveryNSteps(_count(interval_steps) or 1, bool(exact_interval), most)
-
-
-def _custom_steps(*, steps: list[int]) -> Any:
-    if len(steps) > _MAX_STEPS:
-        raise ValueError(len(steps))
-    return policies.CustomSteps([_count(step) for step in steps])
-
-
-_MAKERS: Mapping[str, Callable[..., Any]] = {
-    "BestN": _best_n,
-    "CustomSteps": _custom_steps,
-    "EveryNSeconds": lambda *, interval_secs: policies.EveryNSeconds(
-        _number(interval_secs, _MAX_SECS)
-    ),
-    "EveryNSteps": _every_n_steps,
-    "LatestDuration": lambda *, duration_secs: policies.LatestDuration(
-        datetime.timedelta(seconds=_number(duration_secs, _MAX_SECS))
-    ),
-    "LatestN": lambda *, n=None: policies.LatestN(None if n is None else _count(n)),
-    "PreserveAll": lambda: policies.PreserveAll(),
-}
-
-
-def _in_words(rule: Mapping[str, Any]) -> str:
-    """Returns a rule as text, such as ``LatestN(3)`` or ``BestN(loss, min, 1)``."""
-    # Omits True, because it is the default value of ``exact_interval`` in ``EveryNSteps``.
-    values = [v for k, v in rule.items() if k != "rule" and v is not True]
-    arguments = [each for v in values for each in (v if isinstance(v, list) else [v])]
-    return f"{rule['rule']}({', '.join(map(str, arguments))})"[: 2 * _MAX_NAME]

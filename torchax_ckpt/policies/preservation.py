@@ -13,7 +13,7 @@ Source: Orbax v1, ``training.preservation_policies``.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from torchax_ckpt.errors import PolicyError
@@ -93,39 +93,48 @@ def best_rule(policy: Any) -> BestN:
 
 
 def preserved(policy: Any, checkpoints: Sequence[Any], is_damaged: Sequence[bool]) -> list[bool]:
-    """Returns for each checkpoint whether the policy, or the rule below, keeps it.
+    """Returns for each checkpoint, oldest first, whether the policy or ``with_newest`` keeps it.
 
-    The newest checkpoint, and the newest checkpoint that is not known to be damaged, are kept
-    whatever the policy returns. The checkpoints are in order, oldest first.
+    Raises:
+      PolicyError: the policy did not return one value for each checkpoint.
     """
-    keep = answered(policy, checkpoints, is_damaged)
+    context = orbax.v1.training.preservation_policies.PreservationContext()
+
+    def keeps(some: Sequence[Any]) -> Sequence[bool]:
+        answer = list(policy.should_preserve(some, context=context))
+        if len(answer) != len(some):
+            raise PolicyError(
+                f"{type(policy).__name__}.should_preserve returned {len(answer)} values for "
+                f"{len(some)} checkpoints, expected one for each; nothing was deleted"
+            )
+        return answer
+
+    return with_newest(judged(keeps, checkpoints, is_damaged), is_damaged)
+
+
+def with_newest(keep: Sequence[bool], is_damaged: Sequence[bool]) -> list[bool]:
+    """Keeps, whatever rules say, the newest step, and the newest not known to be damaged."""
     newest = len(keep) - 1
     newest_sound = max((i for i, damaged in enumerate(is_damaged) if not damaged), default=newest)
     return [kept or i in (newest, newest_sound) for i, kept in enumerate(keep)]
 
 
-def answered(policy: Any, checkpoints: Sequence[Any], is_damaged: Sequence[bool]) -> list[bool]:
-    """Returns for each checkpoint, oldest first, whether the policy keeps it.
+def judged(
+    keeps: Callable[[Sequence[Any]], Sequence[bool]],
+    checkpoints: Sequence[Any],
+    is_damaged: Sequence[bool],
+) -> list[bool]:
+    """Returns for each checkpoint, oldest first, whether a rule keeps it.
 
-    To decide on the damaged checkpoints, the policy is called with all checkpoints, damaged and
-    intact. To decide on the intact checkpoints, the policy is called with the intact checkpoints
-    only, so that ``LatestN(3)`` keeps three intact checkpoints.
-
-    Raises:
-      PolicyError: the policy did not return one value for each checkpoint.
+    The rule decides on the damaged ones among all, and on the intact ones among the intact, so that
+    ``LatestN(3)`` keeps three intact checkpoints.
     """
     if not checkpoints:
         return []
-    context = orbax.v1.training.preservation_policies.PreservationContext()
-    answer = list(policy.should_preserve(checkpoints, context=context))
-    if len(answer) != len(checkpoints):
-        raise PolicyError(
-            f"{type(policy).__name__}.should_preserve returned {len(answer)} values for "
-            f"{len(checkpoints)} checkpoints, expected one for each; nothing was deleted"
-        )
+    answer = list(keeps(checkpoints))
     if any(is_damaged):
         sound = [c for c, damaged in zip(checkpoints, is_damaged, strict=True) if not damaged]
-        among = iter(answered(policy, sound, [False] * len(sound)))
+        among = iter(keeps(sound) if sound else ())
         answer = [
             kept if damaged else next(among)
             for kept, damaged in zip(answer, is_damaged, strict=True)
