@@ -79,7 +79,7 @@ def test_the_command_is_installed() -> None:
 
 
 def test_commands_that_compute_nothing_import_neither_torch_nor_jax(
-    saved: Path, tmp_path: Path
+    copy: Path, tmp_path: Path
 ) -> None:
     program = """
         import runpy, sys
@@ -87,7 +87,8 @@ def test_commands_that_compute_nothing_import_neither_torch_nor_jax(
         for words in (
             ["ls", run], ["show", run], ["verify", run, "--all"], ["diff", run, run],
             ["report", run, out + "/page.html"], ["prune", run, "--policy", "LatestN(1)"],
-            ["copy", run, out + "/copy"], ["export", run, out + "/w.safetensors", "--at", "state"],
+            ["copy", run, out + "/copied"],
+            ["export", run, out + "/w.safetensors", "--at", "state"],
             ["plan", "--params", "70B", "--blocking", "1s", "--durable", "2min"],
         ):
             sys.argv[1:] = words
@@ -98,10 +99,28 @@ def test_commands_that_compute_nothing_import_neither_torch_nor_jax(
             assert not {"jax", "orbax", "torch", "torchax"} & set(sys.modules), words
     """
     # As on a TPU host, where the training holds the TPU.
-    result = run_python(
-        program, str(saved), str(tmp_path), env={"JAX_PLATFORMS": "tpu"}, fresh=True
-    )
+    result = run_python(program, str(copy), str(tmp_path), env={"JAX_PLATFORMS": "tpu"}, fresh=True)
     assert "state/w" in result.stdout
+
+
+TYPED = {"_TYPER_COMPLETE_ARGS": "torchax-ckpt ver"}
+
+
+@pytest.mark.parametrize(
+    ("shell", "words"),
+    [
+        ("bash", {"COMP_WORDS": "torchax-ckpt ver", "COMP_CWORD": "1"}),
+        ("zsh", {"_TYPER_COMPLETE_ARGS": "torchax-ckpt ver"}),
+        (
+            "fish",
+            {"_TYPER_COMPLETE_ARGS": "torchax-ckpt ver", "_TYPER_COMPLETE_FISH_ACTION": "get-args"},
+        ),
+    ],
+)
+def test_shells_complete_commands(shell: str, words: dict[str, str]) -> None:
+    env = {"_TORCHAX_CKPT_COMPLETE": f"complete_{shell}", **words}
+    program = "from torchax_ckpt.cli.main import main; main()"
+    assert "verify" in run_python(program, env=env, fresh=True).stdout
 
 
 @pytest.mark.parametrize("missing", ["jinja2", "rich", "safetensors", "typer"])
@@ -147,7 +166,6 @@ def test_help_shows_the_stars_of_a_pattern(monkeypatch: pytest.MonkeyPatch) -> N
         (("show", "{tmp}"), "there are no checkpoints"),
         (("verify", "s3://bucket/run"), "s3:// is not supported"),
         (("verify", "{saved}", "1", "--all"), "not both"),
-        (("verify", "{saved}", "--max-bytes", "0"), "max-bytes"),
         (("show", "{saved}", "-1"), "-1"),
         (("ls",), "DIRECTORY"),
     ],
@@ -441,7 +459,7 @@ def test_verify_marks_what_is_well(copy: Path) -> None:
 
 def test_verify_finds_damage_and_names_it(copy: Path) -> None:
     file, _ = damage(copy / "1", state(1)["w"].tobytes()[:64])
-    result = run_json("verify", copy, "--all", "--max-bytes", 1, code=exit_codes.FOUND)
+    result = run_json("verify", copy, "--all", code=exit_codes.FOUND)
     first, second = result["steps"]
     assert (first["step"], first["ok"], first["leaf"]) == (1, False, "state/w")
     assert str(file) in first["error"]

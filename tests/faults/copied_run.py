@@ -18,7 +18,6 @@ from typing import Any
 
 from killed_run import Log, Oracle, Phase, Settings, Verdict, enable_torchax, read_log
 
-from torchax_ckpt import CheckpointOptions
 from torchax_ckpt.cli import convert
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.stored.copy import copy_steps
@@ -74,7 +73,7 @@ def run(
                     log("removed", name=old.name)
                     shutil.rmtree(old) if old.is_dir() else old.unlink()
             elif left:
-                assert copy_steps([steps[left[0]]], RunDirectory(directory), CheckpointOptions())
+                assert copy_steps([steps[left[0]]], RunDirectory(directory))
                 on_durable()
                 log("durable", **details[left[0]])
             else:
@@ -86,12 +85,14 @@ def run(
 
 def export(directory: Path, step: int, out: Path, kind: str) -> None:
     """Runs the command."""
-    wanted = convert.Exported(
-        format="safetensors" if kind == "file" else kind,
-        max_shard_size="200B" if kind == "safetensors" else None,
-    )
     with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):
-        convert.export(str(directory), str(step), out, wanted, as_json=True)
+        convert.export(
+            str(directory),
+            [str(step), str(out)],
+            format="safetensors" if kind == "file" else kind,
+            max_shard_size="200B" if kind == "safetensors" else None,
+            as_json=True,
+        )
 
 
 class CopiedOracle(Oracle):

@@ -34,6 +34,7 @@ from torchax_ckpt.errors import (
 )
 from torchax_ckpt.formats import state_dict
 from torchax_ckpt.formats.opening import open_files
+from torchax_ckpt.storage.arrays import read_arrays
 
 
 def optimizer_for(model: nn.Module) -> torch.optim.Optimizer:
@@ -67,11 +68,14 @@ def shown(optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 @pytest.mark.slow
-def test_plain_torch_goes_on_with_model_and_optimizer(trained: Any, tmp_path: Path) -> None:
+def test_plain_torch_goes_on_with_model_and_optimizer(
+    trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     directory, _, optimizer = trained
+    monkeypatch.setattr(read_arrays, "STREAMED_BYTES", 1)
     paths = [tmp_path / "x.pt", tmp_path / "dcp"]
     for path, form in zip(paths, ("pt", "dcp"), strict=True):
-        args = ("--format", form, "--optimizer", "--max-bytes", 1)
+        args = ("--format", form, "--optimizer")
         assert run_json("export", directory, 2, path, *args)["num_tensors"] == 4 + 4 * 3
     assert sorted(tmp_path.iterdir()) == sorted(paths)
     expected = shown(optimizer)
@@ -96,7 +100,8 @@ def test_what_is_larger_than_the_bound_lies_in_a_file(
     assert mapped == []
     for bound in (total, total - 1):
         out = tmp_path / f"{bound}.pt"
-        run("export", directory, 2, out, "--format", "pt", "--optimizer", "--max-bytes", bound)
+        monkeypatch.setattr(read_arrays, "STREAMED_BYTES", bound)
+        run("export", directory, 2, out, "--format", "pt", "--optimizer")
     assert len(mapped) == 1
     assert total <= mapped[0] <= total + 64 * 16
     with before_enabling():
@@ -107,18 +112,9 @@ def test_what_is_larger_than_the_bound_lies_in_a_file(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(state_dict.os, "posix_fallocate", full)
+    monkeypatch.setattr(read_arrays, "STREAMED_BYTES", 1)
     out = tmp_path / "none"
-    said = run(
-        "export",
-        directory,
-        2,
-        out,
-        "--format",
-        "dcp",
-        "--max-bytes",
-        1,
-        code=exit_codes.UNAVAILABLE,
-    )
+    said = run("export", directory, 2, out, "--format", "dcp", code=exit_codes.UNAVAILABLE)
     assert "has no room for" in said
     assert not out.exists()
 

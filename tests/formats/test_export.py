@@ -56,11 +56,12 @@ def without_alias(expected: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_safetensors_file_holds_the_weights(
-    trained: tuple[Path, dict[str, Any]], tmp_path: Path
+    trained: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory, expected = trained
     out = tmp_path / "weights.safetensors"
-    result = run_json("export", directory, 3, out, "--max-bytes", 1)
+    monkeypatch.setattr(read_arrays, "STREAMED_BYTES", 1)
+    result = run_json("export", directory, 3, out)
     assert result["files"] == [str(out)]
     assert result["ties"] == {"head.weight": "embed.weight"}
     assert result["left_out"] == ["model/%/_extra_state/calls"]
@@ -130,10 +131,13 @@ def test_every_dtype_that_safetensors_has_comes_through(directory: Path, tmp_pat
     assert not (tmp_path / "y").exists()
 
 
-def test_a_leaf_comes_together_from_the_chunks_of_its_devices(tmp_path: Path) -> None:
+def test_a_leaf_comes_together_from_the_chunks_of_its_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     golden = TESTS / "golden/v1/flat"
     out = tmp_path / "x.safetensors"
-    run("export", golden, 3, out, "--at", "state/layers", "--max-bytes", 1)
+    monkeypatch.setattr(read_arrays, "STREAMED_BYTES", 1)
+    run("export", golden, 3, out, "--at", "state/layers")
     with TorchaxCheckpointer(golden, options=CheckpointOptions(read_only=True)) as ckpt:
         expected = {f"{i}.w": layer["w"] for i, layer in enumerate(ckpt.load(3)["layers"])}
     with before_enabling():
@@ -166,7 +170,8 @@ def test_no_more_is_in_memory_than_was_allowed(
     monkeypatch.setattr(read_arrays, "_Arrival", Counted)
     bound = 3 << 20
     out = tmp_path / "x.safetensors"
-    run("export", directory, 1, out, "--at", "state", "--max-bytes", bound)
+    monkeypatch.setattr(read_arrays, "STREAMED_BYTES", bound)
+    run("export", directory, 1, out, "--at", "state")
     assert 1 << 20 < peak <= bound
     with before_enabling():
         loaded = safetensors.torch.load_file(out)
@@ -198,10 +203,8 @@ def test_an_export_larger_than_the_bound_takes_no_memory_for_it(
     form: str, bound: int, is_held: bool, large: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / f"out.{form}"
-    args = ("export", str(large), "1", str(out), "--format", form, "--at", "state")
-    result = run_python(
-        PROGRAMS / "memory_of_command.py", *args, "--max-bytes", str(bound), fresh=True
-    )
+    args = (str(bound), "export", str(large), "1", str(out), "--format", form, "--at", "state")
+    result = run_python(PROGRAMS / "memory_of_command.py", *args, fresh=True)
     grown = int(result.stdout.split("grown:")[1])
     assert sum(f.stat().st_size for f in [out, *out.rglob("*")] if f.is_file()) > 256 << 20
     assert (grown > 200 << 20) == is_held, grown

@@ -1,12 +1,13 @@
 """Runs a command of torchax-ckpt and prints how far its own memory has grown at most.
 
-python memory_of_command.py ARGUMENT ...
+python memory_of_command.py MAX_BYTES ARGUMENT ...
 """
 
 from __future__ import annotations
 
 import pathlib
 import re
+import sys
 import threading
 
 # What a command imports takes memory of its own; it is there before the command begins.
@@ -17,6 +18,7 @@ import torchax_ckpt.cli.app
 import torchax_ckpt.cli.convert
 import torchax_ckpt.formats.state_dict  # noqa: F401
 from torchax_ckpt.cli.main import main
+from torchax_ckpt.storage.arrays import read_arrays
 
 
 def held() -> int:  # memory of this process's own; what is mapped from files is not
@@ -25,6 +27,7 @@ def held() -> int:  # memory of this process's own; what is mapped from files is
     return int(found[1]) << 10
 
 
+read_arrays.STREAMED_BYTES = int(sys.argv.pop(1))
 peak, is_over = 0, threading.Event()
 
 

@@ -25,6 +25,7 @@ from torchax_ckpt.publishing import follower, published_folders
 from torchax_ckpt.publishing.folder_form import FolderForm
 from torchax_ckpt.publishing.follower import Follower
 from torchax_ckpt.publishing.published_folders import CONTROL
+from torchax_ckpt.storage.arrays import read_arrays
 from torchax_ckpt.storage.medium import fsync
 
 FORM = FolderForm(format="safetensors", at="state")
@@ -190,7 +191,8 @@ def test_a_step_deleted_while_it_is_read_is_skipped(
             (run / "200").rename(run / "deleting-200")
             shutil.rmtree(run / "deleting-200")
 
-    form = FolderForm(format="safetensors", at="state", max_host_bytes=1)  # reads piece by piece
+    form = FolderForm(format="safetensors", at="state")
+    monkeypatch.setattr(read_arrays, "STREAMED_BYTES", 1)  # reads piece by piece
     monkeypatch.setattr(Follower, "_wrote", prune)
     with Follower(run, out, form) as following:
         new = following.publish_due()

@@ -23,7 +23,7 @@ from support.processes import environment
 from support.training import mlp
 
 from torchax_ckpt import TorchaxCheckpointer
-from torchax_ckpt.cli.convert import Exported, export
+from torchax_ckpt.cli.convert import export
 from torchax_ckpt.cli.prune import copy
 from torchax_ckpt.runtime import progress
 from torchax_ckpt.runtime.background import Task
@@ -127,12 +127,12 @@ def test_copies_and_exports_show_a_bar(directory: Path, monkeypatch: pytest.Monk
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.save(3, state={"w": np.zeros(1000, np.float32)})
     kept, out = directory.with_name("kept"), directory.with_name("out")
-    copy(str(directory), str(kept), max_bytes=None, as_json=True)
+    copy(str(directory), str(kept), as_json=True)
     assert re.search(r"\rcopying: ", terminal.getvalue())
     for format, said in (("safetensors", "writing"), ("pt", "reading step 3"), ("dcp", "reading")):
         before = len(terminal.getvalue())
-        wanted = Exported(format=format, at="state")
-        export(str(directory), "3", out / f"of.{format}", wanted, as_json=True)
+        step_and_out = ["3", str(out / f"of.{format}")]
+        export(str(directory), step_and_out, format=format, at="state", as_json=True)
         assert re.search(rf"\r{said}", terminal.getvalue()[before:])
 
 

@@ -6,31 +6,19 @@ another command.
 
 from __future__ import annotations
 
-import enum
 import importlib.metadata
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from torchax_ckpt.cli import follow, plan
-from torchax_ckpt.cli.converting import shared_options
-from torchax_ckpt.cli.converting.shared_options import (
-    Config,
-    Directory,
-    Dtype,
-    Json,
-    MaxBytes,
-    MaxShardSize,
-    Patterns,
-)
-from torchax_ckpt.cli.exit_codes import EPILOG, UsageError, ends_well
+from torchax_ckpt.cli.exit_codes import EPILOG, ends_well
 
 app = typer.Typer(
     epilog=EPILOG,
     no_args_is_help=True,
     rich_markup_mode="markdown",  # joins the lines of a paragraph
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -53,6 +41,9 @@ def options(
     """Inspects, verifies, compares and converts checkpoints of torchax_ckpt."""
 
 
+Directory = Annotated[
+    str, typer.Argument(metavar="DIRECTORY", help="A run's directory, or gs://bucket/prefix.")
+]
 RunOrStep = Annotated[
     str,
     typer.Argument(
@@ -66,14 +57,11 @@ Filter = Annotated[
     str | None,
     typer.Option(metavar="GLOB", help="Only leaves whose name matches: 'model/*.weight'."),
 ]
-At = Annotated[
-    str | None,
-    typer.Option(
-        metavar="PLACE",
-        help="Place of the weights in the step: model/NAME, state/params or optimizer. Default: "
-        "the one attached model.",
-    ),
+Patterns = Annotated[
+    list[str] | None,
+    typer.Option(metavar="PATTERN", help="Names of tensors or modules; may be repeated."),
 ]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command("ls", epilog=EPILOG)
@@ -117,7 +105,6 @@ def verify(
     read_only: Annotated[
         bool, typer.Option("--read-only", help="Do not mark intact steps as verified.")
     ] = False,
-    max_bytes: MaxBytes = None,
     json: Json = False,
 ) -> int:
     """Reads a whole step and compares every byte with the digests of the save.
@@ -127,9 +114,7 @@ def verify(
     """
     from torchax_ckpt.cli import show
 
-    return show.verify(
-        directory, step, verify_all=all, read_only=read_only, max_bytes=max_bytes, as_json=json
-    )
+    return show.verify(directory, step, verify_all=all, read_only=read_only, as_json=json)
 
 
 @app.command("diff", epilog=EPILOG)
@@ -138,7 +123,6 @@ def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="A step, DIRECTORY/STEP; or a directory.")],
     b: Annotated[str, typer.Argument(metavar="B", help="The step or directory to compare with A.")],
     filter: Filter = None,
-    max_bytes: MaxBytes = None,
     json: Json = False,
 ) -> int:
     """Compares every bit of two steps; if A or B is a run's directory, takes its newest step.
@@ -150,7 +134,7 @@ def diff(
     """
     from torchax_ckpt.cli import diff
 
-    return diff.diff(a, b, filter, max_bytes=max_bytes, as_json=json)
+    return diff.diff(a, b, filter, as_json=json)
 
 
 @app.command("report", epilog=EPILOG)
@@ -176,16 +160,6 @@ app.command("plan", epilog=EPILOG)(ends_well(plan.plan))
 app.command("follow", epilog=EPILOG)(ends_well(follow.follow))
 
 
-class Format(enum.StrEnum):
-    """The formats that ``export`` writes."""
-
-    SAFETENSORS = "safetensors"
-    HF = "hf"
-    PEFT = "peft"
-    PT = "pt"
-    DCP = "dcp"
-
-
 @app.command("export", epilog=EPILOG)
 @ends_well
 def export(
@@ -199,52 +173,73 @@ def export(
         ),
     ],
     format: Annotated[
-        Format | None,
+        Literal["safetensors", "hf", "peft", "pt", "dcp"] | None,
         typer.Option(
             help="hf: a folder for transformers and vLLM; peft: a folder of adapters; "
             "pt: for torch.load(weights_only=True); dcp: for torch.distributed.checkpoint. "
             "Default: pt if OUT ends in .pt, .pth or .bin, else safetensors."
         ),
     ] = None,
-    max_shard_size: MaxShardSize = None,
-    dtype: Annotated[Dtype | None, shared_options.dtype()] = None,
-    config: Config = None,
+    max_shard_size: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="safetensors, hf: files of at most this size: 5GB."),
+    ] = None,
+    dtype: Annotated[
+        Literal["bf16", "fp16", "fp32"] | None,
+        typer.Option(help="safetensors, hf, peft: cast floating-point weights to this dtype."),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="hf, peft: take config.json and other text files from here, not from the step.",
+        ),
+    ] = None,
     optimizer: Annotated[
         bool,
         typer.Option("--optimizer", help="pt, dcp: write the attached optimizer too."),
     ] = False,
     include: Patterns = None,
     exclude: Patterns = None,
-    rename: Annotated[list[str] | None, shared_options.rename()] = None,
-    at: At = None,
-    max_bytes: MaxBytes = None,
+    rename: Annotated[
+        list[str] | None,
+        # Markdown outside of backticks would take two stars for emphasis, and drop them.
+        typer.Option(
+            metavar="OLD=NEW", help="Write other names: `'transformer.h.*=layers.*'`; repeatable."
+        ),
+    ] = None,
+    at: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PLACE",
+            help="Place of the weights in the step: model/NAME, state/params or optimizer. "
+            "Default: the one attached model.",
+        ),
+    ] = None,
     json: Json = False,
 ) -> int:
     """Writes the weights of a step to files for other programs; stores each tied weight once.
 
     Without --rename and --dtype, weights keep their names in torch and their dtypes. A directory of
-    safetensors files has the file names and the index that Hugging Face uses. --max-bytes, or a
-    default, limits the memory for the weights. If an export as pt or dcp is larger than this limit,
-    it needs disk space for two copies while it runs.
+    safetensors files has the file names and the index that Hugging Face uses. An export as pt or
+    dcp of more than 256 MiB needs disk space for two copies while it runs.
     """
     from torchax_ckpt.cli import convert
 
-    *step, out = step_and_out
-    if len(step) > 1:
-        raise UsageError(f"export: expected [STEP] OUT, found {len(step_and_out)} arguments")
-    wanted = convert.Exported(
-        format=None if format is None else format.value,
+    return convert.export(
+        directory,
+        step_and_out,
+        format=format,
+        dtype=dtype,
         max_shard_size=max_shard_size,
-        dtype=None if dtype is None else dtype.value,
-        with_optimizer=optimizer,
         config=config,
+        with_optimizer=optimizer,
         at=at,
-        include=include or (),
-        exclude=exclude or (),
-        rename=rename or (),
-        max_bytes=max_bytes,
+        include=include,
+        exclude=exclude,
+        rename=rename,
+        as_json=json,
     )
-    return convert.export(directory, step[0] if step else None, Path(out), wanted, as_json=json)
 
 
 @app.command("import", epilog=EPILOG)
@@ -314,7 +309,6 @@ def copy(
         str, typer.Argument(metavar="FROM", help="A step, DIRECTORY/STEP; or all steps, DIRECTORY.")
     ],
     target: Annotated[str, typer.Argument(metavar="TO", help="A directory; created if necessary.")],
-    max_bytes: MaxBytes = None,
     json: Json = False,
 ) -> int:
     """Copies steps to another directory; reads and verifies each copy before it appears there.
@@ -323,4 +317,4 @@ def copy(
     """
     from torchax_ckpt.cli import prune
 
-    return prune.copy(source, target, max_bytes=max_bytes, as_json=json)
+    return prune.copy(source, target, as_json=json)

@@ -9,7 +9,6 @@ from typing import Any
 from torchax_ckpt.cli import output
 from torchax_ckpt.cli.exit_codes import FOUND, OK
 from torchax_ckpt.cli.step_arguments import chosen
-from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.runtime import progress
 from torchax_ckpt.stored.compare import Difference, StepComparison, compare
 from torchax_ckpt.stored.stored_step import StoredStep
@@ -23,10 +22,9 @@ _IN_WORDS = {
 }
 
 
-def diff(a: str, b: str, pattern: str | None, *, max_bytes: int | None, as_json: bool) -> int:
+def diff(a: str, b: str, pattern: str | None, *, as_json: bool) -> int:
     """Runs ``torchax-ckpt diff``; returns the exit code."""
-    options = CheckpointOptions(max_host_bytes=max_bytes)
-    steps = [StoredStep(chosen(text)[1], options) for text in (a, b)]
+    steps = [StoredStep(chosen(text)[1]) for text in (a, b)]
     left, right = steps
     with progress.bar("comparing", lambda: left.stored_bytes) as on_bytes:
         result = compare(

@@ -9,7 +9,6 @@ from torchax_ckpt.cli import output
 from torchax_ckpt.cli.exit_codes import FOUND, OK, USAGE, UsageError
 from torchax_ckpt.cli.step_arguments import existing, named_or_all, step_infos
 from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError, PolicyError
-from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.policies import described
 from torchax_ckpt.policies.preservation import with_newest
 from torchax_ckpt.runtime import progress
@@ -96,7 +95,7 @@ def _steps_to_delete(
     return [committed for committed in to_delete if committed is not spared], Usage(steps)
 
 
-def copy(source: str, target: str, *, max_bytes: int | None, as_json: bool) -> int:
+def copy(source: str, target: str, *, as_json: bool) -> int:
     """Runs ``torchax-ckpt copy``; returns the exit code."""
     steps = named_or_all(source)
     run = RunDirectory(target)
@@ -105,8 +104,7 @@ def copy(source: str, target: str, *, max_bytes: int | None, as_json: bool) -> i
     total = sum(map(usage.num_bytes, steps)) if is_bucket else usage.total_bytes
     left_out: list[CheckpointError] = []
     with progress.bar("copying", lambda: total) as on_bytes:
-        options = CheckpointOptions(max_host_bytes=max_bytes)
-        copied = copy_steps(steps, run, options, on_bytes, left_out.append)
+        copied = copy_steps(steps, run, on_bytes, left_out.append)
     for error in left_out:
         output.note(f"not copied: {error}")
     copied_bytes = Usage(copied).total_bytes

@@ -16,7 +16,6 @@ from torchax_ckpt.cli import output
 from torchax_ckpt.cli.exit_codes import FOUND, OK, UNAVAILABLE, UsageError, code_of
 from torchax_ckpt.cli.step_arguments import all_of, chosen, existing, step_infos
 from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
-from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.policies import described
 from torchax_ckpt.runtime import progress
 from torchax_ckpt.storage.directory import lease, run_identity
@@ -255,7 +254,6 @@ def verify(
     *,
     verify_all: bool,
     read_only: bool,
-    max_bytes: int | None,
     as_json: bool,
 ) -> int:
     """Runs ``torchax-ckpt verify``; returns the exit code."""
@@ -267,11 +265,10 @@ def verify(
     else:
         run, committed = chosen(directory, step, read_only=read_only)
         steps = [committed]
-    options = CheckpointOptions(max_host_bytes=max_bytes)
     results = []
     for committed in steps:
         try:
-            result = _verify_one(run, committed, options, read_only=read_only)
+            result = _verify_one(run, committed, read_only=read_only)
         except StepNotFoundError as error:  # the training deleted the step after it was listed
             if not verify_all:
                 raise
@@ -292,9 +289,7 @@ def verify(
     return next((code for code in (FOUND, UNAVAILABLE) if code in codes), max(codes, default=OK))
 
 
-def _verify_one(
-    run: RunDirectory, committed: CommittedStep, options: CheckpointOptions, *, read_only: bool
-) -> dict[str, Any]:
+def _verify_one(run: RunDirectory, committed: CommittedStep, *, read_only: bool) -> dict[str, Any]:
     """Reads a step and compares its bytes with the digests of the save.
 
     Returns:
@@ -306,7 +301,7 @@ def _verify_one(
     result: dict[str, Any] = {"step": committed.step}
     try:
         # One host's part of a step has digests too, so it can be verified.
-        stored = StoredStep(committed, options, allow_part=True)
+        stored = StoredStep(committed, allow_part=True)
         with progress.bar(f"step {committed.step}", lambda: stored.stored_bytes) as on_bytes:
             stored.verify(on_bytes=on_bytes)
     except StepNotFoundError:

@@ -25,7 +25,7 @@ from torchax_ckpt.errors import DirectoryError, StepNotFoundError, UnsupportedLe
 from torchax_ckpt.formats.weights import Weights, weights_at
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.runtime.tracebacks import brief
-from torchax_ckpt.storage.arrays.read_arrays import STREAMED_BYTES
+from torchax_ckpt.storage.arrays import read_arrays
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import fsync, permissions
 from torchax_ckpt.stored.stored_step import StoredLeaf, StoredStep
@@ -193,7 +193,7 @@ def room_for(
       DirectoryError: the disk has no room for the leaves.
     """
     nbytes = sum(leaf.nbytes for leaf in leaves)
-    if nbytes <= (options.max_host_bytes or STREAMED_BYTES):
+    if nbytes <= (options.max_host_bytes or read_arrays.STREAMED_BYTES):
         yield None
         return
     total = nbytes + _ALIGNMENT * len(leaves)

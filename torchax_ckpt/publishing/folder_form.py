@@ -13,7 +13,6 @@ from torchax_ckpt.formats.huggingface.model_folder import FolderFiles
 from torchax_ckpt.formats.safetensors_io import export_safetensors
 from torchax_ckpt.formats.weights import Weights, cast, selected, weights_at
 from torchax_ckpt.layout.selection import Selection
-from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.stored.stored_step import StoredLeaf, StoredStep
 
 Format = Literal["hf", "peft", "safetensors"]
@@ -37,7 +36,6 @@ class FolderForm:
     include: str | Sequence[str] | None = None
     exclude: str | Sequence[str] | None = None
     rename: Mapping[str, str] | None = None
-    max_host_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for name, found, choices in (
@@ -53,7 +51,6 @@ class FolderForm:
             raise ValueError("max_shard_bytes: PEFT has no files of several shards; omit it")
         if self.max_shard_bytes is not None and self.max_shard_bytes < 1:
             raise ValueError(f"max_shard_bytes: expected at least 1, found {self.max_shard_bytes}")
-        self.options()
         self._selection()
 
     def weights_of(self, stored: StoredStep) -> Weights:
@@ -98,10 +95,6 @@ class FolderForm:
         is_peft = self.format == "peft"
         write = model_folder.export_adapters if is_peft else model_folder.export_model
         return write(stored, weights, texts, out, max_shard_bytes, on_bytes)
-
-    def options(self) -> CheckpointOptions:
-        """Returns how steps are read."""
-        return CheckpointOptions(max_host_bytes=self.max_host_bytes)
 
     def _selection(self) -> Selection | None:
         """Returns a new selection, since each can be used once; None if all weights are written."""

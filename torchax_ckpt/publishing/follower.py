@@ -215,7 +215,7 @@ class Follower:
         assert self._run is not None
         metrics = self._run.metrics(committed)
         try:
-            return self._write(StoredStep(committed, self._form.options()), metrics)
+            return self._write(StoredStep(committed), metrics)
         except (SelectionError, UnsupportedLeafError) as error:
             error.message = f"step {committed.step}: {error.message}"
             raise

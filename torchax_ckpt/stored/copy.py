@@ -17,7 +17,6 @@ from torchax_ckpt.errors import (
     LeaseError,
     StepNotFoundError,
 )
-from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.storage.directory import commit_record
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
@@ -35,7 +34,6 @@ _PARALLEL = 8
 def copy_steps(
     steps: Sequence[CommittedStep],
     target: RunDirectory,
-    options: CheckpointOptions,
     on_bytes: Callable[[int], None] = lambda nbytes: None,
     on_left_out: Callable[[CheckpointError], None] = lambda error: None,
 ) -> list[CommittedStep]:
@@ -77,7 +75,7 @@ def copy_steps(
         first_copies: dict[File, epath.Path] = {}
         for committed in sound:
             with leaving_out_lost():
-                copied.append(_copy(committed, target, options, first_copies, on_bytes))
+                copied.append(_copy(committed, target, first_copies, on_bytes))
     finally:
         target.release()
     return copied
@@ -86,7 +84,6 @@ def copy_steps(
 def _copy(
     committed: CommittedStep,
     target: RunDirectory,
-    options: CheckpointOptions,
     first_copies: dict[File, epath.Path],
     on_bytes: Callable[[int], None],
 ) -> CommittedStep:
@@ -100,7 +97,7 @@ def _copy(
             _copy_files(committed.path, path, known, on_bytes)
             written = dataclasses.replace(committed, path=path)
             try:
-                StoredStep(written, options).verify()
+                StoredStep(written).verify()
             except CorruptCheckpointError as error:
                 raise CorruptCheckpointError(
                     f"the copy of step {committed.step} in {committed.path} differs from what was "

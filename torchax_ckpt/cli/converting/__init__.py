@@ -1,1 +1,0 @@
-"""Commands that write the weights of steps in other forms."""
