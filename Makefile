@@ -65,44 +65,46 @@ bench: $(INSTALLED)
 bench-accelerator: $(INSTALLED)
 	$(BIN)/python benchmarks/accelerator.py $(BENCH_ACCELERATOR)
 
-# The long forms of tests/faults; each has a target of its own, and prints a table.
+# The long forms of tests/faults; each prints a table.
 torture: torture-kill torture-hosts torture-power torture-lease torture-flips torture-gcs torture-fuzz torture-endurance
+
+TORTURE := $(BIN)/python tests/faults/torture.py --fault
 
 # KILLED=2 kills a program of two processes.
 KILLS ?= 300
 KILLED ?= 1
 torture-kill: $(INSTALLED)
-	$(BIN)/python tests/faults/torture_kill.py --kills $(KILLS) --processes $(KILLED)
+	$(TORTURE) kill --count $(KILLS) --processes $(KILLED)
 
 ROUNDS ?= 200
 torture-hosts: $(INSTALLED)
-	$(BIN)/python tests/faults/torture_hosts.py --rounds $(ROUNDS)
+	$(TORTURE) hosts --count $(ROUNDS)
 
 # Needs /dev/fuse and the libfuse of the system, in Debian's package libfuse3-3; fails without.
 CUTS ?= 300
 torture-power: $(INSTALLED)
-	$(BIN)/python tests/faults/torture_power.py --cuts $(CUTS)
+	$(TORTURE) power --count $(CUTS)
 
 # Needs the same.
 LEASES ?= 200
 torture-lease: $(INSTALLED)
-	$(BIN)/python tests/faults/torture_lease.py --rounds $(LEASES)
+	$(TORTURE) lease --count $(LEASES)
 
 FLIPS ?= 2000
 torture-flips: $(INSTALLED)
-	$(BIN)/python tests/faults/torture_flips.py --flips $(FLIPS)
+	$(TORTURE) flips --count $(FLIPS)
 
 GCS_SAVES ?= 500
 torture-gcs: $(INSTALLED)
-	$(BIN)/python tests/faults/torture_gcs.py --saves $(GCS_SAVES) $(GCS_FLAGS)
+	$(TORTURE) gcs --count $(GCS_SAVES) $(GCS_FLAGS)
 
 INPUTS ?= 100000
 torture-fuzz: $(INSTALLED)
-	$(BIN)/python -m tests.faults.fuzz --inputs $(INPUTS)
+	$(TORTURE) fuzz --count $(INPUTS)
 
 SAVES ?= 10000
 torture-endurance: $(INSTALLED)
-	$(BIN)/python tests/faults/torture_endurance.py --saves $(SAVES)
+	$(TORTURE) endurance --count $(SAVES)
 
 # The package with one of its extras; again only when the dependencies may have changed.
 $(VENV)/.installed-%: pyproject.toml

@@ -18,7 +18,7 @@ TESTED = {
         "restoring/test_going_back.py"
         "::test_killed_before_the_old_branch_is_set_aside_it_still_does_not_come_back",
         "saving/test_saver.py::test_leftovers_of_killed_processes_go_with_the_next_save",
-        "faults/test_killed.py::test_a_few_kills_at_random_moments_lose_nothing",
+        "faults/test_torture.py::test_a_short_torture_finds_nothing",
     ],
     "A restored state is identical to the bit": [
         "snapshot/test_stacking.py::test_any_tree_survives_any_layout_snapshot_and_change_of_mesh",

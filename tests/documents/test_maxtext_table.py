@@ -121,15 +121,17 @@ def test_local_checkpoint_period(written: Any, directory: Path) -> None:
 @pytest.mark.slow
 def test_enable_single_replica_ckpt_restoring(directory: Path) -> None:
     row = ROWS["enable_single_replica_ckpt_restoring"][0]
-    first, second = run_processes(PROGRAMS / "bytes_of_restore.py", 2, str(directory), row)
+    program = PROGRAMS / "arrays_on_processes.py"
+    first, second = run_processes(program, 2, "bytes_of_restore", directory, row)
     nbytes = 256 * 256 * 4
-    assert first == [{"read": nbytes}, {"read": nbytes}]
-    assert second == [{"read": nbytes}, {"read": 0}]  # each slice for itself; then one for both
+    assert first[:2] == [{"read": nbytes}, {"read": nbytes}]
+    assert second[:2] == [{"read": nbytes}, {"read": 0}]  # each slice for itself; then one for both
 
 
 @pytest.mark.slow
 def test_enable_autocheckpoint(written: Any, directory: Path) -> None:
     assert written("enable_autocheckpoint") == CheckpointOptions()
-    result = run_python(PROGRAMS / "preempted_loop.py", str(directory), devices=1, check=False)
+    arguments = "in_loop", str(directory), "itself"
+    result = run_python(PROGRAMS / "sigterm.py", *arguments, devices=1, check=False)
     assert result.returncode == 128 + signal.SIGTERM, result.stderr[-2000:]
     assert os.path.isdir(directory / "1")

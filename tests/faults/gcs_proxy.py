@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import http.client
 import json
 import random
@@ -11,11 +12,12 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import gcs_server
+from independent_gcs import IndependentServer
 
 KINDS = ("429", "500", "503", "reset", "reset after", "slow", "truncated")
 _TRICKLE_SECS = 0.1
@@ -26,31 +28,14 @@ class FaultProxy:
     """Stands between clients and the server.
 
     Attributes:
-      rate: the share of requests that meet a fault.
-      kinds: which faults.
-      concerned: a pattern of "METHOD path"; the faults meet only what it is found in.
-      is_out: an outage: "refuse" answers 503 to everything, "hang" answers nothing, "down"
-        closes every connection; "" for none.
-      allows_reads, allows_writes: what the caller may do.
-      needs_credentials: whether a caller without a token is refused.
-      hook: called with every "METHOD path" before it is handled.
-      rate_of: the bytes per second of the answer to a "METHOD path", given its bytes; None for all
-        at once.
       counts: what happened to requests, by kind.
       uploaded_bytes: the bytes that clients have sent to be stored.
     """
 
     def __init__(self, server: gcs_server.GcsServer, seed: int = 0) -> None:
         self.server = server
-        self.rate = 0.0
-        self.kinds: tuple[str, ...] = KINDS
-        self.concerned = ""
-        self.is_out = ""
-        self.allows_reads = self.allows_writes = True
-        self.needs_credentials = False
         self.slow_secs = 1.0
-        self.hook: Callable[[str], None] | None = None
-        self.rate_of: Callable[[str, int], float | None] | None = None
+        self.calm()
         self.counts: collections.Counter[str] = collections.Counter()
         self.uploaded_bytes = 0
         self._random = random.Random(seed)
@@ -71,10 +56,17 @@ class FaultProxy:
 
     def calm(self) -> None:
         """No faults any more."""
-        self.rate, self.kinds, self.concerned, self.is_out = 0.0, KINDS, "", ""
+        self.rate = 0.0  # the share of requests that meet a fault
+        self.kinds: tuple[str, ...] = KINDS
+        self.concerned = ""  # a pattern: the faults meet only the "METHOD path" that it is found in
+        # "refuse" answers 503 to everything, "hang" nothing, "down" closes every connection.
+        self.is_out = ""
         self.allows_reads = self.allows_writes = True
-        self.needs_credentials = False
-        self.hook = self.rate_of = None
+        self.needs_credentials = False  # whether a caller without a token is refused
+        # Called with every "METHOD path" before it is handled.
+        self.hook: Callable[[str], None] | None = None
+        # The bytes per second of the answer to a "METHOD path", given its bytes; None: all at once.
+        self.rate_of: Callable[[str, int], float | None] | None = None
         self.server.spoil = None
         self.server.storage.rewrite_bytes = gcs_server.ONE_REQUEST
 
@@ -118,6 +110,35 @@ class FaultProxy:
                 self.counts[kind] += 1
             return kind
 
+    def refusal(self, method: str, path: str, is_authorized: bool) -> tuple[int, bytes] | None:
+        """What a caller without the rights is answered, or who asks for them."""
+        if self.needs_credentials and not is_authorized:
+            text = "Anonymous caller does not have storage.objects.list access"
+            return 401, gcs_server.refusal(401, text)
+        if (asked := gcs_server.permissions_asked(path)) is not None:
+            if path.split("/b/")[1].split("/")[0] not in self.server.storage.buckets:
+                return 404, gcs_server.refusal(404, "The specified bucket does not exist.")
+            reading = ("storage.buckets.get", "storage.objects.get", "storage.objects.list")
+            may = [p for p in asked if (self.allows_reads if p in reading else self.allows_writes)]
+            return 200, json.dumps({"permissions": may}).encode()
+        if not (self.allows_reads if method == "GET" else self.allows_writes):
+            return 403, gcs_server.refusal(403, "The caller does not have permission.")
+        return None
+
+
+@contextlib.contextmanager
+def serving(server: str = "patched", seed: int = 0) -> Iterator[FaultProxy]:
+    """A proxy before a new server: the "patched" one, or the "independent" one."""
+    proxy = FaultProxy(gcs_server.GcsServer(), seed)
+    if server == "independent":
+        proxy.server.stop()
+        proxy.server = IndependentServer(proxy.url)  # type: ignore[assignment]
+    try:
+        yield proxy
+    finally:
+        proxy.stop()
+        proxy.server.stop()
+
 
 class _Httpd(ThreadingHTTPServer):
     daemon_threads = True
@@ -151,8 +172,8 @@ class _Handler(BaseHTTPRequestHandler):
         if kind in ("429", "500", "503", "refuse"):
             code = 503 if kind == "refuse" else int(kind)
             return self._answer(code, gcs_server.refusal(code, "a fault on purpose"))
-        refused = self._refused()
-        if refused is not None:
+        is_authorized = bool(self.headers.get("Authorization"))
+        if (refused := proxy.refusal(self.command, self.path, is_authorized)) is not None:
             return self._answer(*refused)
         if self.path.startswith("/upload/"):
             proxy.uploaded_bytes += len(body)
@@ -164,29 +185,6 @@ class _Handler(BaseHTTPRequestHandler):
         return self._answer(status, content, headers, cut=kind == "truncated")
 
     do_GET = do_POST = do_PUT = do_DELETE = do_PATCH = do_HEAD = handle_any  # noqa: N815
-
-    def _refused(self) -> tuple[int, bytes] | None:
-        proxy = self.server.proxy
-        if proxy.needs_credentials and not self.headers.get("Authorization"):
-            text = "Anonymous caller does not have storage.objects.list access"
-            return 401, gcs_server.refusal(401, text)
-        asked = gcs_server.permissions_asked(self.path)
-        if asked is not None and (b := self.path.split("/b/")[1].split("/")[0]):
-            if b not in proxy.server.storage.buckets:
-                return 404, gcs_server.refusal(404, "The specified bucket does not exist.")
-            reading = ("storage.buckets.get", "storage.objects.get", "storage.objects.list")
-            may = [
-                p for p in asked if (proxy.allows_reads if p in reading else proxy.allows_writes)
-            ]
-            return 200, json.dumps({"permissions": may}).encode()
-        allowed = (
-            proxy.allows_writes
-            if gcs_server.is_write(self.command, self.path)
-            else proxy.allows_reads
-        )
-        if not allowed:
-            return 403, gcs_server.refusal(403, "The caller does not have permission.")
-        return None
 
     def _body(self) -> bytes:
         if self.headers.get("Transfer-Encoding", "").lower() == "chunked":
@@ -203,12 +201,10 @@ class _Handler(BaseHTTPRequestHandler):
         connection = http.client.HTTPConnection("127.0.0.1", self.server.proxy.server.port)
         headers = {k: v for k, v in self.headers.items() if k.lower() not in _DROPPED}
         headers["Content-Length"] = str(len(body))
-        try:
+        with contextlib.closing(connection):
             connection.request(self.command, self.path, body, headers)
             response = connection.getresponse()
             return response.status, response.getheaders(), response.read()
-        finally:
-            connection.close()
 
     def _answer(
         self,
@@ -232,8 +228,7 @@ class _Handler(BaseHTTPRequestHandler):
             content = content[num:]
             time.sleep(_TRICKLE_SECS)
         self.wfile.write(content[: len(content) // 2] if cut else content)
-        if cut:
-            self.close_connection = True
+        self.close_connection |= cut
 
     def _reset(self) -> None:
         self.close_connection = True

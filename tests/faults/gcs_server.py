@@ -32,19 +32,14 @@ _REWRITE = (
     r"/rewriteTo/b/(?P<dest_bucket_name>[-.\w]+)/o/(?P<dest_object_id>.*[^/]+)$"
 )
 ONE_REQUEST = 1 << 40  # larger than any object
-Spoil = Callable[[str, bytes], "bytes | None"]
-"""What becomes of an acknowledged object (name, content): other bytes, or None for nothing."""
 
 
 class GcsServer:
-    """A server of the storage API.
-
-    Args:
-      bucket: a bucket that is there from the start.
+    """A server of the storage API, with a bucket that is there from the start.
 
     Attributes:
       port: where it listens.
-      spoil: set it to have the medium lie about what it stores.
+      spoil: called with the name of an object that was stored, to have the medium lie about it.
       storage: what it stores; ``storage.rewrite_bytes`` are the most bytes that one request copies.
     """
 
@@ -59,14 +54,13 @@ class GcsServer:
         self.storage._write_config_to_file = lambda: None
         self.storage.buckets[bucket]["softDeletePolicy"] = {"retentionDurationSeconds": 0}
         self.storage.rewrite_bytes = ONE_REQUEST
-        self.spoil: Spoil | None = None
+        self.spoil: Callable[[str], None] | None = None
         create = self.storage.create_file
 
         def create_file(bucket: str, name: str, content: bytes, *args: Any, **kwargs: Any) -> None:
-            kept = content if self.spoil is None else self.spoil(name, content)
-            create(bucket, name, content if kept is None else kept, *args, **kwargs)
-            if kept is None:
-                self.storage.delete_file(bucket, name)
+            create(bucket, name, content, *args, **kwargs)
+            if self.spoil is not None:
+                self.spoil(name)
 
         self.storage.create_file = create_file
         self._server.start()
@@ -200,11 +194,6 @@ def _rewrite(request: Any, response: Any, storage: Any, *args: Any, **kwargs: An
     _rewriting[token] = what, num_done
     sizes = {"totalBytesRewritten": str(num_done), "objectSize": str(size)}
     response.json({"done": False, "rewriteToken": token, **sizes})
-
-
-def is_write(method: str, path: str) -> bool:
-    """Whether a request changes what is stored."""
-    return method != "GET" and not path.endswith("/iam/testPermissions")
 
 
 def permissions_asked(path: str) -> list[str] | None:

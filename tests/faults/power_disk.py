@@ -6,15 +6,21 @@ they were changed. What was not synced at a cut of the power survives as chance 
 
 from __future__ import annotations
 
+import base64
 import collections
 import dataclasses
 import errno
 import itertools
+import os
 import random
 import re
 import stat
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fuse
 
 # What is left at a cut of names, and of bytes, that were not synced.
 NAMES = ("none", "all", "the first", "the first of each folder")
@@ -24,25 +30,20 @@ _STEP = re.compile(r"(incoming-)?\d+(-\d+)?")
 # A mark that no promise rests on, so nothing waits for it: see storage/directory/verified.py.
 _UNSYNCED_BY_DESIGN = {"verified"}
 _numbers = itertools.count(1)
+# The name of a link that says what the disk answers to a question: see ``ask``.
+_QUESTION = ".power:"
 
 
 @dataclasses.dataclass(eq=False)
 class Node:
-    """A file, a folder or a link.
+    """A file, a folder or a link, and what the medium has of it."""
 
-    Attributes:
-      mode: kind and permissions.
-      data, stored: a file's bytes, and those on the medium.
-      names, stored_names: a folder's entries, and those on the medium.
-      target: of a link.
-    """
-
-    mode: int
+    mode: int  # kind and permissions
     data: bytearray = dataclasses.field(default_factory=bytearray)
     stored: bytes = b""
     names: dict[str, Node] = dataclasses.field(default_factory=dict)
     stored_names: dict[str, Node] = dataclasses.field(default_factory=dict)
-    target: str = ""
+    target: str = ""  # of a link
     num_links: int = 0
     changed_ns: int = dataclasses.field(default_factory=time.time_ns)
     number: int = dataclasses.field(default_factory=lambda: next(_numbers))
@@ -51,19 +52,25 @@ class Node:
     def is_folder(self) -> bool:
         return stat.S_ISDIR(self.mode)
 
+    def all(self) -> Iterator[Node]:
+        """This and all nodes below that the medium reaches; those with two names twice."""
+        yield self
+        for below in self.stored_names.values():
+            yield from below.all()
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Renaming:
-    """One change of names, whole or not at all: (folder, name, node, or None where it goes)."""
+    def unsynced(self, path: str = "") -> Iterator[str]:
+        """What the medium lacks."""
+        if not self.is_folder and self.data != self.stored:
+            yield path or "its bytes"
+        for name, below in self.names.items():
+            if name not in _UNSYNCED_BY_DESIGN:
+                if self.stored_names.get(name) is not below:
+                    yield f"the name {path}/{name}"
+                yield from below.unsynced(f"{path}/{name}")
 
-    changes: tuple[tuple[Node, str, Node | None], ...]
 
-    def reach_medium(self) -> None:
-        for folder, name, node in self.changes:
-            if node is None:
-                folder.stored_names.pop(name, None)
-            else:
-                folder.stored_names[name] = node
+# One change of names, whole or not at all: folder, name, and node, or None where it goes.
+Renaming = tuple[tuple[Node, str, Node | None], ...]
 
 
 class Disk:
@@ -100,11 +107,9 @@ class Disk:
         return node
 
     def remove(self, path: str) -> None:
-        node = self.at(path)
-        if node.names:
+        if self.at(path).names:
             raise OSError(errno.ENOTEMPTY, path)
-        folder, name = self._parent(path)
-        self._change((folder, name, None))
+        self._change((*self._parent(path), None))
 
     def rename(self, old: str, new: str) -> None:
         node, (source, before), (target, after) = self.at(old), self._parent(old), self._parent(new)
@@ -124,9 +129,9 @@ class Disk:
         above, _, name = path.rpartition("/")
         return self.at(above), name
 
-    def _change(self, *changes: tuple[Node, str, Node | None]) -> None:
-        self._pending.append(Renaming(changes))
-        for folder, name, node in changes:
+    def _change(self, *renaming: tuple[Node, str, Node | None]) -> None:
+        self._pending.append(renaming)
+        for folder, name, node in renaming:
             gone = folder.names.pop(name, None)
             if gone is not None:
                 gone.num_links -= 1
@@ -141,48 +146,40 @@ class Disk:
         if not node.is_folder:
             node.stored = bytes(node.data)
             return
-        left = []
-        for renaming in self._pending:
-            if any(folder is node for folder, *_ in renaming.changes):
-                renaming.reach_medium()
-            else:
-                left.append(renaming)
-        self._pending = left
+        concerned = [any(folder is node for folder, *_ in each) for each in self._pending]
+        self._store(list(itertools.compress(self._pending, concerned)))
+        left = zip(self._pending, concerned, strict=True)
+        self._pending = [renaming for renaming, is_stored in left if not is_stored]
+
+    def _store(self, renamings: list[Renaming]) -> None:
+        for folder, name, node in itertools.chain.from_iterable(renamings):
+            folder.stored_names.pop(name, None)
+            if node is not None:
+                folder.stored_names[name] = node
 
     def cut(self, choose: random.Random) -> str:
         """Cuts the power; returns what became of what was not synced."""
-        names = choose.choice(NAMES)
-        kept = self._pending if names == "all" else []
-        if names == "the first":
-            kept = self._pending[: choose.randint(0, len(self._pending))]
-        elif names == "the first of each folder":
-            by_folder: dict[int, list[Renaming]] = collections.defaultdict(list)
-            for renaming in self._pending:
-                by_folder[renaming.changes[-1][0].number].append(renaming)
-            chosen = {
-                id(renaming)
-                for each in by_folder.values()
-                for renaming in each[: choose.randint(0, len(each))]
-            }
-            kept = [renaming for renaming in self._pending if id(renaming) in chosen]
-        for renaming in kept:
-            renaming.reach_medium()
+        names, kept = choose.choice(NAMES), set[int]()
+        by_folder: dict[int, list[Renaming]] = collections.defaultdict(list)
+        for renaming in self._pending:
+            whole = names in ("all", "the first")
+            by_folder[0 if whole else renaming[-1][0].number].append(renaming)
+        for each in by_folder.values() if names != "none" else ():
+            num = len(each) if names == "all" else choose.randint(0, len(each))
+            kept |= {id(renaming) for renaming in each[:num]}
+        self._store([renaming for renaming in self._pending if id(renaming) in kept])
         self._pending = []
         octets = choose.choice((*BYTES, "any"))
-        for node in list(_all(self.root)):
+        for node in list(self.root.all()):
             if not node.is_folder and node.data != node.stored:
-                node.stored = _left(
-                    node, octets if octets != "any" else choose.choice(BYTES), choose
-                )
+                how = octets if octets != "any" else choose.choice(BYTES)
+                node.stored = _left(node, how, choose)
             node.num_links = 0
-        for node in list(_all(self.root)):
-            node.data = bytearray(node.stored)
-            node.names = dict(node.stored_names)
+        for node in list(self.root.all()):
+            node.data, node.names = bytearray(node.stored), dict(node.stored_names)
             for below in node.names.values():
                 below.num_links += 1
         return f"names: {names}; bytes: {octets}"
-
-    # --- what should be there ---
 
     def audit(self, folder: Node, when: str, but: Node | None = None) -> None:
         """Notes each committed step of a run's folder, and its name, that the medium lacks."""
@@ -192,16 +189,9 @@ class Disk:
             if node is but or not (_STEP.fullmatch(name) or name == "run"):
                 continue
             is_named = node in on_medium or folder.stored_names.get(name) is node
-            lacking = [*([] if is_named else ["its name"]), *_unsynced(node)]
+            lacking = [*([] if is_named else ["its name"]), *node.unsynced()]
             if lacking:
                 self.problems.append(f"{when}, but of {name} the medium lacks {lacking[:4]}")
-
-
-def _all(node: Node) -> Iterator[Node]:
-    """All nodes that the medium reaches; those with two names twice."""
-    yield node
-    for below in node.stored_names.values():
-        yield from _all(below)
 
 
 def _left(node: Node, how: str, choose: random.Random) -> bytes:
@@ -215,13 +205,145 @@ def _left(node: Node, how: str, choose: random.Random) -> bytes:
     return node.stored
 
 
-def _unsynced(node: Node, path: str = "") -> Iterator[str]:
-    if not node.is_folder:
-        if node.data != node.stored:
-            yield path or "its bytes"
-        return
-    for name, below in node.names.items():
-        if name not in _UNSYNCED_BY_DESIGN:
-            if node.stored_names.get(name) is not below:
-                yield f"the name {path}/{name}"
-            yield from _unsynced(below, f"{path}/{name}")
+# --- mounted -------------------------------------------------------------------------------------
+
+
+def ask(mount: Path, what: str, about: str = "") -> str:
+    """Asks the disk that is mounted: ``cut SEED``, ``audit FOLDER`` or ``problems``."""
+    question = base64.urlsafe_b64encode(f"{what} {about}".encode()).decode()
+    return os.readlink(mount / f"{_QUESTION}{question}")
+
+
+class DiskOperations(fuse.Operations):
+    """A disk as a file system, which also answers questions: see ``ask``."""
+
+    use_ns = True
+
+    def __init__(self) -> None:
+        self._disk = Disk()
+        self._open: dict[int, Node] = {}
+
+    def _node(self, path: str | None, handle: int | None) -> Node:
+        if handle:
+            return self._open[handle]
+        assert path is not None
+        return self._disk.at(path)
+
+    def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:
+        if path is not None and path.startswith(f"/{_QUESTION}"):
+            return {"st_mode": stat.S_IFLNK | 0o777, "st_nlink": 1}
+        node = self._node(path, fh)
+        size = len(node.target) if node.target else len(node.data)
+        times = dict.fromkeys(("st_atime", "st_mtime", "st_ctime"), node.changed_ns)
+        return {
+            "st_mode": node.mode,
+            "st_ino": node.number,
+            "st_nlink": 2 if node.is_folder else node.num_links,
+            "st_size": size,
+            "st_blocks": -(-size // 512),
+            "st_uid": os.getuid(),
+            "st_gid": os.getgid(),
+            **times,
+        }
+
+    def readlink(self, path: str) -> str:
+        if not path.startswith(f"/{_QUESTION}"):
+            return self._disk.at(path).target
+        question = base64.urlsafe_b64decode(path.removeprefix(f"/{_QUESTION}")).decode()
+        what, _, about = question.partition(" ")
+        disk = self._disk
+        if what == "cut":
+            return disk.cut(random.Random(int(about)))
+        if what == "audit":
+            disk.audit(disk.at(about), f"{about}: a step was said to be durable")
+            return "done"
+        found, disk.problems = disk.problems, []
+        return "\n".join([str(disk.num_audits), *found])[:4000]
+
+    def readdir(self, path: str, fh: int) -> list[tuple[str, dict[str, int], int]]:
+        node = self._disk.at(path)
+        found = {".": node, "..": node, **node.names}  # the kernel skips what has no number
+        return [(n, {"st_mode": e.mode, "st_ino": e.number}, 0) for n, e in found.items()]
+
+    def statfs(self, path: str) -> dict[str, int]:
+        counted = ("f_blocks", "f_bfree", "f_bavail", "f_files", "f_ffree")
+        sizes = {"f_bsize": 4096, "f_frsize": 4096, "f_namemax": 255}
+        return sizes | dict.fromkeys(counted, 1 << 22)
+
+    def mkdir(self, path: str, mode: int) -> int:
+        self._disk.add(path, Node(stat.S_IFDIR | mode))
+        return 0
+
+    def symlink(self, target: str, source: str) -> int:
+        self._disk.add(target, Node(stat.S_IFLNK | 0o777, target=source))
+        return 0
+
+    def link(self, target: str, source: str) -> int:
+        self._disk.add(target, self._disk.at(source))
+        return 0
+
+    def unlink(self, path: str) -> int:
+        self._disk.remove(path)
+        return 0
+
+    rmdir = unlink
+
+    def rename(self, old: str, new: str) -> int:
+        self._disk.rename(old, new)
+        return 0
+
+    def create(self, path: str, mode: int, fi: Any = None) -> int:
+        self._disk.add(path, Node(stat.S_IFREG | mode))
+        return self.open(path, 0)
+
+    def open(self, path: str, flags: int) -> int:
+        node = self._disk.at(path)
+        if flags & os.O_TRUNC:
+            node.data.clear()
+        handle = max(self._open, default=0) + 1
+        self._open[handle] = node
+        return handle
+
+    def release(self, path: str, fh: int) -> int:
+        del self._open[fh]
+        return 0
+
+    def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
+        return bytes(self._node(path, fh).data[offset : offset + size])
+
+    def write(self, path: str, data: bytes, offset: int, fh: int) -> int:
+        node = self._node(path, fh)
+        node.data.extend(bytes(max(0, offset - len(node.data))))
+        node.data[offset : offset + len(data)] = data
+        node.changed_ns = time.time_ns()
+        return len(data)
+
+    def truncate(self, path: str, length: int, fh: int | None = None) -> int:
+        node = self._node(path, fh)
+        del node.data[length:]
+        node.data.extend(bytes(length - len(node.data)))
+        node.changed_ns = time.time_ns()
+        return 0
+
+    def chmod(self, path: str, mode: int) -> int:
+        node = self._disk.at(path)
+        node.mode = stat.S_IFMT(node.mode) | stat.S_IMODE(mode)
+        return 0
+
+    def chown(self, path: str, uid: int, gid: int) -> int:
+        return 0
+
+    def utimens(self, path: str, times: tuple[int, int] | None = None) -> int:
+        self._disk.at(path).changed_ns = times[1] if times else time.time_ns()
+        return 0
+
+    def fsync(self, path: str, datasync: int, fh: int) -> int:
+        self._disk.sync(self._node(path, fh))
+        return 0
+
+    def fsyncdir(self, path: str, datasync: int, fh: int) -> int:
+        self._disk.sync(self._disk.at(path))
+        return 0
+
+    def getxattr(self, path: str, name: str, position: int = 0) -> bytes:
+        raise OSError(errno.ENOTSUP, name)

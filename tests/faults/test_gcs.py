@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import logging
 import os
@@ -38,8 +39,11 @@ from torchax_ckpt import (
     policies,
     torchax_backend,
 )
-from torchax_ckpt.errors import CorruptCheckpointError, DirectoryError, SaveError
+from torchax_ckpt.errors import CorruptCheckpointError, DirectoryError, LeaseError, SaveError
+from torchax_ckpt.storage.directory.compare_and_swap import Conflict, record_at
+from torchax_ckpt.storage.directory.lease_holder import LeaseHolder
 from torchax_ckpt.storage.medium import bucket, location
+from torchax_ckpt.storage.writing import array_writer
 
 pytest_plugins = ("gcs_fixtures",)
 ROOT = Path(__file__).parent.parent.parent
@@ -618,3 +622,61 @@ def test_a_run_on_a_bucket_is_named_anew_and_what_missed_it_does_not_count(
         save(alone, 5)
     with two_tiers("elsewhere") as ckpt:
         assert ckpt.all_steps() == [1, 5]
+
+
+# --- who writes ----------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("gcs")
+def test_of_two_that_saw_the_same_record_one_replaces_it(bucket_run: str) -> None:
+    record = record_at(f"{bucket_run}/record")
+    assert record.read() is None
+    first = record.swap(None, b"1")
+    with pytest.raises(Conflict):
+        record.swap(None, b"2")
+    second = record.swap(first, b"2")
+    with pytest.raises(Conflict):
+        record.swap(first, b"3")
+    record.remove(first)
+    assert record.read() == second
+    assert record.swap(first, b"2") == second  # sent again after its answer was lost
+    record.remove(second)
+    assert record.read() is None
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("gcs")
+def test_a_lost_lease_commits_nothing_and_one_of_a_dead_host_is_taken_over(
+    bucket_run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = TorchaxCheckpointer(bucket_run), TorchaxCheckpointer(bucket_run)
+    save(first, 1)
+    with pytest.raises(LeaseError, match="this very process"):
+        second.save(2, state=state(2), force=True)
+    first._directory._lease.renew()
+    lease = epath.Path(bucket_run) / "lease"
+    other = LeaseHolder("t", "tpu-vm-7", 4711, "another kernel", 1, 0.0, time.time())
+    write = array_writer.write_arrays
+
+    def lose(*args: Any, **kwargs: Any) -> Any:
+        lease.write_bytes(other.to_bytes())
+        return write(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(array_writer, "write_arrays", lose)
+        with pytest.raises(SaveError, match="held by host tpu-vm-7"):
+            save(first, 2)
+        assert (epath.Path(bucket_run) / "2" / "state").exists()
+        assert first.all_steps() == [1]
+        with pytest.raises(LeaseError):
+            first.save(3, state=state(3), force=True)
+    with contextlib.suppress(SaveError):
+        first.close()
+    second.close()
+    lease.write_bytes(dataclasses.replace(other, renewed_secs=time.time() - 58).to_bytes())
+    with TorchaxCheckpointer(bucket_run) as third:
+        began = time.monotonic()
+        save(third, 2)
+        assert time.monotonic() - began < 40
+        assert third.all_steps() == [1, 2]
+    assert not lease.exists()

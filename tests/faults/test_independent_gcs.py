@@ -1,17 +1,15 @@
-"""A bucket on a second server, independent of the first: lease, commit, listing, restore, kills."""
+"""A bucket on a second server, independent of the first: lease, commit, listing, restore."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import gcs_proxy
 import pytest
 import test_gcs
 from independent_gcs import IndependentServer
-from support.processes import run_torture
 
 from torchax_ckpt.storage.directory import compare_and_swap
 
@@ -60,14 +58,3 @@ def test_of_many_that_replace_a_record_at_once_one_succeeds(bucket_run: str) -> 
 test_a_run_on_another_server = pytest.mark.slow(
     test_gcs.test_a_run_is_saved_pruned_resumed_resharded_and_goes_back_twice
 )
-
-
-@pytest.mark.slow
-def test_killed_at_random_moments_the_other_server_loses_nothing() -> None:
-    code, table, output = run_torture(
-        Path(__file__).parent / "torture_gcs.py",
-        *("--server", "independent", "--saves", "4", "--processes", "1"),
-        *("--rate", "0.02", "--outage-secs", "0", "--kill-every", "2", "--kill-within", "9"),
-    )
-    assert code == 0, output
-    assert table["steps restored exactly"] >= 1, output

@@ -31,19 +31,21 @@ def test_two_processes_on_a_bucket_resume_bit_for_bit_after_both_were_killed(
     gcs: gcs_proxy.FaultProxy, bucket_run: str
 ) -> None:
     environment = gcs.environment()
-    with Running(
-        PROGRAMS / "killed_after_training.py", 2, bucket_run, "0", env=environment
-    ) as running:
+    do: Any = ["attach", ["train", 7], "wait", "steps", ["begin", 7], "die"]
+    given = {"directory": bucket_run, "do": do}
+    with Running(PROGRAMS / "group.py", 2, given, env=environment) as running:
         assert running.wait() == [-signal.SIGKILL] * 2, running.output(0)[1][-3000:]
         before = [running.reports(index) for index in range(2)]
-    assert [steps for _, steps in before] == [{"steps": [4]}] * 2
-    resumed = run_processes(
-        PROGRAMS / "resumed_then_warm_started.py", 2, bucket_run, "77", env=environment
-    )
-    for (found, after), (expected, _) in zip(resumed, before, strict=True):
+    assert [end["steps"] for *_, end in before] == [[4]] * 2
+    do = ["attach", ["train", 7], ["begin", 7], "wait", "verify", "warm_starts", "close"]
+    given = {"directory": bucket_run, "seed": 77, "do": do}
+    resumed = run_processes(PROGRAMS / "group.py", 2, given, env=environment)
+    for (first, found, verified, after, _), (_, expected, _) in zip(resumed, before, strict=True):
+        assert first["start"] == 4
         assert (found["whole"], found["own"]) == (expected["whole"], expected["own"])
         assert found["seen"] == expected["seen"][4:]
-        assert after == {"verified": 7, "step": 7, "alike": True, "count": 10}
+        assert verified == {"verify": 7}
+        assert after == {"step": 7, "alike": True, "count": 10}
 
 
 @pytest.mark.long

@@ -10,19 +10,22 @@ import signal
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import PROGRAMS
-from support.processes import Running
+from support.processes import Running, run_processes
 
 HOST = socket.gethostname()
 KNOWN_SECS = 60
+PROGRAM = PROGRAMS / "group.py"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("call", ["restore", "close"])
 def test_all_survivors_are_told_who_died(call: str, directory: Path) -> None:
-    with Running(PROGRAMS / "killed_in_calls.py", 3, str(directory), call) as running:
+    program = PROGRAMS / "calls_on_processes.py"
+    with Running(program, 3, "killed_in", directory, call) as running:
         assert running.wait() == [3, -signal.SIGKILL, 3]
         ends = [running.reports(index)[-1] for index in (0, 2)]
     for end in ends:
@@ -31,16 +34,21 @@ def test_all_survivors_are_told_who_died(call: str, directory: Path) -> None:
         assert end["secs"] < KNOWN_SECS
 
 
+def settings(directory: Path, *do: Any) -> dict[str, Any]:
+    options = {"process_timeout_secs": 600}
+    common = {"directory": str(directory), "every": 99, "keep": 3, "options": options}
+    return {**common, "do": ["attach", *do]}
+
+
 @pytest.mark.slow
 def test_a_killed_process_fails_the_save_by_name_and_a_clean_start_goes_on(directory: Path) -> None:
     # Process 1 stops for 5 s in a save, and is waited for. In the next save it dies, but not a
     # process forked from it. Process 0 names it, and removes what was half written.
-    with Running(
-        PROGRAMS / "killed_in_save.py", 2, str(directory), "1", "3", "600", "2"
-    ) as running:
+    do: Any = ["save", 1], ["stop_in_save", 1, 5], ["save", 2], ["die_in_save", 1], ["save", 3]
+    with Running(PROGRAM, 2, settings(directory, *do)) as running:
         assert running.wait() == [3, -signal.SIGKILL]
         *_, saved, end = running.reports(0)
-        own = [next(r["own"] for r in running.reports(i)[::-1] if "own" in r) for i in (0, 1)]
+        own = [running.reports(i)[2]["own"] for i in (0, 1)]
     assert saved["saved"] == 2
     assert saved["secs"] > 4
     assert end["cause"] == "ProcessError"
@@ -50,7 +58,8 @@ def test_a_killed_process_fails_the_save_by_name_and_a_clean_start_goes_on(direc
 
     # Both start again, and go on from the last durable step. Then process 0 dies, and JAX ends the
     # other, which had nobody left to speak to.
-    with Running(PROGRAMS / "killed_in_save.py", 2, str(directory), "0", "4", "600") as running:
+    do = ["save", 3], ["die_in_save", 0], ["save", 4]
+    with Running(PROGRAM, 2, settings(directory, *do)) as running:
         running.processes[0].wait(100)
         died = time.monotonic()
         codes = running.wait()
@@ -67,20 +76,18 @@ def test_a_killed_process_fails_the_save_by_name_and_a_clean_start_goes_on(direc
     assert any(path.name.startswith("writing-4-") for path in directory.iterdir())
 
     # And once more. What the killed one left is gone once the next save is durable.
-    with Running(PROGRAMS / "killed_in_save.py", 2, str(directory), "-1", "4", "600") as running:
-        assert running.wait() == [0, 0]
-        for index in (0, 1):
-            first, last = running.reports(index)
-            assert first["start"] == 3
-            assert last == {"durable": 4, "files": ["2", "3", "4"]}
+    given = settings(directory, ["save", 4], "steps", "close")
+    for first, last, end, _ in run_processes(PROGRAM, 2, given):
+        assert first["start"] == 3
+        assert last["saved"] == 4
+        assert end["files"] == ["2", "3", "4"]
 
 
 @pytest.mark.slow
 def test_a_host_that_vanishes_is_named_before_jax_ends_the_survivor(directory: Path) -> None:
-    env = {"HEARTBEAT_SECS": "10", "VANISH": "1"}
-    with Running(
-        PROGRAMS / "killed_in_save.py", 2, str(directory), "1", "3", "600", env=env
-    ) as running:
+    do = ["save", 1], ["save", 2], ["die_in_save", 1], ["save", 3]
+    given = {**settings(directory, *do), "vanishes": True}
+    with Running(PROGRAM, 2, given, env={"HEARTBEAT_SECS": "10"}) as running:
         code = running.processes[0].wait(120)
         # Not by this package, which would have exited with 3.
         assert code == -signal.SIGABRT, running.output(0)[1][-3000:]
@@ -89,14 +96,13 @@ def test_a_host_that_vanishes_is_named_before_jax_ends_the_survivor(directory: P
             for text in (f"process 1 of 2, on host {HOST}, does not answer", "Terminating process")
         )
         assert 0 <= named < ended
-        saved = [running.reports(index)[-2 if index else -1] for index in (0, 1)]
+        saved = [running.reports(index)[2] for index in (0, 1)]
     assert [report["saved"] for report in saved] == [2, 2]
 
-    with Running(PROGRAMS / "killed_in_save.py", 2, str(directory), "-1", "4", "600") as running:
-        assert running.wait() == [0, 0], running.output(0)[1][-3000:]
-        for index in (0, 1):
-            first, again, last = running.reports(index)
-            assert first["start"] == 2
-            assert (first["whole"], first["own"]) == (saved[index]["whole"], saved[index]["own"])
-            assert again["saved"] == 3
-            assert last == {"durable": 4, "files": ["2", "3", "4"]}
+    given = settings(directory, ["save", 3], ["save", 4], "steps", "close")
+    for index, reports in enumerate(run_processes(PROGRAM, 2, given)):
+        first, again, last, end, _ = reports
+        assert first["start"] == 2
+        assert (first["whole"], first["own"]) == (saved[index]["whole"], saved[index]["own"])
+        assert (again["saved"], last["saved"]) == (3, 4)
+        assert end["files"] == ["2", "3", "4"]

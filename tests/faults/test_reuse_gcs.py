@@ -47,9 +47,17 @@ def train(ckpt: TorchaxCheckpointer, model: Tuned, *steps: int) -> None:
         ckpt.wait_until_finished()
 
 
-def values(model: Tuned) -> dict[str, bytes]:
+def assert_holds(run: str, step: int, model: Tuned) -> None:
+    """Asserts that bare Orbax reads what the model holds."""
     buffers = {n: torchax_backend.buffer(p) for n, p in model.named_parameters()}
-    return {f"model/{n}": np.asarray(a).tobytes() for n, a in buffers.items()}
+    expected = {f"model/{n}": np.asarray(a).tobytes() for n, a in buffers.items()}
+    for arrays in by_orbax(epath.Path(run), step):
+        assert {name: arrays[name].tobytes() for name in expected} == expected
+
+
+def remove(run: str, *steps: int) -> None:
+    for step in steps:
+        bucket.remove(epath.Path(run) / str(step))
 
 
 def stored(gcs: gcs_proxy.FaultProxy, run: str, step: int) -> dict[str, str]:
@@ -64,7 +72,7 @@ def test_what_does_not_change_is_uploaded_twice_and_every_step_is_complete_by_it
 ) -> None:
     model = Tuned(1024).to("jax")
     trained = sum(p.nbytes for p in model.head.parameters())
-    expected, uploaded = {}, []
+    uploaded = []
     events: list[Event] = []
     with TorchaxCheckpointer(bucket_run, options=REUSE, on_event=events.append, **ALL) as ckpt:
         ckpt.attach(model)
@@ -72,7 +80,6 @@ def test_what_does_not_change_is_uploaded_twice_and_every_step_is_complete_by_it
             before = gcs.uploaded_bytes
             train(ckpt, model, step)
             uploaded.append(gcs.uploaded_bytes - before)
-            expected[step] = values(model)
     assert min(uploaded[:2]) > 2 * trained
     assert max(uploaded[2:]) < 1.05 * trained
     durable = [event.values for event in events if event.name == "durable"]
@@ -81,11 +88,8 @@ def test_what_does_not_change_is_uploaded_twice_and_every_step_is_complete_by_it
     sizes = [values["num_bytes"] for values in durable]
     assert [values["total_bytes"] for values in durable] == [*itertools.accumulate(sizes)]
     assert not any(stored(gcs, bucket_run, 4).items() & stored(gcs, bucket_run, 2).items())
-    for step in (1, 2, 3):
-        bucket.remove(epath.Path(bucket_run) / str(step))
-    for arrays in by_orbax(epath.Path(bucket_run), 4):
-        found = {name: arrays[name].tobytes() for name in expected[4]}
-        assert found == expected[4]
+    remove(bucket_run, 1, 2, 3)
+    assert_holds(bucket_run, 4, model)
 
 
 def test_host_leaves_that_do_not_change_are_copied_by_the_service(
@@ -105,8 +109,7 @@ def test_host_leaves_that_do_not_change_are_copied_by_the_service(
             uploaded.append(gcs.uploaded_bytes - before)
     assert max(uploaded[4:6]) < table.nbytes / 10
     assert min(*uploaded[:4], uploaded[6]) > table.nbytes / 2
-    for step in (1, 2, 3, 4, 5):
-        bucket.remove(epath.Path(bucket_run) / str(step))
+    remove(bucket_run, 1, 2, 3, 4, 5)
     for step, expected in ((6, unchanged), (7, table)):
         for arrays in by_orbax(epath.Path(bucket_run), step):
             assert arrays["state/table"].tobytes() == expected.tobytes()
@@ -190,8 +193,7 @@ def test_a_run_that_keeps_one_step_copies_from_what_is_kept_aside(
                 before = gcs.uploaded_bytes
                 train(ckpt, model, step)
                 assert (gcs.uploaded_bytes - before < 1.05 * trained) == (step > 2)
-    for arrays in by_orbax(epath.Path(bucket_run), 6):
-        assert {name: arrays[name].tobytes() for name in values(model)} == values(model)
+    assert_holds(bucket_run, 6, model)
     place = f"{bucket_run.removeprefix('gs://bucket/')}/unchanged/"
     changes = [
         r for r in requests if re.search(rf"(DELETE .*|/rewriteTo/b/bucket|/moveTo)/o/{place}", r)
@@ -232,10 +234,8 @@ def test_a_run_that_goes_on_from_a_local_step_uploads_what_changed_only(
     assert [*uploaded] == [*range(1, 10)]
     assert min(uploaded[1], uploaded[3]) > 2 * trained
     assert max(uploaded[5], uploaded[7], uploaded[9]) < 1.05 * trained
-    for step in (3, 5, 7):
-        bucket.remove(epath.Path(bucket_run) / str(step))
-    for arrays in by_orbax(epath.Path(bucket_run), 9):
-        assert {name: arrays[name].tobytes() for name in values(model)} == values(model)
+    remove(bucket_run, 3, 5, 7)
+    assert_holds(bucket_run, 9, model)
 
 
 @pytest.mark.long
@@ -252,10 +252,8 @@ def test_what_was_deleted_under_the_hands_is_written_in_full(
         with caplog.at_level(logging.WARNING, "torchax_ckpt"):
             train(ckpt, model, 4, 5, 6)
     assert caplog.text.count("is gone: the unchanged arrays are written again") == 1
-    for step in (1, 2, 3, 4, 5):
-        bucket.remove(epath.Path(bucket_run) / str(step))
-    for arrays in by_orbax(epath.Path(bucket_run), 6):
-        assert {name: arrays[name].tobytes() for name in values(model)} == values(model)
+    remove(bucket_run, 1, 2, 3, 4, 5)
+    assert_holds(bucket_run, 6, model)
 
 
 @pytest.mark.slow
@@ -296,8 +294,7 @@ def test_a_lost_or_changed_object_is_noticed_by_the_save_that_would_copy_it(
     assert caplog.text.count(": the unchanged arrays are written again") == 1
     assert f"{bucket_run.removeprefix('gs://bucket/')}/1/state/" in lost
     assert f"gs://bucket/{lost} {said}" in caplog.text
-    for arrays in by_orbax(epath.Path(bucket_run), 3):
-        assert {name: arrays[name].tobytes() for name in values(model)} == values(model)
+    assert_holds(bucket_run, 3, model)
 
 
 @pytest.mark.slow
@@ -405,5 +402,4 @@ def test_a_save_killed_between_its_copies_and_its_commit_is_no_step(
         assert ckpt.all_steps() == [1, 2, 4]
     assert not stored(gcs, bucket_run, 3)
     assert len(stored(gcs, bucket_run, 4)) == len(stored(gcs, bucket_run, 2))
-    for arrays in by_orbax(epath.Path(bucket_run), 4):
-        assert {name: arrays[name].tobytes() for name in values(model)} == values(model)
+    assert_holds(bucket_run, 4, model)

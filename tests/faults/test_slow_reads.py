@@ -112,7 +112,8 @@ def test_one_slow_process_fails_all_by_name_one_slow_request_is_replaced_32_slow
         return 2e6 / 32 if kind == "shared" else 20
 
     gcs.rate_of = rate_of
-    found = run_processes(PROGRAMS / "slow_bucket.py", 2, bucket_run, env=gcs.environment())
+    arguments = PROGRAMS / "arrays_on_processes.py", 2, "slow_reads", bucket_run
+    found = run_processes(*arguments, env=gcs.environment())
     place = rf"w in {bucket_run}/never/1/state/ocdbt.process_1/d/\w+, bytes \d+ to \d+"
     message = rf"process 1 waits for state/{place}; all its reads together got 0 bytes in [56] s"
     for failed, replaced, *_ in found:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import gcs_proxy
-import gcs_server
 import pytest
 from support import PROGRAMS
 
@@ -96,11 +95,8 @@ class Program:
 
 @pytest.fixture
 def gcs() -> Iterator[gcs_proxy.FaultProxy]:
-    server = gcs_server.GcsServer()
-    proxy = gcs_proxy.FaultProxy(server)
-    yield proxy
-    proxy.stop()
-    server.stop()
+    with gcs_proxy.serving() as proxy:
+        yield proxy
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import shutil
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,24 @@ from support.processes import run_processes
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, torchax_backend
 
 
+def group(
+    count: int, directory: Path, *do: Any, how: Mapping[str, Any] = {}, **settings: Any
+) -> list[list[Any]]:
+    """Runs a training on processes; see the program."""
+    given = {"directory": str(directory), "do": do, **settings}
+    return run_processes(PROGRAMS / "group.py", count, given, **how)
+
+
+CALLS, ARRAYS = PROGRAMS / "calls_on_processes.py", PROGRAMS / "arrays_on_processes.py"
+
+
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
     """A run of 8 steps on 2 processes x 2 devices, with steps 4 and 8, and what each reported."""
     run = tmp_path_factory.mktemp("straight") / "run"
-    return run, [
-        report | sockets
-        for report, sockets in run_processes(PROGRAMS / "straight_run.py", 2, str(run), "0")
-    ]
+    reports = group(2, run, "attach", ["train", 8], "listens", "close", seed=0)
+    assert [first["start"] for first, *_ in reports] == [0, 0]
+    return run, [report | sockets for _, report, sockets, _ in reports]
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +45,11 @@ def wider(
     """The same run, gone on with by 4 processes, with steps 4, 8 and 12, and what each reported."""
     run = tmp_path_factory.mktemp("wider") / "run"
     shutil.copytree(straight[0], run)
-    return run, run_processes(PROGRAMS / "continued_by_others.py", 4, str(run), "5")
+    again = ["restore", 8], ["train", 12, 9]
+    # Written in several batches.
+    options = {"process_timeout_secs": 60, "max_host_bytes": 1000}
+    do = "attach", ["train", 12], *again, ["train", 14, 13], "close"
+    return run, group(4, run, *do, seed=5, options=options)
 
 
 @pytest.mark.slow
@@ -43,8 +58,9 @@ def test_two_processes_resume_bit_for_bit_and_fail_alike(
 ) -> None:
     run, expected = straight
     shutil.copytree(run, directory)
-    resumed = run_processes(PROGRAMS / "resumed_with_faults.py", 2, str(directory), "77")
-    for (attached, again, outcome, _, _, end), whole in zip(resumed, expected, strict=True):
+    given = {"directory": str(directory), "seed": 77}
+    resumed = run_processes(PROGRAMS / "resumed_with_faults.py", 2, given)
+    for (attached, again, outcome, end), whole in zip(resumed, expected, strict=True):
         assert (attached["whole"], attached["own"]) == (whole["whole"], whole["own"])
         assert (again["whole"], again["own"]) == (whole["whole"], whole["own"])
         assert again["seen"] == whole["seen"][4:]
@@ -65,19 +81,25 @@ def test_two_processes_resume_bit_for_bit_and_fail_alike(
         assert outcome["damaged"][0] == "CorruptCheckpointError"
         assert outcome["missing"][0] == "StepNotFoundError"
         assert end["steps"] == [4, 9, 11]
-        # Both slices have all of it; each has written half, from its own devices.
-        for nbytes in end["written"]:
-            assert end["nbytes"] / 2 <= nbytes < end["nbytes"] * 0.6
     kinds = [outcome["unsaid"][::2] for _, _, outcome, *_ in resumed]
     assert kinds == [["SaveError"], ["ValueError", "SaveError"]]
-    # Slice by slice, or one for both: what the second does not read came over the devices' network.
-    (*_, each_0, one_0, end), (*_, each_1, one_1, _) = resumed
-    assert each_0["read"] >= end["nbytes"] <= each_1["read"]
-    assert one_0["read"] == each_0["read"]
-    assert one_1["read"] < end["nbytes"] / 100
     # Each process has a state of its own; else little was shown.
     assert expected[0]["own"] != expected[1]["own"]
     assert expected[0]["seen"] != expected[1]["seen"]
+
+
+@pytest.mark.slow
+def test_slices_read_and_write_each_a_part_and_one_may_read_for_both(directory: Path) -> None:
+    """Both have all of the state, in every width; what one does not read comes from the other."""
+    (each_0, one_0, end), (each_1, one_1, _) = run_processes(
+        ARRAYS, 2, "bytes_of_restore", directory, ""
+    )
+    nbytes = 256 * 256 * 4
+    for written in end["written"]:
+        assert nbytes / 2 <= written < nbytes * 0.6
+    assert each_0["read"] >= nbytes <= each_1["read"]
+    assert one_0["read"] == each_0["read"]
+    assert one_1["read"] < nbytes / 100
 
 
 @pytest.mark.slow
@@ -99,7 +121,8 @@ def test_other_numbers_of_processes_restore_it(
     straight: tuple[Path, list[Any]], wider: tuple[Path, list[Any]]
 ) -> None:
     (_, expected), (directory, reports) = straight, wider
-    for index, (attached, first, again, _) in enumerate(reports):
+    for index, (attached, first, _, again, _, _) in enumerate(reports):
+        assert attached["start"] == 8
         assert attached["whole"] == expected[0]["whole"]
         assert attached["own"] == expected[index % 2]["own"]
         assert first == again
@@ -115,7 +138,7 @@ def test_other_numbers_of_processes_restore_it(
     ):
         loaded = ckpt.load(12)
     for name, value in loaded["model"].items():
-        assert digest(np.asarray(torchax_backend.buffer(value))) == reports[0][2]["whole"][name]
+        assert digest(np.asarray(torchax_backend.buffer(value))) == reports[0][3]["whole"][name]
     assert loaded["dataloader"]["position"] == 12
 
 
@@ -127,8 +150,12 @@ def test_what_four_processes_saved_is_resumed_by_as_many_and_by_fewer(
 ) -> None:
     run, reports = wider
     shutil.copytree(run, directory)
-    resumed = run_processes(PROGRAMS / "continued_again.py", count, str(directory), "77")
-    for (attached, after), (*_, expected, beyond) in zip(resumed, reports[:count], strict=True):
+    do = "attach", ["train", 14], ["begin", 14], "wait", "verify", "close"
+    resumed = group(count, directory, *do, seed=77)
+    for (attached, after, end, _), (*_, expected, beyond, _) in zip(
+        resumed, reports[:count], strict=True
+    ):
+        assert (attached["start"], end) == (12, {"verify": 14})
         assert attached["whole"] == expected["whole"]
         assert attached["own"] == expected["own"]
         if count == 4:
@@ -146,7 +173,7 @@ def test_what_four_processes_saved_is_resumed_by_as_many_and_by_fewer(
 def test_redistributed_loaders_lose_no_sample_and_see_none_twice(directory: Path) -> None:
     seen: list[int] = []
     for count in (2, 4, 1):
-        reports = run_processes(PROGRAMS / "redistributed.py", count, str(directory))
+        reports = run_processes(CALLS, count, "redistributed", directory)
         seen += [sample for (told,) in reports for sample in told["samples"]]
     assert sorted(seen) == list(range(24))
 
@@ -154,10 +181,9 @@ def test_redistributed_loaders_lose_no_sample_and_see_none_twice(directory: Path
 @pytest.mark.long
 def test_a_clock_that_is_wrong_parts_nobody(directory: Path) -> None:
     def run(skew_secs: int, interval_secs: int, *, last: int) -> list[Any]:
-        arguments = str(directory), "0", str(interval_secs), str(last)
-        env = {"SKEW_SECS": str(skew_secs)}
         # Fresh: what is imported finds the clock wrong.
-        results = run_processes(PROGRAMS / "saves_by_clock.py", 2, *arguments, env=env, fresh=True)
+        how = {"env": {"SKEW_SECS": str(skew_secs)}, "fresh": True}
+        results = group(2, directory, ["train_by_clock", interval_secs, last], how=how)
         reports = [report for (report,) in results]
         assert [round(report["ahead"]) for report in reports] == [0, skew_secs]
         return reports
@@ -186,7 +212,7 @@ def test_options_that_contradict_each_other_are_refused() -> None:
 def test_load_belongs_to_the_training_thread_where_processes_send_each_other_what_they_read(
     tmp_path: Path,
 ) -> None:
-    for reports in run_processes(PROGRAMS / "loads_on_thread.py", 2, str(tmp_path)):
+    for reports in run_processes(CALLS, 2, "loads_on_thread", tmp_path / "run"):
         found = {told["name"]: told["found"] for told in reports}
         assert found.pop("plain") == [0, 1, 2]
         assert len(found) == 2
@@ -196,7 +222,7 @@ def test_load_belongs_to_the_training_thread_where_processes_send_each_other_wha
 
 
 def test_replicas_that_differ_are_stored_as_each_process_has_its_part(directory: Path) -> None:
-    for (told,) in run_processes(PROGRAMS / "differing_replicas.py", 2, str(directory)):
+    for (told,) in run_processes(ARRAYS, 2, "differing_replicas", directory):
         assert told == {"steps": [1]}
     loaded = np.asarray(TorchaxCheckpointer(directory).load(1)["w"])
     expected = np.arange(4096, dtype=np.float32).reshape(64, 64)
@@ -206,7 +232,7 @@ def test_replicas_that_differ_are_stored_as_each_process_has_its_part(directory:
 
 @pytest.mark.slow
 def test_what_one_process_cannot_save_stops_no_other(tmp_path: Path) -> None:
-    first, second = run_processes(PROGRAMS / "refused_on_one.py", 2, str(tmp_path))
+    first, second = run_processes(CALLS, 2, "refused_on_one", tmp_path / "run")
     found = {told["name"]: (told, other) for told, other in zip(first, second, strict=True)}
 
     def kinds(name: str) -> list[list[str]]:
@@ -269,7 +295,7 @@ def test_what_one_process_cannot_save_stops_no_other(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_calls_that_differ_are_named_at_once(tmp_path: Path) -> None:
-    first, second = run_processes(PROGRAMS / "differing_calls.py", 2, str(tmp_path))
+    first, second = run_processes(CALLS, 2, "differing", tmp_path / "run")
     found = {a["name"]: (a, b) for a, b in zip(first, second, strict=True)}
     named = {
         "other steps": ("save(10)", "save(12)"),
@@ -312,7 +338,7 @@ def test_calls_that_differ_are_named_at_once(tmp_path: Path) -> None:
 def test_a_save_that_one_process_leaves_out_stalls_nobody(
     tmp_path: Path, count: int, cases: str
 ) -> None:
-    run = run_processes(PROGRAMS / "left_out_calls.py", count, str(tmp_path), cases)
+    run = run_processes(CALLS, count, "left_out", tmp_path / "run", cases)
     for told in (told for reports in run for told in reports):
         secs, errors = zip(*told["told"].values(), strict=True)
         assert max(secs) < 10, f"process_timeout_secs is 60: {told}"

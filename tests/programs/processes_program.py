@@ -1,6 +1,6 @@
-"""A training program on several processes, for tests that start it: see ``support.run_processes``.
+"""What programs on several processes share: see ``support.run_processes``.
 
-    python processes_program.py INDEX COUNT PORT ...
+    python PROGRAM INDEX COUNT PORT ...
 
 The model is sharded over the devices of all processes; each process has its own part of the data,
 its own random state, and a loader with a position of its own.
@@ -46,6 +46,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torchax  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
+from support.training import fsdp_rule  # noqa: E402
 from torchax import interop  # noqa: E402
 
 from torchax_ckpt import torchax_backend  # noqa: E402
@@ -67,12 +68,21 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def rule(name: str, abstract: Any) -> NamedSharding:
-    """The first dim that divides, else replicated."""
-    for dim, length in enumerate(abstract.shape):
-        if length and length % jax.device_count() == 0:
-            return NamedSharding(MESH, P(*[None] * dim, "fsdp"))
-    return NamedSharding(MESH, P())
+rule = fsdp_rule(MESH)
+
+
+def spread(host: np.ndarray, *spec: Any, mesh: Mesh = MESH, kind: str = "device") -> jax.Array:
+    """An array over the devices of all processes, by default the first dim over all of them."""
+    spec = () if host.ndim == 0 else spec or ("fsdp",)
+    sharding = NamedSharding(mesh, P(*spec), memory_kind=kind)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index].copy())
+
+
+def shards(array: Any) -> list[bytes]:
+    """The bytes of the shards of this process, or of an array on the host."""
+    if not isinstance(array, jax.Array):
+        return [array.tobytes()]
+    return [np.asarray(shard.data).tobytes() for shard in array.addressable_shards]
 
 
 def init(name: str, abstract: Any) -> np.ndarray:
@@ -128,7 +138,10 @@ def adamw(
 class Training:
     """A model of two layers with AdamW, its loader, and random state seeded by process."""
 
-    def __init__(self, seed: int = 0, width: int = 256) -> None:
+    def __init__(
+        self, seed: int = 0, width: int = 256, mesh: Mesh = MESH, rule: Any = None
+    ) -> None:
+        self._mesh, self._rule = mesh, rule or fsdp_rule(mesh)
         # Wide enough for shards that storage does not put into its index.
         with torch.device("meta"):
             self.model = torch.nn.Sequential(
@@ -150,7 +163,7 @@ class Training:
             self.model,
             self.optimizer,
             dataloader=self.loader,
-            shardings=rule,
+            shardings=self._rule,
             init=init,
             **kwargs,
         )
@@ -174,7 +187,7 @@ class Training:
         noise = np.random.random() + random.random() + float(torch.rand(()))
         mine = next(self.loader) + np.float32(noise)
         self.seen.append(float(mine.sum()))
-        sharding = NamedSharding(MESH, P(MESH.axis_names))
+        sharding = NamedSharding(self._mesh, P(self._mesh.axis_names))
         batch = jax.make_array_from_process_local_data(sharding, mine, (16, 8))
         loss, grads = self._gradients(
             dict(self.model.named_parameters()), interop.torch_view(batch)

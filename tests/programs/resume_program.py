@@ -24,7 +24,7 @@ import numpy as np
 import optax
 import torch
 import torchax
-from support.compare import bits
+from support.strategies import fingerprint
 from support.training import fsdp_mesh, fsdp_rule
 from torchax import interop, train
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -139,22 +139,9 @@ def run(style: str, ckpt: Any, first: int, last: int, seed: int) -> Any:
     }
     if ckpt is not None:
         ckpt.close()
-    return {"state": digests(state), "seen": seen}
-
-
-def digests(state: Any, where: str = "") -> dict[str, str]:
-    if isinstance(state, dict):
-        return {k: v for n, s in state.items() for k, v in digests(s, f"{where}/{n}").items()}
-    leaves = jax.tree.leaves(state)
-    return {
-        f"{where}#{i}": hashlib.sha256(repr(leaf_bits(x)).encode()).hexdigest()
-        for i, x in enumerate(leaves)
-    }
-
-
-def leaf_bits(leaf: Any) -> Any:
-    is_array = isinstance(leaf, (torch.Tensor, jax.Array, np.ndarray, np.generic))
-    return bits(leaf) if is_array else leaf
+    parts = {name: repr(fingerprint(part)).encode() for name, part in state.items()}
+    digests = {name: hashlib.sha256(part).hexdigest() for name, part in parts.items()}
+    return {"state": digests, "seen": seen}
 
 
 def delete(donated: Any) -> None:

@@ -31,8 +31,8 @@ from typing import Any
 import jax
 import numpy as np
 from etils import epath
-from jax.sharding import Mesh, NamedSharding
-from processes_program import COUNT, INDEX, P, report
+from jax.sharding import Mesh
+from processes_program import COUNT, INDEX, report, shards, spread
 
 from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, errors, policies
 from torchax_ckpt.processes.messages import Messages
@@ -40,7 +40,9 @@ from torchax_ckpt.saving.unchanged import identities
 from torchax_ckpt.storage.medium import links
 from torchax_ckpt.storage.writing import fetching
 
-SPECS = {"all": P(), "columns": P(None, "data"), "rows": P("model"), "sharded": P("data", "model")}
+SPECS: dict[str, Any] = {
+    "all": (None,), "columns": (None, "data"), "rows": ("model",), "sharded": ("data", "model"),
+}  # fmt: skip
 SHAPE = (512, 1024)  # 2 MiB
 
 
@@ -73,19 +75,15 @@ def state(
 ) -> dict[str, Any]:
     """The leaves at a step, on all devices."""
     found = values(step, changed, is_mixed)
-
-    def placed(host: np.ndarray, spec: Any) -> jax.Array:
-        return jax.make_array_from_callback(
-            host.shape, NamedSharding(mesh, spec), lambda index: host[index]
-        )
-
-    return {
-        "base": {name: placed(host, SPECS[name]) for name, host in found["base"].items()},
-        "layers": {
-            i: {"lora": placed(layer["lora"], P()), "w": placed(layer["w"], P("data"))}
-            for i, layer in found["layers"].items()
-        },
+    layers = {
+        i: {
+            "lora": spread(layer["lora"], None, mesh=mesh),
+            "w": spread(layer["w"], "data", mesh=mesh),
+        }
+        for i, layer in found["layers"].items()
     }
+    base = {name: spread(host, *SPECS[name], mesh=mesh) for name, host in found["base"].items()}
+    return {"base": base, "layers": layers}
 
 
 def with_host(state: dict[str, Any], step: int, changed: int | None = None) -> dict[str, Any]:
@@ -113,15 +111,10 @@ class Buffer:
 
 def is_same(found: Any, expected: Any) -> bool:
     """Whether the shards of this process, and the leaves on the host, have the same bits."""
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
     return all(
-        a.tobytes() == b.tobytes()
-        if isinstance(b, np.ndarray)
-        else a.sharding == b.sharding
-        and all(
-            np.asarray(x.data).tobytes() == np.asarray(y.data).tobytes()
-            for x, y in zip(a.addressable_shards, b.addressable_shards, strict=True)
-        )
-        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+        shards(a) == shards(b) and getattr(a, "sharding", None) == getattr(b, "sharding", None)
+        for a, b in pairs
     )
 
 
@@ -138,17 +131,23 @@ def lose_file(directory: epath.Path, step: int) -> None:
     max(folder.rglob("d/*"), key=lambda path: path.stat().st_size).unlink()
 
 
-def counted() -> dict[str, int]:
-    """Counts what this process sends to others."""
-    counts = {"messages": 0}
-    send = Messages._set
+counts = {"messages": 0, "arrays": 0}
 
-    def counting(self: Any, *args: Any) -> None:
+
+def count() -> None:
+    """Counts what this process sends to others, and fetches from its devices, but small arrays."""
+    send, start = Messages._set, fetching.start
+
+    def sending(self: Any, *args: Any) -> None:
         counts["messages"] += 1
         send(self, *args)
 
-    Messages._set = counting  # type: ignore[method-assign,assignment]
-    return counts
+    def starting(array: Any) -> Any:
+        counts["arrays"] += array.size >= 1 << 16
+        return start(array)
+
+    Messages._set = sending  # type: ignore[method-assign,assignment]
+    fetching.start = starting
 
 
 def with_same(found: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
@@ -161,24 +160,11 @@ def with_same(found: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
 
 def changed_here(array: jax.Array) -> jax.Array:
     """The array with other values in the shards of this process."""
-    shards = [
+    parts = [
         jax.device_put(np.asarray(shard.data) + 1, shard.device)
         for shard in array.addressable_shards
     ]
-    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
-
-
-def fetched() -> dict[str, int]:
-    """Counts the arrays that this process fetches from its devices, but small ones."""
-    counts = {"arrays": 0}
-    start = fetching.start
-
-    def counting(array: Any) -> Any:
-        counts["arrays"] += array.size >= 1 << 16
-        return start(array)
-
-    fetching.start = counting
-    return counts
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
 
 
 def main() -> None:
@@ -213,7 +199,7 @@ def main() -> None:
     if "same" in settings:
         identities.is_proof = lambda array: True
         same = state(mesh, 0)
-    counts, fetches = counted(), fetched()
+    count()
     durable = tuple(settings.get("durable", ()))
     policy = policies.PreserveAll() if keep is None else policies.LatestN(keep)
     local, every = None, policies.FixedIntervalPolicy(1)
@@ -242,7 +228,8 @@ def main() -> None:
         report(is_restored=is_same(loaded, current))
         same = same and loaded
     for step in range(first, last + 1):
-        before, began = counts["messages"], time.time() - 0.02  # the clock of files is coarse
+        began = time.time() - 0.02  # the clock of files is coarse
+        counts.update(messages=0, arrays=0)
         if step == last and settings.get("kill") == INDEX:
             links.link_folder = killed
         if step == settings.get("lost") and INDEX == 0:
@@ -252,7 +239,6 @@ def main() -> None:
             same["base"]["rows"] = state(mesh, 0)["base"]["rows"]
         if settings.get("differs") == [INDEX, step]:
             same["base"]["sharded"] = changed_here(same["base"]["sharded"])
-        fetches["arrays"] = 0
         is_odd = settings.get("odd") == [INDEX, step]
         links.link_folder = failed if is_odd else links.link_folder
         try:
@@ -265,8 +251,7 @@ def main() -> None:
         else:
             is_local = "://" not in str(directory)
             new = written(directory, step, began) if INDEX == 0 and is_local else None
-            sent = counts["messages"] - before
-            report(step=step, new=new, messages=sent, fetched=fetches["arrays"])
+            report(step=step, new=new, messages=counts["messages"], fetched=counts["arrays"])
         links.link_folder = link if is_odd else links.link_folder
     ckpt.close()
     report(steps=ckpt.all_steps(), count=COUNT)

@@ -305,9 +305,8 @@ def test_a_thousand_steps_cost_no_more_than_one(
 def test_killed_before_the_old_branch_is_set_aside_it_still_does_not_come_back(
     moment: str, step: int, directory: Path
 ) -> None:
-    result = run_python(
-        PROGRAMS / "killed_going_back.py", str(directory), moment, str(step), check=False
-    )
+    arguments = "killed_going_back", str(directory), moment, str(step)
+    result = run_python(PROGRAMS / "saves.py", *arguments, check=False)
     assert result.returncode == -signal.SIGKILL, result.stderr[-2000:]
     reader = TorchaxCheckpointer(directory)
     before = entries(directory)

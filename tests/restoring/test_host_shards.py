@@ -28,24 +28,34 @@ from torchax_ckpt.restoring import host_shards
 from torchax_ckpt.state.component import Read
 from torchax_ckpt.state.leaf import Spec
 
+PROGRAM = PROGRAMS / "group.py"
 
-def started(directory: Path, ramdisks: Path, seed: int) -> list[dict[str, Any]]:
-    reports = run_processes(
-        PROGRAMS / "host_shards_run.py", 2, str(directory), str(ramdisks), str(seed), "0"
-    )
-    return [report for (report,) in reports]
+
+def settings(place: Path, *do: Any, **more: Any) -> dict[str, Any]:
+    """Of a run of two hosts, each with a local tier for its own shards."""
+    # In several batches, of which the later are begun while the other tier's save goes on.
+    options = {"process_timeout_secs": 60, "max_host_bytes": 1000}
+    places = {"directory": str(place / "run"), "ramdisks": str(place / "ramdisks")}
+    return {**places, "options": options, "do": do, **more}
+
+
+def started(place: Path, seed: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Trains to the end; returns from what each process began, and its state at the end."""
+    given = settings(place, "attach", ["train", 7], "close", seed=seed)
+    return [(first, end) for first, end, _ in run_processes(PROGRAM, 2, given)]
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
     """Where a run of two killed hosts has left its steps, and how one that was not killed ends."""
     place = tmp_path_factory.mktemp("parts")
-    arguments = str(place / "run"), str(place / "ramdisks"), "0", "6"
-    with Running(PROGRAMS / "host_shards_run.py", 2, *arguments) as running:
+    do = "attach", ["train", 6], "wait", "steps", "die"
+    with Running(PROGRAM, 2, settings(place, *do)) as running:
         assert running.wait() == [-signal.SIGKILL] * 2, running.output(0)[1][-3000:]
         for index in range(2):
-            assert running.reports(index) == [{"start": 0, "local": [5, 6]}]
-    return place, started(place / "straight", place / "straight-ramdisks", 0)
+            first, _, end = running.reports(index)
+            assert (first["start"], end["local"]) == (0, [5, 6])
+    return place, started(place / "straight", 0)
 
 
 @pytest.fixture
@@ -62,18 +72,18 @@ def test_killed_hosts_go_on_from_their_own_parts_and_a_lost_host_from_the_durabl
     lost: int | None,
     start: int,
     tier: str,
-    killed: tuple[Path, list[dict[str, Any]]],
+    killed: tuple[Path, list[Any]],
     left: tuple[Path, Path],
 ) -> None:
     directory, ramdisks = left
     if lost is not None:
         shutil.rmtree(ramdisks / str(lost))
-    found = started(directory, ramdisks, 77)
-    for here, there in zip(found, killed[1], strict=True):
-        assert (here["start"], here["tier"]) == (start, tier)
-        assert here["skipped"] == (0 if lost is None else 2)
+    found = started(directory.parent, 77)
+    for (first, here), (_, there) in zip(found, killed[1], strict=True):
+        assert (first["start"], first["tier"]) == (start, tier)
+        assert len(first["warned"]) == (0 if lost is None else 2)
         assert (here["own"], here["whole"]) == (there["own"], there["whole"])
-    assert len({report["own"]["torch"] for report in found}) == 2
+    assert len({end["own"]["torch"] for _, end in found}) == 2
 
 
 @pytest.mark.parametrize("said", [["fsdp", "fsdp"], [["fsdp", "fsdp"]], [{}], 3, None, ["zebra"]])
@@ -150,23 +160,40 @@ def test_a_reader_takes_no_hosts_part_for_the_whole(
 
 @pytest.mark.slow
 def test_what_cannot_be_put_together_fails_alike_and_leaves_nothing(tmp_path: Path) -> None:
-    places = str(tmp_path / "run"), str(tmp_path / "ramdisks")
-    first, second = run_processes(PROGRAMS / "host_shards_with_faults.py", 2, *places, "0")
-    damaged = {"told": ["CorruptCheckpointError"] * 2}
-    assert first[0] == {**damaged, "marked": [1, 2]}, "its own copy is sound"
-    assert second[0] == {**damaged, "marked": [2]}
-    assert first[1] == second[1] == {"step": 4, "tier": "durable", "skipped": [4], "said": 1}
-    for _, _, failed, end in (first, second):
-        assert failed["failed"]
-        assert "5" not in failed["there"]
+    local = {"tier": "local"}
+    verified: list[Any] = [["verify", 1, local], ["verify", 2, local], "steps"]
+    damaged: list[Any] = [["flip", [1], 1]]
+    damaged += [["attempt", "restore", 1, local], ["attempt", "load", 1, local]]
+    damaged += [["train", 4, 3], "wait", "steps"]
+    lost: list[Any] = [["lose", [1], 4], "restore"]
+    failed: list[Any] = [
+        ["fail_disk", 1],
+        ["train", 5, 5],
+        "wait",
+        "steps",
+        ["train", 6, 6],
+        "wait",
+        "steps",
+    ]
+    do = ["attach", ["train", 2], "wait", *verified, *damaged, *lost, *failed, "close"]
+    given = settings(tmp_path, *do, every=[4], keep_local=9)
+    for reports, marked in zip(run_processes(PROGRAM, 2, given), ([1, 2], [2]), strict=True):
+        _, _, one, two, sound, *told, _, after = reports[:9]
+        assert (one["verify"], two["verify"], sound["marked"]) == (1, 2, [1, 2])
+        assert told == [{"told": "CorruptCheckpointError"}] * 2
+        assert after["marked"] == marked, "its own copy is sound, or not"
+        restored, _, failure, there, _, end, _ = reports[9:]
+        assert restored == {"step": 4, "tier": "durable", "skipped": [4], "said": 1}
+        assert "Input/output error" in failure["failed"]
+        assert "5" not in there["files"]
         assert end["local"] == [1, 2, 3, 6]
-        assert sorted(end["there"]) == ["1", "2", "3", "6"]
+        assert [name for name in end["files"] if name.isdigit()] == ["1", "2", "3", "6"]
 
 
 @pytest.mark.slow
 def test_one_host_that_is_told_to_end_has_all_save_the_same_durable_step(tmp_path: Path) -> None:
-    places = str(tmp_path / "run"), str(tmp_path / "ramdisks"), "0"
-    with Running(PROGRAMS / "host_shards_terminated.py", 2, *places) as running:
+    given = settings(tmp_path, "attach", "train_until_told", every=[])
+    with Running(PROGRAM, 2, given) as running:
 
         def has_saved() -> bool:
             assert [process.poll() for process in running.processes] == [None] * 2

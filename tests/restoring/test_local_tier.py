@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint._src.multihost import multislice
 from support import PROGRAMS
 from support.processes import Running, run_processes
-from support.slices import assert_ends_alike, killed, resumed, straight
+from support.slices import PROGRAM, assert_ends_alike, killed, resumed, settings, straight
 
 from torchax_ckpt.restoring.exchange_plans import routes
 
@@ -125,8 +125,8 @@ def test_a_whole_local_step_is_taken_if_a_later_one_is_half_there(
     directory, ramdisks = tmp_path / "run", tmp_path / "ramdisks"
     killed(directory, ramdisks, 4, at=6)
     shutil.rmtree(ramdisks / "3")
-    arguments = str(directory), str(ramdisks), "7", "0"
-    with Running(PROGRAMS / "killed_half_committed.py", 4, *arguments) as running:
+    do = "attach", ["die_half_committed", 7], ["train", 7], "wait"
+    with Running(PROGRAM, 4, settings(directory, ramdisks, *do)) as running:
         assert running.wait() == [-signal.SIGKILL] * 4, running.output(0)[1][-3000:]
     assert [(ramdisks / f"{i}" / "7").exists() for i in range(4)] == [False, True, False, True]
     assert [(ramdisks / f"{i}" / "6").exists() for i in range(4)] == [True, True, True, False]
@@ -179,12 +179,11 @@ def test_what_hosts_hold_goes_to_wherever_it_is_needed_bit_for_bit(tmp_path: Pat
         (None, 0, None, 1),
         (1, None, 3, None),  # nobody has the first half
     ]
-    arguments = str(tmp_path / "run"), str(tmp_path / "ramdisks"), json.dumps(places)
-    for index, reports in enumerate(
-        run_processes(PROGRAMS / "moved_local_steps.py", 4, *arguments)
-    ):
+    program, names = PROGRAMS / "arrays_on_processes.py", ("run", "ramdisks")
+    arguments = "moved_local_steps", *(tmp_path / name for name in names), json.dumps(places)
+    for index, reports in enumerate(run_processes(program, 4, *arguments)):
         *found, lost = reports
-        told = {"start": 1, "own": f"of {index}", "wrong": []}
+        told = {"start": 1, "own": index, "wrong": []}
         assert found == [{"hosts": list(hosts), **told} for hosts in places[:-1]]
         assert lost["error"] in ("CorruptCheckpointError", "StepNotFoundError")
 
@@ -192,12 +191,15 @@ def test_what_hosts_hold_goes_to_wherever_it_is_needed_bit_for_bit(tmp_path: Pat
 @pytest.mark.long
 def test_hosts_of_one_slice_that_hold_the_same_are_each_given_it(tmp_path: Path) -> None:
     """And a damaged copy is not taken for verified because another host's was."""
-    reports = run_processes(
-        PROGRAMS / "equal_local_steps.py", 4, str(tmp_path / "run"), str(tmp_path / "ramdisks")
-    )
-    told = {"start": 1, "tier": "local", "alike": True, "own": True}
-    verified = [False, True, True, False]
-    assert [report for (report,) in reports] == [{**told, "verified": v} for v in verified]
+    do: list[Any] = ["attach", ["train", 1], "wait", "sync", ["flip", [0, 3], 1], ["reopen", 77]]
+    do += ["attach", ["train", 2], "wait", "steps"]
+    given = settings(tmp_path / "run", tmp_path / "ramdisks", *do, every=[], is_replicated=True)
+    verified = [[], [1], [1], []]
+    for reports, marked in zip(run_processes(PROGRAM, 4, given), verified, strict=True):
+        _, saved, found, _, end = reports
+        assert (found["start"], found["tier"]) == (1, "local")
+        assert (found["whole"], found["own"]) == (saved["whole"], saved["own"])
+        assert end["marked"] == marked
 
 
 @pytest.mark.slow
@@ -205,11 +207,16 @@ def test_hosts_of_one_slice_that_hold_the_same_are_each_given_it(tmp_path: Path)
 def test_a_process_gets_its_own_state_though_a_copy_is_damaged(
     way: str, count: int, tmp_path: Path
 ) -> None:
-    places = str(tmp_path / "run"), str(tmp_path / "ramdisks")
-    reports = run_processes(PROGRAMS / "damaged_local_states.py", count, *places, way)
-    assert [report for (report,) in reports] == [
-        {"start": 2, "tier": "local", "alike": True}
-    ] * count
+    last = [count - 2, count - 1]
+    harm: Any = [["lose", last, 2], ["damage_state_of_last", 0, 2]]
+    if way == "exchanged":
+        harm = ["exchange", ["flip", [1], 2]]
+    do = "attach", ["train", 2], "close", "sync", *harm, ["reopen", 77], "attach"
+    given = {"every": [1], "slices": count, "is_replicated": True}
+    given = settings(tmp_path / "run", tmp_path / "ramdisks", *do, **given)
+    for _, saved, *_, found in run_processes(PROGRAM, count, given):
+        assert (found["start"], found["tier"]) == (2, "local")
+        assert found["own"] == saved["own"]
 
 
 LOST_BY_SUMS = {

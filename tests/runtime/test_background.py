@@ -43,8 +43,8 @@ def handler() -> Any:
 
 
 def run(directory: Path, where: str) -> tuple[int, list[Any], str]:
-    program = PROGRAMS / "interrupted.py"
-    result = run_python(program, str(directory), where, check=False, fresh=where != "wait")
+    arguments = PROGRAMS / "interruptions.py", "interrupted", str(directory), where
+    result = run_python(*arguments, check=False, fresh=where != "wait")
     reports = [json.loads(line) for line in result.stdout.splitlines()]
     return result.returncode, reports, result.stderr
 

@@ -135,7 +135,8 @@ def test_a_call_within_a_call_is_refused_and_the_next_one_works(directory: Path)
 
 @pytest.mark.slow
 def test_signal_handlers_that_call_in_at_any_moment_never_hang(directory: Path) -> None:
-    run_python(PROGRAMS / "saves_in_signal_handler.py", str(directory), devices=1, timeout_secs=60)
+    arguments = PROGRAMS / "interruptions.py", "saves_in_handler", str(directory)
+    run_python(*arguments, devices=1, timeout_secs=60)
 
 
 def test_an_interrupt_leaves_the_checkpointer_usable(
@@ -178,7 +179,8 @@ def test_calls_within_a_traced_function_are_refused(transform: Any, directory: P
 @pytest.mark.slow
 def test_forked_processes_neither_write_nor_hang_nor_take_signals(directory: Path) -> None:
     result = run_python(
-        PROGRAMS / "forks_beside_checkpointer.py",
+        PROGRAMS / "interruptions.py",
+        "forks",
         str(directory),
         devices=1,
         env={"PYTHONWARNINGS": "ignore"},

@@ -60,9 +60,10 @@ class Program:
 
 
 @contextlib.contextmanager
-def running(program: str, *args: object) -> Iterator[Program]:
-    """A file of ``tests/programs`` that runs with these arguments."""
-    with Talking(PROGRAMS / program, *map(str, args), env=environment(1, {})) as talking:
+def running(scenario: str, *args: object) -> Iterator[Program]:
+    """A program of ``sigterm.py`` that runs with these arguments."""
+    program, words = PROGRAMS / "sigterm.py", map(str, args)
+    with Talking(program, scenario, *words, env=environment(1, {})) as talking:
         yield Program(talking)
 
 
@@ -74,7 +75,7 @@ def running(program: str, *args: object) -> Iterator[Program]:
 def test_sigterm_is_noticed_at_once_whatever_the_main_thread_is_at(
     work: str, amount: int, directory: Path
 ) -> None:
-    with running("preempted_at_work.py", directory, work, amount) as program:
+    with running("noticed_in_work", directory, work, amount) as program:
         program.until("working")
         time.sleep(0.8)  # past what is Python in it
         sent = program.terminate()
@@ -95,7 +96,7 @@ def test_sigterm_is_noticed_at_once_whatever_the_main_thread_is_at(
 
 
 def test_a_second_sigterm_ends_the_process_at_once(directory: Path) -> None:
-    with running("preempted_while_stuck.py", directory, 600) as program:
+    with running("stuck", directory, 600) as program:
         program.until("working")
         program.terminate()
         program.until_logged("SIGTERM: the next call of save waits")  # two may arrive as one
@@ -109,7 +110,7 @@ def test_a_second_sigterm_ends_the_process_at_once(directory: Path) -> None:
 
 
 def test_the_end_of_the_grace_time_ends_the_process_at_once(directory: Path) -> None:
-    with running("preempted_while_stuck.py", directory, 0.7) as program:
+    with running("stuck", directory, 0.7) as program:
         program.until("working")
         first = program.terminate()
         assert program.exit_code() == EXIT_CODE
@@ -119,7 +120,7 @@ def test_the_end_of_the_grace_time_ends_the_process_at_once(directory: Path) -> 
 
 
 def test_a_handler_that_the_user_sets_later_is_left_in_place(directory: Path) -> None:
-    with running("preempted_in_loop.py", directory, "handler") as program:
+    with running("in_loop", directory, "handler") as program:
         program.until("working")
         program.terminate()
         assert program.until("durable") == "True"
@@ -128,13 +129,13 @@ def test_a_handler_that_the_user_sets_later_is_left_in_place(directory: Path) ->
 
 
 def test_our_handler_may_be_put_back_after_it_was_given_up(directory: Path) -> None:
-    with running("handler_put_back.py", directory) as program:
+    with running("handler_put_back", directory) as program:
         assert program.until("noticed") == "True"
         assert program.exit_code() == EXIT_CODE
 
 
 def test_two_signals_in_a_row_as_gnu_timeout_sends_are_one_notice(directory: Path) -> None:
-    with running("preempted_in_loop.py", directory, "twice") as program:
+    with running("in_loop", directory, "twice") as program:
         assert program.until("durable") == "True"
         assert program.exit_code() == EXIT_CODE
     assert "at once" not in program.output
@@ -144,7 +145,7 @@ def test_two_signals_in_a_row_as_gnu_timeout_sends_are_one_notice(directory: Pat
 
 
 def test_sigterm_belongs_to_a_checkpointer_only_while_it_may_write(directory: Path) -> None:
-    with running("handler_comes_and_goes.py", directory, directory.with_name("other")) as program:
+    with running("comes_and_goes", directory) as program:
         program.until("forgotten")
         assert program.exit_code() == EXIT_CODE
     assert program.output.count("SIGTERM is not noticed: Python lets only the main thread") == 1
@@ -154,7 +155,7 @@ def test_sigterm_belongs_to_a_checkpointer_only_while_it_may_write(directory: Pa
 
 @pytest.mark.slow
 def test_it_lives_with_an_event_loop_that_has_signal_handlers(directory: Path) -> None:
-    with running("handlers_of_event_loop.py", directory) as program:
+    with running("in_event_loop", directory) as program:
         program.until("done")
         assert program.exit_code() == 0
     assert "Traceback" not in program.output
@@ -187,7 +188,7 @@ def test_under_jax_distributed_all_processes_end_on_the_same_step(
     port = free_port()
     with contextlib.ExitStack() as stack:
         programs = [
-            stack.enter_context(running("preempted_processes.py", port, i, directory, first, secs))
+            stack.enter_context(running("of_two", directory, port, i, first, secs))
             for i in range(2)
         ]
         for program in programs:
@@ -230,8 +231,7 @@ def test_under_jax_distributed_the_policy_of_process_0_is_told(directory: Path) 
     port = free_port()
     with contextlib.ExitStack() as stack:
         programs = [
-            stack.enter_context(running("preempted_policy.py", port, i, directory))
-            for i in range(2)
+            stack.enter_context(running("policy_of_two", directory, port, i)) for i in range(2)
         ]
         for program in programs:
             program.until("ready")
@@ -243,7 +243,7 @@ def test_under_jax_distributed_the_policy_of_process_0_is_told(directory: Path) 
 
 @pytest.mark.slow
 def test_jax_may_take_sigterm_over_later(directory: Path) -> None:
-    with running("jax_takes_sigterm.py", directory, free_port()) as program:
+    with running("jax_takes_over", directory, free_port()) as program:
         program.until("working")
         program.terminate()
         assert program.until("durable") == "True None", program.output

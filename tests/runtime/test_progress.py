@@ -181,8 +181,9 @@ def test_a_program_that_ends_shows_what_it_waits_for_to_a_person_alone(
     ours, theirs = pty.openpty() if is_terminal else os.pipe()
     if is_terminal:
         termios.tcsetwinsize(ours, (24, 100))
+    arguments = PROGRAMS / "saves.py", "unclosed", directory, "7", "1.5", "end"
     program = subprocess.Popen(
-        [sys.executable, "-W", "ignore", PROGRAMS / "unclosed.py", directory, "7", "1.5", "end"],
+        [sys.executable, "-W", "ignore", *arguments],
         env=environment(1, {}),
         stdout=subprocess.DEVNULL,
         stderr=theirs,

@@ -462,7 +462,8 @@ def test_a_program_that_ends_without_close_still_completes_its_save(
     ending: str, code: int, directory: Path
 ) -> None:
     result = run_python(
-        PROGRAMS / "unclosed.py",
+        PROGRAMS / "saves.py",
+        "unclosed",
         str(directory),
         "1",
         "1",

@@ -268,10 +268,8 @@ def test_after_a_kill_the_newest_local_step_is_resumed_and_without_it_the_durabl
     directory: Path, ramdisk: Path
 ) -> None:
     def run(at: Path, kill_at: int, *, check: bool = True) -> list[str]:
-        arguments = (str(at), str(ramdisk), "9", str(kill_at))
-        result = run_python(
-            PROGRAMS / "killed_with_two_tiers.py", *arguments, devices=4, check=check
-        )
+        arguments = "killed_with_two_tiers", str(at), str(ramdisk), "9", str(kill_at)
+        result = run_python(PROGRAMS / "saves.py", *arguments, devices=8, check=check)
         assert check or result.returncode == -signal.SIGKILL, result.stderr[-2000:]
         return result.stdout.splitlines()
 
@@ -353,10 +351,10 @@ def test_a_slow_durable_tier_does_not_hold_up_the_local_one(
 
 
 def test_sigterm_saves_to_the_durable_tier(directory: Path, ramdisk: Path) -> None:
-    result = run_python(
-        PROGRAMS / "terminated_with_two_tiers.py", str(directory), str(ramdisk), devices=1
-    )
-    assert result.stdout.splitlines()[-1] == "3 [3] [1, 2]"
+    arguments = "in_loop", str(directory), "tiers", str(ramdisk)
+    result = run_python(PROGRAMS / "sigterm.py", *arguments, devices=1, check=False)
+    assert result.returncode == 128 + signal.SIGTERM, result.stderr
+    assert result.stdout.splitlines()[-1] == "steps 3 [3] [1, 2]"
 
 
 # --- going back ----------------------------------------------------------------------------------

@@ -95,7 +95,7 @@ def test_what_a_plan_takes_is_known_before_it_runs_and_compiled_once(
 
 
 def test_copies_of_arrays_on_several_processes_count_on_each_device_once() -> None:
-    for (told,) in run_processes(PROGRAMS / "sizes_on_processes.py", 2):
+    for (told,) in run_processes(PROGRAMS / "arrays_on_processes.py", 2, "sizes"):
         assert told["is_as_predicted"]
         assert told["shards"] == [3] * told["devices"]
 

@@ -438,8 +438,8 @@ def test_host_memory_is_one_mapping_and_freed_when_the_step_is_durable(
 def test_many_saves_leave_no_host_memory_behind(tmp_path: Path) -> None:
     # What is freed goes back to the system at once: what malloc keeps differs from run to run.
     env = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    program, arguments = PROGRAMS / "memory_of_offload.py", (str(tmp_path), "30", "200")
-    told = run_python(program, *arguments, devices=4, env=env, fresh=True)
+    arguments = PROGRAMS / "memory.py", "of_offload", str(tmp_path), "30", "200"
+    told = run_python(*arguments, devices=4, env=env, fresh=True)
     after_few, after_all, num_bytes = map(int, told.stdout.split())
     assert num_bytes >= 200_000_000
     assert after_all <= after_few * 1.05
@@ -449,7 +449,8 @@ def test_many_saves_leave_no_host_memory_behind(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", ["offload", "copy"])
 @pytest.mark.parametrize("layout", ["auto", "flat"])
 def test_processes_store_what_each_of_them_has(layout: str, mode: str, tmp_path: Path) -> None:
-    told = run_processes(PROGRAMS / "offload_on_processes.py", 2, str(tmp_path), mode, layout)
+    program = PROGRAMS / "arrays_on_processes.py"
+    told = run_processes(program, 2, "two_tiers", tmp_path, mode, layout)
     assert [report["different"] for (report,) in told] == [[], []]
 
 

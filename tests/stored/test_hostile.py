@@ -979,7 +979,7 @@ def test_nothing_that_is_created_can_be_written_by_everybody(
     tmp_path: Path, directory: Path, umask: int
 ) -> None:
     target = directory / "deep" / "er"
-    run_python(PROGRAMS / "saves_under_umask.py", f"{umask:o}", str(target))
+    run_python(PROGRAMS / "saves.py", "under_umask", str(target), f"{umask:o}")
     found: Iterator[Path] = (p for p in (directory, *directory.rglob("*")))
     expected = {True: 0o777 & ~umask & ~0o002, False: 0o666 & ~umask & ~0o002}
     for path in found:

@@ -152,8 +152,8 @@ def test_a_step_whose_assets_do_not_read_back_is_not_kept(
 @pytest.mark.slow
 def test_process_0_says_what_the_model_is(tmp_path: Path) -> None:
     """In the durable directory; in a local tier each host says it in its own."""
-    program = PROGRAMS / "assets_of_processes.py"
-    told = run_processes(program, 2, str(tmp_path / "run"), str(tmp_path / "local"))
+    program = PROGRAMS / "arrays_on_processes.py"
+    told = run_processes(program, 2, "assets", tmp_path / "run", tmp_path / "local")
     for index, (found,) in enumerate(told):
         durable, local = found["durable"], found["local"]
         assert json.loads(durable["model/config.json"])["hidden_size"] == 0

@@ -46,7 +46,6 @@ MODULES = ("jax", "numpy", "orbax.checkpoint", "torch", "torchax", "torchax_ckpt
 
 # Variables that nothing reads at import.
 READ_LATER = {
-    "DIES_AFTER_SECS",  # of killed_once_all_have_step.py
     "HEARTBEAT_SECS",  # of processes_program.py
     "JAX_COORDINATOR_BIND_ADDRESS",
     # Of JAX. A fork shares what it compiles as compiled.py says.

@@ -9,6 +9,7 @@ from support import PROGRAMS
 from support.processes import run_processes
 
 COUNT = 2
+METRICS = {"loss": 0.25, "note": "golden", "history": [1, None, True]}
 
 
 def write(directory: Path, step: int, hosts: Path | None = None) -> list[Any]:
@@ -20,15 +21,22 @@ def write(directory: Path, step: int, hosts: Path | None = None) -> list[Any]:
       hosts: the folder of the local tiers, one for each process. If given, the step is saved only
         there.
     """
-    return _run("write", directory, step, hosts, 0)
+    reports = _run(directory, step, hosts, 0, "attach", ["train", step], "close")
+    return [{name: end[name] for name in ("own", "whole")} for _, end, _ in reports]
 
 
 def read(directory: Path, step: int, hosts: Path | None = None) -> list[Any]:
     """Resumes from a step in two processes with another seed; returns the state of each."""
-    return _run("read", directory, step, hosts, 77)
+    reports = _run(directory, step, hosts, 77, "attach", "restore", ["train", 2 * step], "close")
+    names = ("start", "own", "whole")
+    return [
+        {"tier": again["tier"], **{name: first[name] for name in names}}
+        for first, again, *_ in reports
+    ]
 
 
-def _run(act: str, directory: Path, step: int, hosts: Path | None, seed: int) -> list[Any]:
-    arguments = str(directory), str(hosts or ""), str(step), str(seed), act
-    reports = run_processes(PROGRAMS / "golden_program.py", COUNT, *arguments, devices=2)
-    return [report for (report,) in reports]
+def _run(directory: Path, step: int, hosts: Path | None, seed: int, *do: Any) -> list[Any]:
+    settings = {"directory": str(directory), "seed": seed, "width": 8, "metrics": METRICS, "do": do}
+    local = {"every": [], "ramdisks": str(hosts), "every_local": step}
+    settings |= {"every": step} if hosts is None else local
+    return run_processes(PROGRAMS / "group.py", COUNT, settings)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -22,23 +21,6 @@ COMPILED_ONCE = {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
 }
-
-
-def run_torture(program: Path, *args: str) -> tuple[int, dict[str, int], str]:
-    """Runs a harness that starts processes itself; returns its exit code, table and output."""
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", str(program), *args],
-        env={name: value for name, value in os.environ.items() if name != "XLA_FLAGS"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    table = {
-        name.strip(): int(value)
-        for name, value in re.findall(r"^(.+?) +(\d+)$", result.stdout, re.MULTILINE)
-    }
-    return result.returncode, table, result.stdout + result.stderr[-4000:]
 
 
 class Started:
@@ -142,7 +124,7 @@ class Running:
       program: its path or its source, which can import ``tests``. Its first arguments are the
         index of the process, the number of processes, and the port of JAX's coordination service.
       count: the number of processes.
-      args: further arguments.
+      args: further arguments; a dict is given as JSON.
       devices: the number of devices of each process.
       env: additional environment variables.
       timeout_secs: an alarm ends each process after this time, even if the test has ended.
@@ -153,7 +135,7 @@ class Running:
         self,
         program: str | Path,
         count: int,
-        *args: str,
+        *args: Any,
         devices: int = 2,
         env: Mapping[str, str] = {},
         timeout_secs: int = 280,
@@ -171,9 +153,10 @@ class Running:
         # Otherwise JAX's coordination service listens on every address of this machine.
         bound = {"JAX_COORDINATOR_BIND_ADDRESS": f"127.0.0.1:{port}"}
         variables = {**COMPILED_ONCE, **bound, **env}
+        words = [json.dumps(arg) if isinstance(arg, dict) else str(arg) for arg in args]
         self._started = [
             Started(
-                *("-c", lines, str(index), str(count), port, *args),
+                *("-c", lines, str(index), str(count), port, *words),
                 devices=devices,
                 env=variables,
                 fresh=fresh,
@@ -209,7 +192,7 @@ class Running:
             started.__exit__(*exc)
 
 
-def run_processes(program: str | Path, count: int, *args: str, **kwargs: Any) -> list[list[Any]]:
+def run_processes(program: str | Path, count: int, *args: Any, **kwargs: Any) -> list[list[Any]]:
     """Runs a distributed program; returns the JSON reports of each process.
 
     Takes the arguments of :class:`Running`.

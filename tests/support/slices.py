@@ -3,53 +3,49 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from support import PROGRAMS
 from support.processes import Running, run_processes
 
+PROGRAM = PROGRAMS / "group.py"
+
+
+def settings(directory: Path | str, ramdisks: Path, *do: Any, **more: Any) -> dict[str, Any]:
+    """The settings of ``group.py`` for two slices."""
+    places = {"directory": str(directory), "ramdisks": str(ramdisks)}
+    return {**places, "slices": 2, "do": do, **more}
+
 
 def killed(
-    directory: Path | str,
-    ramdisks: Path,
-    count: int,
-    *,
-    at: int,
-    seed: int = 0,
-    env: Mapping[str, str] = {},
-    fresh: bool = False,
+    directory: Path | str, ramdisks: Path, count: int, *, at: int, seed: int = 0, **how: Any
 ) -> None:
     """Runs processes that kill themselves after step ``at``; asserts which steps are local."""
-    arguments = str(directory), str(ramdisks), str(at), str(seed)
-    with Running(PROGRAMS / "two_tiers.py", count, *arguments, env=env, fresh=fresh) as running:
+    do = "attach", ["train", at], "wait", "steps", "die"
+    given = settings(directory, ramdisks, *do, seed=seed)
+    with Running(PROGRAM, count, given, **how) as running:
         assert running.wait() == [-signal.SIGKILL] * count, running.output(0)[1][-3000:]
         for index in range(count):
-            assert running.reports(index) == [{"start": 0, "tier": None, "local": [at - 1, at]}]
+            first, _, last = running.reports(index)
+            assert (first["start"], last["local"]) == (0, [at - 1, at])
 
 
 def resumed(
-    directory: Path | str,
-    ramdisks: Path,
-    count: int,
-    env: Mapping[str, str] = {},
-    fresh: bool = False,
+    directory: Path | str, ramdisks: Path, count: int, seed: int = 77, **how: Any
 ) -> list[dict[str, Any]]:
     """Resumes a run and trains to its end; returns the reports of the processes.
 
     The run starts with other seeds, so that any state that is not restored differs.
     """
-    arguments = str(directory), str(ramdisks), "0", "77"
-    reports = run_processes(PROGRAMS / "two_tiers.py", count, *arguments, env=env, fresh=fresh)
-    return [report for (report,) in reports]
+    given = settings(directory, ramdisks, "attach", ["train", 7], "close", seed=seed)
+    reports = run_processes(PROGRAM, count, given, **how)
+    kept = ("start", "tier")
+    return [{**end, **{name: first[name] for name in kept}} for first, end, _ in reports]
 
 
 def straight(tmp_path: Path, count: int) -> list[dict[str, Any]]:
-    places = str(tmp_path / "straight"), str(tmp_path / "straight-ramdisks")
-    return [
-        report for (report,) in run_processes(PROGRAMS / "two_tiers.py", count, *places, "0", "0")
-    ]
+    return resumed(tmp_path / "straight", tmp_path / "straight-ramdisks", count, seed=0)
 
 
 def assert_ends_alike(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:

@@ -25,8 +25,8 @@ def fsdp_mesh(num_devices: int = 8, axis: str = "fsdp") -> Mesh:
 
 
 def fsdp_rule(mesh: Mesh) -> Any:
-    """Returns a sharding rule: shards the first divisible dim, or replicates."""
-    (axis,) = mesh.axis_names
+    """Returns a sharding rule: shards the first divisible dim over the last axis, or replicates."""
+    axis = mesh.axis_names[-1]
 
     def rule(name: str, abstract: Any) -> NamedSharding:
         size = mesh.shape[axis]

@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -579,10 +578,10 @@ def test_a_checkpointer_that_was_dropped_without_close_blocks_nobody(directory: 
 def test_a_late_first_save_does_not_mix_with_what_another_program_saved_meanwhile(
     directory: Path,
 ) -> None:
-    run_python(PROGRAMS / "saves_steps.py", str(directory), "", "1", "2")
+    run_python(PROGRAMS / "saves.py", "steps", str(directory), "", "1", "2")
     with TorchaxCheckpointer(directory, preservation_policy=policies.PreserveAll()) as late:
         assert late.attach(mlp()) == 2
-        run_python(PROGRAMS / "saves_steps.py", str(directory), "", "3", "4", "5")
+        run_python(PROGRAMS / "saves.py", "steps", str(directory), "", "3", "4", "5")
         held = {path: path.stat().st_mtime_ns for path in directory.rglob("*")}
         for _ in range(2):
             with pytest.raises(
@@ -602,10 +601,10 @@ def test_a_late_first_save_does_not_mix_with_what_another_program_saved_meanwhil
 def test_a_branch_that_another_program_began_meanwhile_is_not_mixed_with_either(
     directory: Path,
 ) -> None:
-    run_python(PROGRAMS / "saves_steps.py", str(directory), "", "1", "2", "9")
+    run_python(PROGRAMS / "saves.py", "steps", str(directory), "", "1", "2", "9")
     late = TorchaxCheckpointer(directory)
     assert late.attach(mlp()) == 9
-    run_python(PROGRAMS / "saves_steps.py", str(directory), "2", "3")
+    run_python(PROGRAMS / "saves.py", "steps", str(directory), "2", "3")
     with pytest.raises(LeaseError, match="has saved steps 3 there"):
         late.delete(1)
     late.close()
@@ -733,7 +732,7 @@ def test_what_a_live_process_is_writing_is_left_alone_and_removed_once_it_is_kil
     directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     process = subprocess.Popen(
-        [sys.executable, PROGRAMS / "stops_in_save.py", directory],
+        [sys.executable, PROGRAMS / "saves.py", "stops_in_save", directory],
         env=environment(1, {}),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -761,9 +760,8 @@ def test_what_a_live_process_is_writing_is_left_alone_and_removed_once_it_is_kil
 
 
 def test_a_forked_child_neither_writes_nor_gives_the_lease_away(directory: Path) -> None:
-    assert (
-        "all is well" in run_python(PROGRAMS / "forked_lease.py", str(directory), fresh=True).stdout
-    )
+    arguments = PROGRAMS / "interruptions.py", "forked_lease", str(directory)
+    assert "all is well" in run_python(*arguments, fresh=True).stdout
 
 
 ENDING = """
@@ -781,25 +779,3 @@ ENDING = """
 def test_a_program_that_ends_without_close_gives_the_lease_back(directory: Path) -> None:
     run_python(ENDING, str(directory), devices=1, fresh=True)
     assert entries(directory) == {"1"}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(200)
-def test_on_a_bucket_the_server_decides_who_has_it(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    result = run_python(
-        PROGRAMS / "lease_on_bucket.py",
-        str(port),
-        devices=1,
-        timeout_secs=190,
-        env={
-            "STORAGE_EMULATOR_HOST": url,
-            "TENSORSTORE_GCS_HTTP_URL": url,
-            "GOOGLE_AUTH_TOKEN_FOR_TESTING": "token",
-            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
-        },
-    )
-    assert "all is well" in result.stdout

@@ -158,15 +158,16 @@ def test_a_local_step_falls_back_to_the_durable_one(directory: Path, tmp_path: P
 
 @pytest.mark.slow
 def test_several_processes_agree(directory: Path) -> None:
-    run_processes(PROGRAMS / "damaged_records.py", 2, str(directory), "save")
+    def told(phase: str) -> list[Any]:
+        program = PROGRAMS / "arrays_on_processes.py"
+        return run_processes(program, 2, "damaged_records", directory, phase)
+
+    told("save")
     flip(directory / "2")
-    for (report,) in run_processes(PROGRAMS / "damaged_records.py", 2, str(directory), "fall back"):
-        assert report == {"parts": [1.0] * len(report["parts"]), "said": True, "steps": [1, 2]}
+    assert told("load") == [[{"same": True, "said": True, "steps": [1, 2]}]] * 2
     flip(directory / "1")
-    for (report,) in run_processes(PROGRAMS / "damaged_records.py", 2, str(directory), "fail"):
-        assert report == {"refused": True}
-    for (report,) in run_processes(PROGRAMS / "damaged_records.py", 2, str(directory), "prune"):
-        assert report == {"steps": [3, 4]}
+    assert told("load") == [[{"refused": True}]] * 2
+    assert told("prune") == [[{"steps": [3, 4]}]] * 2
     assert json.loads((directory / "4" / RECORD).read_text())["commit_timestamp_nsecs"] > 0
 
 

@@ -102,10 +102,13 @@ def test_a_save_takes_as_much_host_memory_as_it_may(tmp_path: Path) -> None:
     # What is freed goes back to the system at once, so that the peak is of what is held.
     env = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     for max_bytes in (0, 4 * largest, largest):
-        arguments = str(tmp_path / str(max_bytes)), str(max_bytes)
-        told = run_python(
-            PROGRAMS / "host_memory_of_save.py", *arguments, devices=4, env=env, fresh=True
-        ).stdout
+        arguments = (
+            PROGRAMS / "memory.py",
+            "of_save",
+            str(tmp_path / str(max_bytes)),
+            str(max_bytes),
+        )
+        told = run_python(*arguments, devices=4, env=env, fresh=True).stdout
         peak, nbytes = map(int, told.split())
         peaks[max_bytes] = peak
     assert peaks[0] > nbytes  # that this can fail
@@ -115,7 +118,7 @@ def test_a_save_takes_as_much_host_memory_as_it_may(tmp_path: Path) -> None:
 
 
 def test_nothing_stays_beside_the_arrays_that_were_saved(directory: Path) -> None:
-    # Lies the other way round in memory, as in host_memory_of_save.py.
+    # Lies the other way round in memory, as in memory.py.
     where = Format(Layout((1, 0)), NamedSharding(fsdp_mesh(), P("fsdp")))
     array = jax.device_put(np.ones((64, 64), np.float32), where)
     fetched: list[int] = []

@@ -1,0 +1,598 @@
+"""A training program on one or several processes that is made to be disturbed.
+
+Every shard of its state follows from itself at the step before and from the branch that the step
+belongs to, computed by numpy in the same way on any mesh. So what a checkpoint must hold can be
+computed again from its number and its lineage: which branch began after which step. ``oracle.py``
+does that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import faulthandler
+import functools
+import hashlib
+import json
+import mmap
+import os
+import random
+import shutil
+import signal
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+import torchax
+from jax.sharding import Mesh
+from support.training import fsdp_rule
+
+from torchax_ckpt import (
+    CheckpointOptions,
+    LocalTier,
+    TorchaxCheckpointer,
+    errors,
+    policies,
+    torchax_backend,
+)
+from torchax_ckpt.processes.coordination import Processes
+from torchax_ckpt.saving.tiers import Tiers
+from torchax_ckpt.saving.writer import Writer
+from torchax_ckpt.snapshot.sharding import shards_of
+from torchax_ckpt.storage.directory.run_directory import RunDirectory
+from torchax_ckpt.storage.directory.run_identity import RunName
+from torchax_ckpt.storage.medium import links
+from torchax_ckpt.storage.writing import array_writer
+
+Lineage = tuple[tuple[int, int], ...]
+DEVICES = 2  # of each process
+KEPT = 3
+ENDLESS = 1 << 30  # actions
+BRANCHES = 1_000_000  # of one start
+# Frozen for some steps at a time, so that saves take it over from earlier steps. The leaves on the
+# host: the values in one, and how often it changes. With less than 1 MiB that does not change, or
+# below 16 KiB, they would not be reused.
+BASE_ELEMENTS, BASE_STEPS = 300_000, 9
+HOST_LEAVES = {"table": (300_000, 13), "counts": (8_192, 8), "statistics": (4_096, 1)}
+WEAKENINGS = ("copy", "delete-first", "delete-local-first", "mixed")
+# Exit codes, beside those of signals.
+PREEMPTED, TOLD, RAISED, JAX_ENDED = 143, 3, 4, 5
+# Where a process may end itself: the function, and in how many of its first calls.
+DEATHS: dict[str, tuple[Any, str, int]] = {
+    "claim": (RunDirectory, "claim", 1),
+    "recover": (RunDirectory, "recover", 1),
+    "naming the run": (Tiers, "_name_run", 1),
+    "writing a name": (RunName, "write", 3),
+    "write_arrays": (array_writer, "write_arrays", 6),
+    "commit": (Writer, "_commit", 4),  # by process 0
+    "committed": (Writer, "committed", 6),
+    "commit of a part": (Writer, "_commit_part", 6),
+    "commit of a folder": (RunDirectory, "commit", 6),
+    "settle": (RunDirectory, "settle", 4),
+    "set_aside": (RunDirectory, "set_aside", 4),
+    "prune": (RunDirectory, "prune", 4),
+    "gather": (Processes, "gather", 40),
+    "share": (Processes, "share", 40),
+    "end of a round": (Processes, "_end", 30),
+}
+# What the program is seen at, in what changes a directory.
+WATCHED = [
+    (RunDirectory, "claim", "claiming"),
+    (RunDirectory, "recover", "recovering"),
+    (array_writer, "write_arrays", "writing"),
+    (links, "link_folder", "linking"),
+    (RunDirectory, "commit", "committing"),
+    (RunDirectory, "set_aside", "setting aside"),
+    (RunDirectory, "settle", "settling"),
+    (RunDirectory, "prune", "pruning"),
+]
+PHASES = [
+    "starting", "restoring", "training", "going back", "deleting", "waiting", "idle",
+    *(name for *_, name in WATCHED),
+]  # fmt: skip
+
+
+class RaisedError(Exception):
+    """What a program raises that has a defect of its own."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How a run saves; ``forced``, ``back`` and ``delete``: how often, of all that it does."""
+
+    keep: Any = dataclasses.field(default_factory=lambda: policies.LatestN(KEPT))
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    every: int = 0  # a step is saved to the durable tier every so many; 0: by the usual policy
+    forced: float = 0.7
+    back: float = 0.1
+    delete: float = 0.1  # of one process; several delete none
+    has_local: bool = False  # whether each process has a local tier, which saves every step
+    # How long this package waits for a process; JAX for a silent one, and at its end; at a start.
+    process_secs: float = 5
+    heartbeat_secs: int = 10
+    start_secs: int = 20
+
+    def local(self, directory: Path, index: int = 0) -> Path:
+        """The directory of a process's local tier."""
+        return directory.with_name("local") / str(index)
+
+    def opened(
+        self, directory: Path, index: int = 0, *, has_local: bool | None = None, reuse: bool = False
+    ) -> TorchaxCheckpointer:
+        every = policies.FixedIntervalPolicy
+        local = None
+        if self.has_local if has_local is None else has_local:
+            place = self.local(directory, index)
+            local = LocalTier(place, save_decision_policy=every(1), keep=2)
+        return TorchaxCheckpointer(
+            directory,
+            save_decision_policy=every(self.every) if self.every else None,
+            preservation_policy=self.keep,
+            local=local,
+            options=CheckpointOptions(
+                process_timeout_secs=self.process_secs,
+                on_save_error="raise",
+                preemption_grace_secs=20,
+                reuse=reuse,
+                **self.options,
+            ),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """One start of the program: what its processes do, and what disturbs it from within."""
+
+    attempt: int  # the branches that its steps belong to begin with it
+    count: int
+    port: int  # of JAX's service
+    seed: int
+    num_actions: int
+    reuse: bool
+    culprit: int = 0  # the process that does what ``trouble`` says
+    # ``skew``, of its clock in seconds; ``raise`` or ``differ``, at which action; ``die``, in a
+    # function, as (name, number of the call, "before" or "after").
+    trouble: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    weakening: str | None = None
+
+
+class Log:
+    """Lines that are on the medium when ``__call__`` returns."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    def __call__(self, what: str, **details: Any) -> None:
+        os.write(self._file, json.dumps({"what": what, **details}).encode() + b"\n")
+        os.fsync(self._file)
+
+
+def read_log(path: Path, offset: int = 0) -> tuple[list[dict[str, Any]], int]:
+    """The lines since an offset; one that was cut off by a kill is dropped."""
+    content = path.read_bytes()[offset:] if path.exists() else b""
+    whole = content[: content.rfind(b"\n") + 1]
+    return [json.loads(line) for line in whole.splitlines()], offset + len(content)
+
+
+class Phase:
+    """Where a process is, in memory that outlives it.
+
+    One byte for the training thread, one for that of the save, and whether a save has begun.
+    """
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, 3)
+        self._memory[:] = bytes([PHASES.index("starting"), PHASES.index("idle"), 0])
+
+    def has_saved(self) -> bool:
+        return bool(self._memory[2])
+
+    def say_saved(self) -> None:
+        """Notes that a save has begun, for a program that saves on its main thread."""
+        self._memory[2] = 1
+
+    def describe(self) -> str:
+        saving = PHASES[self._memory[1]]
+        return PHASES[self._memory[0]] if saving == "idle" else saving
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        thread = 0 if threading.current_thread() is threading.main_thread() else 1
+        self._memory[2] |= thread
+        before = self._memory[thread]
+        self._memory[thread] = PHASES.index(name)
+        try:
+            yield
+        finally:
+            self._memory[thread] = before
+
+    def watch_package(self) -> None:
+        """Notes where the package is in what changes a directory."""
+        for owner, function, name in WATCHED:
+            setattr(owner, function, self._watched(getattr(owner, function), name))
+
+    def _watched(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            with self(name):
+                return call(*args, **kwargs)
+
+        return watched
+
+
+# --- the state -----------------------------------------------------------------------------------
+
+# Each call would stack another pair of modes on torch, until Python's stack is too small for them.
+enable_torchax = functools.cache(torchax.enable_globally)
+
+
+def up_to(lineage: Lineage, step: int) -> Lineage:
+    """The part of a lineage that the state of this step depends on."""
+    return tuple(pair for pair in lineage if pair[0] < step)
+
+
+def as_lineage(pairs: Any) -> Lineage:
+    return tuple((after, branch) for after, branch in pairs)
+
+
+def num_parts(count: int) -> int:
+    """How many hosts have one state together: two slices, or all hosts of one."""
+    return count // 2 if count % 2 == 0 else count
+
+
+def digest(array: Any) -> str:
+    content = np.ascontiguousarray(array).tobytes()
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def initial(name: str, abstract: Any) -> np.ndarray:
+    """What a parameter is before the first step."""
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4])
+    return np.random.default_rng(seed).standard_normal(tuple(abstract.shape)).astype(np.float32)
+
+
+def parts(tensor: Any) -> list[np.ndarray]:
+    """The shards of a tensor, which are safe to read while a save reads them, too."""
+    return [np.asarray(shard.data) for shard in shards_of(torchax_backend.buffer(tensor))]
+
+
+def like(array: jax.Array, parts: list[np.ndarray]) -> jax.Array:
+    """An array of the same sharding with other shards."""
+    pairs = zip(parts, shards_of(array), strict=True)
+    shards = [jax.device_put(part, shard.device) for part, shard in pairs]
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
+
+
+class Training:
+    """A sharded model with momentum, leaves on the host, and the lineage of what they hold.
+
+    Args:
+      index, count: of the process that trains; None for an oracle, which has it all on one device.
+    """
+
+    def __init__(self, index: int | None = None, count: int = 1) -> None:
+        self._index, self._count, self._is_whole = index, count, index is None
+        with contextlib.nullcontext() if self._is_whole else torch.device("meta"):
+            model = torch.nn.Sequential(torch.nn.Linear(8, 24), torch.nn.Linear(24, 12))
+            model.odd = torch.nn.Parameter(torch.zeros(5, 7))  # on every device
+            model.base = torch.nn.Parameter(torch.zeros(BASE_ELEMENTS), requires_grad=False)
+        enable_torchax()
+        self.model = model
+        if self._is_whole:
+            self.model.to("jax")
+            for name, parameter in self.model.named_parameters():
+                torchax_backend.set_buffer(parameter, jax.device_put(initial(name, parameter)))
+        self.trained = [p for n, p in self.model.named_parameters() if n != "base"]
+        self.optimizer = torch.optim.SGD(self.trained, lr=0.1, momentum=0.9)
+        for name, (size, _) in HOST_LEAVES.items():
+            self.model.register_buffer(name, torch.from_numpy(np.zeros(size, np.float32)))
+        self._host = [np.zeros(size, np.float32) for size, _ in HOST_LEAVES.values()]
+        self.lineage: Lineage = ()
+        self.own: list[Any] = [index, count, 0]  # of this process, as it was restored
+
+    def state_dict(self) -> dict[str, Any]:
+        lineage = [list(pair) for pair in self.lineage]
+        return {"lineage": lineage, "own": [self._index, self._count, self.step]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.lineage, self.own = as_lineage(state["lineage"]), list(state["own"])
+
+    @property
+    def step(self) -> int:
+        return int(self.own[2])
+
+    def attach_to(self, ckpt: TorchaxCheckpointer) -> int:
+        settings: dict[str, Any] = {}
+        if not self._is_whole:
+            num_slices = self._count // num_parts(self._count)
+            mesh = Mesh(np.array(jax.devices()).reshape(num_slices, -1), ("replica", "fsdp"))
+            settings = {"shardings": fsdp_rule(mesh), "init": initial}
+        return ckpt.attach(self.model, self.optimizer, stateful={"training": self}, **settings)
+
+    def train(self, step: int) -> None:
+        """Changes each shard of each parameter and moment by itself, and some host leaves."""
+        branch = self.lineage[-1][1] if self.lineage else 0
+        for number, parameter in enumerate(self.trained):
+            source = np.random.default_rng((step, branch, number))
+            data = source.standard_normal(tuple(parameter.shape)).astype(np.float32)
+            array, state = torchax_backend.buffer(parameter), self.optimizer.state[parameter]
+            moments = [data[shard.index] for shard in shards_of(array)]
+            if "momentum_buffer" in state:
+                pairs = zip(parts(state["momentum_buffer"]), moments, strict=True)
+                moments = [np.float32(0.9) * old + new for old, new in pairs]
+            pairs = zip(parts(parameter), moments, strict=True)
+            values = [old - np.float32(0.1) * moment for old, moment in pairs]
+            torchax_backend.set_buffer(parameter, like(array, values))
+            state["momentum_buffer"] = torchax_backend.wrap(like(array, moments))
+        if step % BASE_STEPS == 0:
+            drawn = np.random.default_rng((step, branch)).standard_normal(BASE_ELEMENTS)
+            array = torchax_backend.buffer(self.model.base)
+            fresh = [drawn.astype(np.float32)[shard.index] for shard in shards_of(array)]
+            torchax_backend.set_buffer(self.model.base, like(array, fresh))
+        for number, (name, (size, every)) in enumerate(HOST_LEAVES.items()):
+            if step % every == 0:  # in place
+                source = np.random.default_rng((step, branch, number))
+                where = source.integers(size, size=3)
+                self.model.get_buffer(name).numpy()[where] += source.random(3, np.float32)
+        self.own[2] = step
+
+    def buffers(self) -> list[Any]:
+        """All arrays, none of which changes later."""
+        # Equal host leaves stay the same arrays: an oracle would otherwise keep too many of them.
+        now = [self.model.get_buffer(name).numpy() for name in HOST_LEAVES]
+        pairs = zip(self._host, now, strict=True)
+        self._host = [old if np.array_equal(old, new) else new.copy() for old, new in pairs]
+        moments = [self.optimizer.state[p].get("momentum_buffer") for p in self.trained]
+        tensors = [self.model.base, *self.trained, *(m for m in moments if m is not None)]
+        return [*self._host, *(torchax_backend.buffer(tensor) for tensor in tensors)]
+
+    def set_buffers(self, buffers: list[Any]) -> None:
+        for name, array in zip(HOST_LEAVES, buffers, strict=False):
+            self.model.get_buffer(name).numpy()[...] = array
+        buffers = buffers[len(HOST_LEAVES) :]
+        parameters = [self.model.base, *self.trained]
+        for parameter, buffer in zip(parameters, buffers, strict=False):
+            torchax_backend.set_buffer(parameter, buffer)
+        self.optimizer.state.clear()  # before the first step there is none
+        for parameter, buffer in zip(self.trained, buffers[len(parameters) :], strict=False):
+            self.optimizer.state[parameter]["momentum_buffer"] = torchax_backend.wrap(buffer)
+
+    def shards(self) -> list[list[Any]]:
+        """Of every shard here: the number of its array, its bounds in it, and its digest.
+
+        A leaf on the host is one shard.
+        """
+        found: list[list[Any]] = []
+        for number, array in enumerate(self.buffers()):
+            here = [(tuple(slice(None) for _ in array.shape), array)]
+            if not isinstance(array, np.ndarray):
+                here = [(shard.index, shard.data) for shard in shards_of(array)]
+            for index, values in here:
+                pairs = zip(index, array.shape, strict=True)
+                bounds = [list(part.indices(length)[:2]) for part, length in pairs]
+                found.append([number, bounds, digest(values)])
+        return found
+
+
+# --- the program ---------------------------------------------------------------------------------
+
+
+def run(
+    directory: Path,
+    log_path: Path,
+    settings: Settings,
+    start: Start,
+    phase: Phase,
+    index: int = 0,
+    on_durable: Callable[[], None] = lambda: None,
+) -> int:
+    """Runs one process to its end; returns its exit code."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    warnings.simplefilter("ignore")
+    try:
+        _prepare(directory, settings, start, phase, index)
+        return _train(directory, Log(log_path), settings, start, phase, index, on_durable)
+    except errors.CheckpointError:
+        traceback.print_exc()
+        return TOLD
+    except RaisedError:
+        return RAISED
+    except jax.errors.JaxRuntimeError:
+        traceback.print_exc()
+        return JAX_ENDED
+    finally:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            jax.distributed.shutdown()
+
+
+def _prepare(directory: Path, settings: Settings, start: Start, phase: Phase, index: int) -> None:
+    phase.watch_package()
+    if start.weakening in WEAKENINGS:
+        weaken(start.weakening, directory, settings.local(directory, index))
+    trouble = start.trouble if index == start.culprit else {}
+    if skew_secs := trouble.get("skew"):
+        secs, nanoseconds = time.time, time.time_ns
+        time.time = lambda: secs() + skew_secs
+        time.time_ns = lambda: nanoseconds() + skew_secs * 10**9
+    if "die" in trouble:
+        _die_in(*trouble["die"])
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
+    if start.count > 1:
+        place = f"127.0.0.1:{start.port}"
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(
+            place,
+            start.count,
+            index,
+            initialization_timeout=settings.start_secs,
+            heartbeat_timeout_seconds=settings.heartbeat_secs,
+            shutdown_timeout_seconds=settings.heartbeat_secs,
+            coordinator_bind_address=place,
+        )
+
+
+def _die_in(name: str, number: int, when: str) -> None:
+    """Has this process end in the n-th call of a function of the package."""
+    owner, function, _ = DEATHS[name]
+    call = getattr(owner, function)
+    num_calls = 0
+
+    def fatal(*args: Any, **kwargs: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        is_last = num_calls == number
+        if is_last and when == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = call(*args, **kwargs)
+        if is_last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(owner, function, fatal)
+
+
+def _train(
+    directory: Path,
+    log: Log,
+    settings: Settings,
+    start: Start,
+    phase: Phase,
+    index: int,
+    on_durable: Callable[[], None],
+) -> int:
+    """Resumes, and trains, saves, deletes and goes back at random."""
+    choose, pace = random.Random(start.seed), random.Random(start.seed + index)
+    trouble = start.trouble if index == start.culprit else {}
+    training = Training(index, start.count)
+    ckpt = settings.opened(directory, index, reuse=start.reuse)
+    with phase("restoring"):
+        step = training.attach_to(ckpt)
+    found = {"step": step, "lineage": training.lineage, "own": training.own}
+    log("resumed", index=index, **found, shards=training.shards())
+    training.lineage = (*up_to(training.lineage, step), (step, start.attempt * BRANCHES))
+    begun: list[dict[str, Any]] = []  # saves that nobody has waited for
+    durable: list[int] = []  # steps of this start
+
+    def wait() -> None:
+        with phase("waiting"):
+            ckpt.wait_until_finished()
+        if begun:
+            on_durable()
+        for details in begun:
+            log("told", **details)
+            durable.extend([details["step"]] * ("durable" in details["tiers"]))
+        begun.clear()
+
+    with ckpt, phase("training"):
+        for action in range(start.num_actions):
+            if trouble.get("raise") == action:
+                raise RaisedError
+            what = choose.random()
+            is_forced, waits = choose.random() < settings.forced, choose.random() < 0.6
+            if step == 0:
+                # Local steps alone would be of no use to other numbers of hosts.
+                is_forced = waits = True
+            others: list[int] = []
+            if what < settings.back + settings.delete:
+                wait()  # pruning, too, has then ended
+                # What others list meanwhile may differ; of several processes each knows its own.
+                others = ckpt.all_steps()[:-1] if start.count == 1 else durable[-2:-1]
+            if what < settings.back and others:
+                step = choose.choice(others)
+                durable[:] = [step]  # older ones may be pruned
+                branch = start.attempt * BRANCHES + action
+                log("back", step=step, branch=branch, lineage=up_to(training.lineage, step))
+                with phase("going back"):
+                    ckpt.restore(step)
+                training.lineage = (*up_to(training.lineage, step), (step, branch))
+            elif len(others) > 1:
+                doomed = choose.choice(ckpt.all_steps())
+                log("delete", step=doomed)
+                with phase("deleting"):
+                    ckpt.delete(doomed)
+                continue
+            step += 1
+            training.train(step)
+            time.sleep(pace.uniform(0, 0.03) if start.count > 1 else 0)
+            if trouble.get("differ") == action and _differs(ckpt, step, pace):
+                continue
+            is_due = is_forced or not settings.every or step % settings.every == 0
+            tiers = ["durable"] * is_due + ["local"] * (settings.has_local and not is_forced)
+            details = {"step": step, "lineage": training.lineage, "tiers": tiers}
+            is_saved = ckpt.save(step, metrics={"loss": step * 7 % 10}, force=is_forced)
+            if ckpt.reached_preemption(step):
+                assert is_saved, "a preempted step was not saved"
+                log("told", **details | {"tiers": ["durable"]})
+                return PREEMPTED
+            begun.extend([details] * is_saved)
+            if waits:
+                wait()
+        wait()
+    return 0
+
+
+def _differs(ckpt: TorchaxCheckpointer, step: int, choose: random.Random) -> bool:
+    """Makes another call than the other processes; returns whether in place of the save."""
+    match choose.randrange(5):
+        case 0:
+            ckpt.restore()
+        case 1:
+            ckpt.delete(ckpt.latest_step() or 0)
+        case 2:
+            ckpt.save(step + 1, force=True)
+        case 3:
+            ckpt.load()
+            return False
+        case _:
+            pass  # leaves out the save
+    return True
+
+
+# --- weaker programs, to show that the oracle notices --------------------------------------------
+
+
+def steps_in(folder: Path) -> list[Path]:
+    found = folder.iterdir() if folder.exists() else ()
+    return sorted((path for path in found if path.name.isdigit()), key=lambda path: int(path.name))
+
+
+def weaken(how: str, directory: Path, local: Path) -> None:
+    """Has the program write worse than it does."""
+    write = array_writer.write_arrays
+    previous: dict[str, Any] = {}
+
+    def copied(self: RunDirectory, step: int, written: Any) -> Any:
+        # Copied into place, file by file, as a script would.
+        final = directory / str(step)
+        shutil.rmtree(final, ignore_errors=True)
+        for source in sorted([Path(written), *Path(written).rglob("*")]):
+            target = final / source.relative_to(written)
+            shutil.copy(source, target) if source.is_file() else target.mkdir()
+            time.sleep(0.01)
+        return self.find(step)
+
+    def delete_first(path: Any, *args: Any, **kwargs: Any) -> Any:
+        place = local if how == "delete-local-first" else directory
+        if Path(path).parent.parent == place:
+            for child in steps_in(place):
+                shutil.rmtree(child)
+            time.sleep(0.3)  # a kill must be likely to come now
+        return write(path, *args, **kwargs)
+
+    def mixed(path: Any, arrays: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        # One array is still the one of the step before.
+        name = min(arrays)
+        stale = {name: previous.get(name, arrays[name])}
+        previous.update(arrays)
+        return write(path, {**arrays, **stale}, *args, **kwargs)
+
+    if how == "copy":
+        RunDirectory.commit = copied  # type: ignore[method-assign]
+    else:
+        array_writer.write_arrays = mixed if how == "mixed" else delete_first  # type: ignore

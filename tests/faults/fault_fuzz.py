@@ -1,0 +1,510 @@
+"""Feeds the readers of a checkpoint what nobody wrote, and looks at what comes out of them.
+
+Inputs are mutations of a real step's JSON, of the other files of a run, and of files that weights
+are imported from: nodes cut, doubled, swapped and replaced by others, by documents of the
+manifest's own grammar and by extremes; and bytes flipped, cut and repeated. Each goes through a
+reader as far as that reader goes, up to live objects. Whatever the input:
+
+- nothing but a ``CheckpointError`` comes out, and it can be printed;
+- it takes at most ``MAX_SECS``, and the process at most ``MAX_BYTES`` more than before;
+- what is live after a failure is, to the bit, what it was before.
+
+Input ``n`` of a seed is always the same, so a finding is seen again with ``--first n --count 1``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import faulthandler
+import json
+import os
+import random
+import resource
+import shutil
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import jax
+import numpy as np
+import tensorstore as ts
+import torchax
+from etils import epath
+from fuzz_damage import damaged
+from fuzz_files import Fed, Lines, NoForm, foreign, replaced
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from live import Live, command
+
+from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
+from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError
+from torchax_ckpt.layout.manifest import Manifest, array_nodes
+from torchax_ckpt.layout.storage_plan import Plan
+from torchax_ckpt.processes.coordination import SINGLE_PROCESS
+from torchax_ckpt.processes.per_host import PerHostProcesses
+from torchax_ckpt.restoring import host_shards, load, local_tier
+from torchax_ckpt.saving.unchanged import comparison
+from torchax_ckpt.state import node_checks
+from torchax_ckpt.storage.arrays import array_checks
+from torchax_ckpt.storage.directory import commit_record, step_files
+from torchax_ckpt.storage.directory.committed_step import CommittedStep
+from torchax_ckpt.storage.directory.lease import LEASE_SECS, Lease
+from torchax_ckpt.storage.directory.lease_holder import LeaseHolder
+from torchax_ckpt.storage.directory.run_directory import RunDirectory
+from torchax_ckpt.storage.directory.verified import Verified
+from torchax_ckpt.storage.medium import seals
+from torchax_ckpt.storage.medium.assets import Assets
+
+if TYPE_CHECKING:
+    from torture import Torture
+
+HARM, INPUTS = "inputs that did harm", "inputs"
+FINDINGS = (HARM,)
+MAX_SECS = 5.0
+MAX_BYTES = 1 << 30
+MANIFEST, SUMMARY = "manifest/data.json", "summary/data.json"
+EVERY = policies.FixedIntervalPolicy(1)
+READ_ONLY = CheckpointOptions(read_only=True)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--first", type=int, default=1, help="number of the first input")
+
+
+def torture(torture: Torture) -> None:
+    """Feeds so many inputs, and ends the process at one that hangs."""
+    torchax.enable_globally()
+    readers = Readers(torture.scratch)
+    if torture.given.weakened:
+        WEAKENINGS[torture.given.weakened](readers)
+    fuzz(torture, readers, hang_secs=20 * MAX_SECS)
+
+
+def fuzz(torture: Torture, readers: Readers, hang_secs: float | None = None) -> None:
+    """Feeds so many inputs, or as many as the time allows."""
+    names = list(readers.by_name)
+    weights = [readers.by_name[name].weight for name in names]
+    readers.restore()
+    before, peak, slowest_secs = readers.fingerprint(), _peak_bytes(), 0.0
+    for number in torture.rounds(first=torture.given.first):
+        source = random.Random(f"{torture.given.seed}/{number}")
+        (name,) = source.choices(names, weights)
+        fed = readers.by_name[name]
+        raw = damaged(source, fed.raw, fed.form)
+        if hang_secs is not None:
+            faulthandler.dump_traceback_later(hang_secs, exit=True)
+        began = time.monotonic()
+        outcome, problem = _outcome(fed, raw)
+        secs = time.monotonic() - began
+        slowest_secs = max(slowest_secs, secs)
+        if secs > MAX_SECS:
+            problem += f"took {secs:.1f} s"
+        if readers.fingerprint() != before:
+            if outcome != "read":
+                problem += f"{outcome}, and what is live has changed"
+            readers.mend(before)
+        torture.count(INPUTS, part=f"{name}: {outcome}")
+        torture.find({HARM: [problem] * bool(problem)}, f"input {number} ({name})")
+    faulthandler.cancel_dump_traceback_later()
+    grown_bytes = _peak_bytes() - peak
+    if grown_bytes > MAX_BYTES:
+        torture.find({HARM: [f"peak memory grew by {grown_bytes >> 20} MiB"]})
+    torture.count("peak memory, grown by MiB", grown_bytes >> 20)
+    torture.count("milliseconds of the slowest input", round(1000 * slowest_secs))
+
+
+def _outcome(fed: Fed, raw: bytes) -> tuple[str, str]:
+    """What came out of a reader, and what of that it must not do."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            fed.read(raw)
+    except CheckpointError as error:
+        str(error).encode("utf-8", "backslashreplace")
+        return type(error).__name__, ""
+    except Exception as error:
+        return f"!! {type(error).__name__}", traceback.format_exc(limit=-6)
+    return "read", ""
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+class Clock:
+    """Time that passes in ``sleep`` alone."""
+
+    now = 1_800_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, secs: float) -> None:
+        self.now += secs
+
+
+def two_tiers(folder: Path, **settings: Any) -> TorchaxCheckpointer:
+    return TorchaxCheckpointer(
+        folder / "durable",
+        save_decision_policy=EVERY,
+        preservation_policy=policies.PreserveAll(),
+        local=LocalTier(folder / "local", save_decision_policy=EVERY, keep=9),
+        **settings,
+    )
+
+
+def reseal(document: Any) -> Any:
+    """A document with a seal that fits if it can; else few would come further than the seal."""
+    if isinstance(document, dict):
+        document.pop("xxh3_64", None)
+        return seals.seal(document)
+    return document
+
+
+def reseal_text(raw: bytes) -> bytes:
+    with contextlib.suppress(ValueError, RecursionError, TypeError):
+        return json.dumps(reseal(json.loads(raw))).encode("utf-8", "surrogatepass")
+    return raw
+
+
+class Readers:
+    """The readers of runs, each fed with the bytes of one file.
+
+    Args:
+      folder: for the runs.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._run = folder, folder / "run"
+        self._is_odd = False  # of the present input: decides between two ways to read it
+        self._live = Live(3, 1, has_loader=False)
+        step = self._run / "2"
+        with TorchaxCheckpointer(self._run, preservation_policy=policies.PreserveAll()) as ckpt:
+            self._live.attach_to(ckpt)
+            for number in (1, 2):
+                ckpt.save(number, force=True, metrics={"loss": 1.0})
+                ckpt.wait_until_finished()
+        mark = commit_record.sealing(epath.Path(step), "").strip().encode()
+        for number in (1, 2):  # else few damaged files would come further than their seal
+            (self._run / str(number) / commit_record.MARK).write_text("committed")
+        self._rule = policies.BestN(metric="loss")
+        self._open()
+        (events,) = (self._run / "events").iterdir()
+        base = {"driver": "file", "path": f"{step / 'state'}/"}
+        store = ts.KvStore.open({"driver": "ocdbt", "base": base}).result()
+        metadata = store.read("model.embed.weight/.zarray").result().value
+        holder = LeaseHolder("t1", "tpu-vm-7", 4711, "elsewhere", 9, Clock.now - 600, Clock.now - 9)
+        assets = Assets.of({"model/config.json": "{}", "tokenizer/a.txt": "ä"}).content
+        for name in ("leased", "1/assets"):
+            (folder / name).mkdir(parents=True)
+        self.by_name = {
+            "restore": self._through(step / MANIFEST, self.restore, 0.40, reseal_text),
+            "load": self._through(step / MANIFEST, self._load, 0.25, reseal_text),
+            "summary": self._through(step / SUMMARY, self._list, 0.04),
+            "commit record": self._through(step / commit_record.RECORD, self._list, 0.04),
+            "mark": Fed(mark, self._mark, 0.04),
+            "names of Orbax": self._through(step / "state" / "_METADATA", self._load, 0.04),
+            "shardings": self._through(step / "state" / "_sharding", self._show, 0.04),
+            "events": dataclasses.replace(self._through(events, self._report, 0.06), form=Lines()),
+            "array metadata": Fed(metadata, self._array_metadata, 0.11),
+            "lease": Fed(holder.to_bytes(), self._lease, 0.10),
+            "assets": Fed(assets, self._assets, 0.06),
+            **self._of_unchanged(folder / "reusing"),
+            **self._of_branches(folder / "branches"),
+            **self._of_part(folder / "part"),
+            **foreign(folder / "foreign"),
+        }
+
+    def _through(
+        self,
+        path: Path,
+        call: Callable[[], Any],
+        weight: float,
+        change: Callable[[bytes], bytes] = lambda raw: raw,
+    ) -> Fed:
+        """A reader of a file of a run, which is tried with the real one."""
+
+        def read(raw: bytes) -> None:
+            self._is_odd = bool(len(raw) % 2)
+            with replaced(path, change(raw)):
+                call()
+
+        read(path.read_bytes())
+        return Fed(path.read_bytes(), read, weight)
+
+    # --- a run ---
+
+    def _open(self) -> None:
+        keep = policies.BestN(metric="loss")
+        self._ckpt = TorchaxCheckpointer(self._run, preservation_policy=keep, options=READ_ONLY)
+        self._live.attach_to(self._ckpt, resume=False)
+
+    def fingerprint(self) -> Any:
+        """What is live."""
+        return self._live.fingerprint()
+
+    def mend(self, before: Any) -> None:
+        """Has live objects hold the real step's state again; new ones where these cannot."""
+        with contextlib.suppress(Exception):
+            self.restore()
+            if self.fingerprint() == before:
+                return
+        self._live = Live(3, 1, has_loader=False)
+        self._open()
+        self.restore()
+        assert self.fingerprint() == before, "the real step restores the same state again"
+
+    def restore(self) -> None:
+        """Up to live objects."""
+        self._ckpt.restore(2, strict=self._is_odd)
+
+    def _load(self) -> None:
+        """Up to loaded values, with the state that is wanted and without."""
+        tensors = self._live.module.named_parameters()
+        model = {n: jax.ShapeDtypeStruct(tuple(t.shape), "float32") for n, t in tensors}
+        model["scale"] = jax.ShapeDtypeStruct((), "float32")
+        for abstract in (None, {"model": model}):
+            self._ckpt.load(2, abstract)
+
+    def _list(self) -> None:
+        """Up to the list of steps, and policies."""
+        for step in self._ckpt.all_steps():
+            self._ckpt.metrics(step)
+        self._ckpt.best_step()
+
+    def _mark(self, raw: bytes) -> None:
+        """The digests in a commit mark."""
+        with replaced(self._run / "2" / commit_record.MARK, b"committed\n" + raw):
+            self._list()
+
+    def _show(self) -> None:
+        command("show", self._run, 2)
+
+    def _report(self) -> None:
+        """Up to what a report draws."""
+        command("report", self._run, self._folder / "report.html")
+
+    def _array_metadata(self, raw: bytes) -> None:
+        """One array's metadata. What passes is of the shape and dtype asked for."""
+        shape, dtype = (16, 8), "float32"
+        if problem := array_checks._problem(raw, shape, dtype):
+            raise CorruptCheckpointError(" ".join(problem))
+        metadata = json.loads(raw)
+        assert (tuple(metadata["shape"]), np.dtype(metadata["dtype"])) == (shape, dtype)
+
+    def _lease(self, raw: bytes) -> None:
+        """A lease, up to one that is held; it is never another's for longer than it may be."""
+        clock, place = Clock(), self._folder / "leased"
+        (place / "lease").write_bytes(raw)
+        lease = Lease(place, clock=clock, sleep=clock.sleep)
+        try:
+            lease.hold()
+            assert clock.now - Clock.now <= LEASE_SECS + 1
+        finally:
+            lease.release()
+            (place / "lease").unlink(missing_ok=True)
+
+    def _assets(self, raw: bytes) -> None:
+        """What a model is; no name leads out of a folder."""
+        seal = "0" * 16
+        with contextlib.suppress(ValueError, RecursionError, TypeError, AttributeError):
+            content = reseal(json.loads(raw))
+            raw, seal = json.dumps(content).encode(), seals.seal_of(content)
+        (self._folder / "1" / "assets" / "data.json").write_bytes(raw)
+        step = CommittedStep(1, epath.Path(self._folder / "1"), 1)
+        for name, text in step_files.read_assets(step, seal).items():
+            assert isinstance(text, str)
+            assert (self._folder / name).resolve().is_relative_to(self._folder.resolve())
+
+    # --- unchanged arrays ---
+
+    def _of_unchanged(self, directory: Path) -> dict[str, Fed]:
+        """What a save takes over from a step, and from the folder ``unchanged``."""
+        numbers = np.random.default_rng(0)
+        arrays = {
+            name: jax.device_put(numbers.standard_normal(size).astype(np.float32))
+            for name, size in {"frozen": 300_000, "other": 2_000}.items()
+        }
+
+        def opened(directory: Path) -> TorchaxCheckpointer:
+            options, latest = CheckpointOptions(reuse=True, layout="flat"), policies.LatestN(1)
+            ckpt = TorchaxCheckpointer(directory, preservation_policy=latest, options=options)
+            ckpt.attach(rng=False)
+            return ckpt
+
+        with opened(directory) as ckpt:
+            for step in (1, 2, 3, 4):
+                ckpt.save(step, state=arrays, force=True)
+                ckpt.wait_until_finished()
+        copy = self._folder / "scratch"
+
+        def save_over(change: int) -> None:
+            """Saves arrays in a copy of the run; the step holds what was saved."""
+            shutil.rmtree(copy, ignore_errors=True)
+            shutil.copytree(directory, copy, copy_function=os.link)
+            state = {name: array + change for name, array in arrays.items()}
+            with opened(copy) as ckpt:
+                ckpt.save(5, state=state, force=True)
+                ckpt.wait_until_finished()
+                found = ckpt.load(5)
+            for name, array in state.items():
+                assert np.asarray(found[name]).tobytes() == np.asarray(array).tobytes(), name
+
+        for change in (0, 1):
+            save_over(change)
+            links = (path.stat().st_nlink for path in (copy / "5" / "state").rglob("d/*"))
+            assert any(number > 1 for number in links) == (not change)
+        return {
+            name: self._through(
+                directory / folder / MANIFEST, lambda: save_over(self._is_odd), 0.01
+            )
+            for name, folder in {"unchanged of a step": "4", "unchanged aside": "unchanged"}.items()
+        }
+
+    # --- two tiers ---
+
+    def _of_branches(self, folder: Path) -> dict[str, Fed]:
+        """The name of a run, and the summaries of steps of which the later are another branch."""
+        for steps in ((1, 2, 3, 4, 5), (3, 4, 6)):
+            with two_tiers(folder) as ckpt:
+                ckpt.attach(resume=False, rng=False)
+                for step in steps:
+                    ckpt.save(step, state={"w": np.arange(4)}, metrics={"loss": float(step)})
+                    ckpt.wait_until_finished()
+        summaries = sorted(folder.glob(f"*/*[0-9]*/{SUMMARY}"))
+        names = [folder / tier / "run" for tier in ("durable", "local")]
+
+        def go_on() -> None:
+            with two_tiers(folder, options=READ_ONLY) as ckpt:
+                ckpt.attach(resume=False, rng=False)
+                for tier in ("durable", "local", None):
+                    steps = ckpt.all_steps(tier)
+                    assert steps == sorted(set(steps))
+                    for step in steps:
+                        ckpt.metrics(step)
+                if 3 in ckpt.all_steps("durable"):
+                    ckpt.restore(3, strict=False)
+                    assert set(ckpt.all_steps()) <= {1, 2, 3, 4, 5, 6}
+
+        def files(paths: list[Path], contents: list[bytes]) -> None:
+            with contextlib.ExitStack() as stack:
+                for path, content in zip(paths, contents, strict=True):
+                    stack.enter_context(replaced(path, content))
+                go_on()
+
+        def branches(raw: bytes) -> None:
+            documents: Any = None
+            with contextlib.suppress(ValueError, RecursionError):
+                documents = json.loads(raw)
+            contents = [raw] * len(summaries)  # where the documents are none, or too few
+            for number, document in enumerate(documents if isinstance(documents, list) else []):
+                text = json.dumps(reseal(document)).encode("utf-8", "surrogatepass")
+                contents[number : number + 1] = [text][: number < len(contents)]
+            files(summaries, contents)
+
+        every = json.dumps([json.loads(path.read_bytes()) for path in summaries]).encode()
+        branches(every)
+        return {
+            "branches": Fed(every, branches, 0.01),
+            "run": Fed(names[1].read_bytes(), lambda raw: files(names, [raw, raw]), 0.02, NoForm()),
+        }
+
+    # --- a part of a host ---
+
+    def _of_part(self, directory: Path) -> dict[str, Fed]:
+        """The manifest of a host's part, on one device, up to the values of its leaves."""
+        made = {"w": np.arange(24.0).reshape(4, 6), "b": np.arange(6.0)}
+        leaves = {name: leaf.astype(np.float32) for name, leaf in made.items()}
+        with TorchaxCheckpointer(directory) as ckpt:
+            ckpt.attach(rng=False)
+            ckpt.save(1, state={n: jax.device_put(leaf) for n, leaf in leaves.items()})
+        path = directory / "1" / MANIFEST
+        manifest = json.loads(path.read_bytes())
+        for node in array_nodes(manifest["document"]["state"]):
+            rank = len(node["shape"])
+            node["spec"] = ["fsdp", *[None] * (rank - 1)]
+            node["whole"], node["starts"] = list(node["shape"]), [[0] * rank]
+        path.write_text(json.dumps(reseal(manifest)))
+        # Without it nothing says that the manifest is another one than the one saved.
+        (directory / "1" / commit_record.MARK).write_text("committed")
+        committed, options = RunDirectory(directory).find(1), CheckpointOptions()
+        mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("replica", "fsdp"))
+        where, alone = NamedSharding(mesh, PartitionSpec()), PerHostProcesses(SINGLE_PROCESS)
+        abstract = {
+            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+            for name, leaf in leaves.items()
+        }
+
+        def read() -> None:
+            with _spanning():
+                source = local_tier.HostSteps(committed, options, alone, "replica", Verified())
+                found = load.load_state(source, abstract, SINGLE_PROCESS)
+            for name, leaf in leaves.items():
+                assert np.asarray(found[name]).tobytes() == leaf.tobytes()
+
+        return {"part of a host": self._through(path, read, 0.04, reseal_text)}
+
+
+@contextlib.contextmanager
+def _spanning() -> Iterator[None]:
+    """Has every leaf on a mesh count as one that spans hosts."""
+
+    def spans(placement: Any) -> bool:
+        return isinstance(placement, NamedSharding)
+
+    with (
+        mock.patch.object(host_shards, "spans_hosts", spans),
+        mock.patch.object(local_tier, "spans_hosts", spans),
+    ):
+        yield
+
+
+# --- readers that are less careful ---------------------------------------------------------------
+
+
+def _naive(readers: Readers) -> None:
+    """Takes the nodes and stacks of a manifest at their word."""
+    true = Manifest.from_json(json.loads(readers.by_name["restore"].raw), path="")
+
+    def naive(document: Any, **how: Any) -> Manifest:
+        stacks = {stored: tuple(members) for stored, members in document["stacks"].items()}
+        plan = Plan(stacks, frozenset(document["empty"]))
+        return dataclasses.replace(true, document=document["document"], plan=plan)
+
+    Manifest.from_json = naive  # type: ignore[method-assign,assignment]
+    node_checks.check_document = lambda *args: None
+    readers.by_name = {name: readers.by_name[name] for name in ("restore", "load")}
+
+
+def _trusting(readers: Readers) -> None:
+    """Takes a lease at its word."""
+
+    def trust(raw: bytes) -> None:
+        LeaseHolder(**json.loads(raw)).describe(0.0)
+
+    readers.by_name = {"lease": dataclasses.replace(readers.by_name["lease"], read=trust)}
+
+
+def _confusing(readers: Readers) -> None:
+    """Takes all arrays for equal to those of an earlier step."""
+    comparison.are_equal = lambda *args: True
+    readers.by_name = {"unchanged of a step": readers.by_name["unchanged of a step"]}
+
+
+def _half(readers: Readers) -> None:
+    """Changes what is live, and then fails."""
+    restore = readers.by_name["restore"]
+
+    def half(raw: bytes) -> None:
+        readers._live.box.state["seen"] += 1
+        restore.read(raw)
+
+    readers.by_name = {"restore": dataclasses.replace(restore, read=half)}
+
+
+WEAKENINGS = {"naive": _naive, "trusting": _trusting, "confusing": _confusing, "half": _half}

@@ -1,0 +1,316 @@
+"""Starts disturbed programs as forks of a process that has imported everything, and watches them.
+
+Importing takes seconds, and a kill should not. Before a fork neither JAX's backend nor any thread
+is started. The oracles, too, are in a process of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import importlib
+import json
+import os
+import pickle
+import random
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import disturbed
+from disturbed import DEVICES as DEVICES
+from disturbed import ENDLESS, Log, Phase, Settings, Start
+from oracle import Oracle, Verdict
+
+if TYPE_CHECKING:
+    from torture import Torture
+
+# Kills are timed from the start of the process; from its first save; or from when it is seen at
+# something that takes a few milliseconds, which the others seldom meet.
+WAYS = {"early": 0.2, "saving": 0.4, "aimed": 0.4}
+EARLY_SECS, SAVING_SECS, AIMED_SECS = 1.5, 1.0, 0.004
+AIMS = [
+    "recovering", "linking", "committing", "setting aside", "settling", "pruning", "deleting",
+    "going back",
+]  # fmt: skip
+PATIENCE_SECS = 3.0
+HUNG, FAILED = "starts with a process that hung", "failures of the program"
+# Exit codes -> how a process ended.
+ENDS = {
+    0: "with its work done",
+    disturbed.PREEMPTED: "preempted, its step durable",
+    disturbed.TOLD: "by an error of this package",
+    disturbed.RAISED: "by its own exception",
+    disturbed.JAX_ENDED: "by an error of JAX",
+    -signal.SIGABRT: "by JAX, which ended it",
+    -signal.SIGKILL: "by SIGKILL",
+}
+KILLED = ENDS.keys() - {0}
+_PR_SET_PDEATHSIG = 1
+
+
+def fork(child: Callable[[], int | None]) -> int:
+    """Starts a process; the function returns its exit code. It ends with this process."""
+    assert len(os.listdir("/proc/self/task")) == 1, "forking is only sound before threads start"
+    if pid := os.fork():
+        return pid
+    code = 1
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        code = child() or 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a child has ended; it can still be waited for."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def wait_for(condition: Callable[[], bool], pid: int, timeout_secs: float) -> bool:
+    """Whether this came to be, or the process ended, in time."""
+    deadline = time.monotonic() + timeout_secs
+    while not condition() and not has_ended(pid):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.0005)
+    return True
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+def preload() -> None:
+    """Imports here what a process that trains and saves imports, found out by one that did."""
+    reads, writes = os.pipe()
+
+    def learn() -> None:
+        before = set(sys.modules)
+        with tempfile.TemporaryDirectory() as scratch:
+            run, log, settings = Path(scratch, "run"), Path(scratch, "log"), Settings()
+            assert disturbed.run(run, log, settings, Start(0, 1, 0, 0, 4, False), Phase()) == 0
+            Oracle(run, log, settings).inspect()
+        with os.fdopen(writes, "w") as pipe:
+            json.dump(sorted(set(sys.modules) - before), pipe)
+
+    pid = fork(learn)
+    os.close(writes)
+    with os.fdopen(reads) as pipe:
+        names = json.loads(pipe.read() or "[]")
+    assert os.waitpid(pid, 0)[1] == 0, "the program fails even if nobody disturbs it"
+    for name in names:
+        with contextlib.suppress(Exception):  # some can only be imported by what imports them
+            importlib.import_module(name)
+
+
+class Asked:
+    """Oracles in a process of their own, by name: each makes one there, and answers questions."""
+
+    def __init__(self, make: Mapping[str, Callable[[], Oracle]]) -> None:
+        ask_reads, self._ask = os.pipe()
+        answers, answer_writes = os.pipe()
+
+        def serve() -> None:
+            os.close(self._ask)
+            oracles = {name: each() for name, each in make.items()}
+            with os.fdopen(ask_reads, "rb") as questions, os.fdopen(answer_writes, "wb") as answers:
+                for question in questions:
+                    name, is_finished = json.loads(question)
+                    pickle.dump(oracles[name].inspect(is_finished), answers)
+                    answers.flush()
+
+        self.pid = fork(serve)
+        os.close(ask_reads)
+        os.close(answer_writes)
+        self._pipe = os.fdopen(answers, "rb")
+
+    def inspect(self, name: str, is_finished: bool) -> Verdict:
+        os.write(self._ask, json.dumps([name, is_finished]).encode() + b"\n")
+        verdict: Verdict = pickle.load(self._pipe)
+        return verdict
+
+    def close(self) -> None:
+        os.close(self._ask)
+        self._pipe.close()
+        os.waitpid(self.pid, 0)
+
+
+class Processes:
+    """The processes of one start.
+
+    Args:
+      programs: each runs one, given its phase, and returns its exit code.
+      output: what they print goes here.
+      limit_secs: how long one may take after anything that happens.
+    """
+
+    def __init__(
+        self, programs: Sequence[Callable[[Phase], int]], output: Path, limit_secs: float
+    ) -> None:
+        self.phases = [Phase() for _ in programs]
+        output.write_bytes(b"")
+
+        def begin(program: Callable[[Phase], int], phase: Phase) -> int:
+            out = os.open(output, os.O_WRONLY | os.O_APPEND)
+            os.dup2(out, 1), os.dup2(out, 2)
+            return program(phase)
+
+        pairs = zip(programs, self.phases, strict=True)
+        self.pids = [fork(functools.partial(begin, *pair)) for pair in pairs]
+        self.codes: dict[int, int] = {}
+        self.hung: list[int] = []
+        self.longest_secs = 0.0
+        self._limit_secs = limit_secs
+        self._since = time.monotonic()
+
+    def send(self, signum: int, indices: Sequence[int]) -> None:
+        for index in indices:
+            if index not in self.codes and not has_ended(self.pids[index]):
+                os.kill(self.pids[index], signum)
+        self._since = time.monotonic()
+
+    def running(self) -> list[int]:
+        """The processes that have not ended."""
+        for index, pid in enumerate(self.pids):
+            if index not in self.codes and has_ended(pid):
+                self.codes[index] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                self.longest_secs = max(self.longest_secs, time.monotonic() - self._since)
+                self._since = time.monotonic()
+        return [index for index in range(len(self.pids)) if index not in self.codes]
+
+    def sleep(self, secs: float) -> None:
+        """Sleeps, but no longer than all processes run."""
+        until = time.monotonic() + secs
+        while time.monotonic() < until and self.running():
+            time.sleep(0.002)
+
+    def wait_until_saving(self) -> None:
+        """Waits until all have begun a save, one has ended, or the limit is reached."""
+        until = time.monotonic() + self._limit_secs
+        while time.monotonic() < until and len(self.running()) == len(self.pids):
+            if all(phase.has_saved() for phase in self.phases):
+                return
+            time.sleep(0.002)
+
+    def wait_at_random(self, index: int, choose: random.Random) -> None:
+        """Waits for a random moment to kill a process; one that is stuck counts as hung."""
+        pid, phase, aim = self.pids[index], self.phases[index], choose.choice(AIMS)
+        ends = EARLY_SECS, SAVING_SECS, AIMED_SECS
+        early, late, after = (choose.uniform(0, end) for end in ends)
+        (way,) = choose.choices(list(WAYS), list(WAYS.values()))
+        if way == "early":
+            time.sleep(early)
+            return
+        # What is recovered from a kill before, is so before anything is saved.
+        is_aimed_early = way == "aimed" and aim == "recovering"
+        if not is_aimed_early and not wait_for(phase.has_saved, pid, 2 * self._limit_secs):
+            self.hung.append(index)
+        if way == "aimed":
+            wait_for(lambda: phase.describe() == aim, pid, PATIENCE_SECS)
+        time.sleep(after if way == "aimed" else late)
+
+    def wait(self, *, but: Sequence[int] = ()) -> None:
+        """Waits for all processes but some; those that hang write their stacks and are killed."""
+        while left := [index for index in self.running() if index not in but]:
+            if time.monotonic() - self._since > self._limit_secs:
+                self.hung += left
+                self.send(signal.SIGUSR1, left)
+                time.sleep(0.5)
+                self.send(signal.SIGKILL, left)
+            time.sleep(0.002)
+
+    def describe(self) -> str:
+        phases = ", ".join(phase.describe() for phase in self.phases)
+        return f"phases {phases}; exit codes {[self.codes[i] for i in sorted(self.codes)]}"
+
+
+class Runs:
+    """Runs of disturbed programs, by name, that are started and looked at again and again.
+
+    Args:
+      torture: takes what is found.
+      settings: name -> of the run.
+      folders: name -> where its directories are; by default a folder of the torture's.
+      limit_secs: see :class:`Processes`.
+      can_read_local: see :class:`Oracle`; only of runs that have local tiers.
+    """
+
+    def __init__(
+        self,
+        torture: Torture,
+        settings: Mapping[str, Settings],
+        folders: Mapping[str, Path] | None = None,
+        limit_secs: float = 60,
+        can_read_local: bool = False,
+    ) -> None:
+        self._torture, self._settings, self._limit_secs = torture, settings, limit_secs
+        self._output = torture.scratch / "output"
+        folders = folders or {name: torture.scratch / name for name in settings}
+        self.directories = {name: folder / "run" for name, folder in folders.items()}
+        self.logs = {name: torture.scratch / f"{name} log" / "log" for name in settings}
+        for path in (*folders.values(), *(log.parent for log in self.logs.values())):
+            path.mkdir(parents=True, exist_ok=True)
+        self._attempt = 0
+        preload()
+        self._oracles = Asked(
+            {
+                name: functools.partial(
+                    Oracle, directory, self.logs[name], settings[name],
+                    can_read_local and settings[name].has_local,
+                )
+                for name, directory in self.directories.items()
+            }
+        )  # fmt: skip
+
+    def begin(
+        self,
+        name: str,
+        count: int = 1,
+        num_actions: int = ENDLESS,
+        program: Callable[..., int] = disturbed.run,
+        on_durable: Callable[[], None] = lambda: None,
+        **start: Any,
+    ) -> Processes:
+        """Starts the processes of a run; ``start``: more of :class:`Start`."""
+        self._attempt += 1
+        # After some starts that reuse what is unchanged, one writes all arrays.
+        start = {"reuse": self._attempt % 4 != 0, **start}
+        seed = self._torture.choose.randrange(1 << 30)
+        given = Start(self._attempt, count, free_port(), seed, num_actions, **start)
+        place = self.directories[name], self.logs[name], self._settings[name], given
+        Log(self.logs[name])("starting", count=count)
+        programs = [lambda phase, i=i: program(*place, phase, i, on_durable) for i in range(count)]
+        return Processes(programs, self._output, self._limit_secs)
+
+    def look(
+        self, name: str, processes: Processes, what: str, ends: Any, is_finished: bool = False
+    ) -> None:
+        """Takes in how the processes ended, and what the oracle finds."""
+        torture, verdict = self._torture, self._oracles.inspect(name, is_finished)
+        for row, number in verdict.counts.items():
+            torture.count(row, number)
+        if processes.hung:
+            verdict.found[HUNG] = [f"processes {processes.hung} hung"]
+        elif not set(processes.codes.values()) <= set(ends):
+            verdict.found[FAILED] = [f"ended with {sorted(processes.codes.values())}"]
+        if any(verdict.found.values()):
+            where = f"start {self._attempt}, {what}; {processes.describe()}"
+            tail = self._output.read_text(errors="replace")[-6000:]
+            torture.find(verdict.found, where, "    " + tail.replace("\n", "\n    "))
+
+    def close(self) -> None:
+        self._oracles.close()

@@ -1,0 +1,174 @@
+"""Short forms of the tortures, and that each finds what is less careful than it should be."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import fault_endurance
+import fault_fuzz
+import pytest
+from oracle import LOST, RESTORED, WRONG
+from starts import HUNG
+from torture import Torture
+
+from torchax_ckpt.layout.manifest import Manifest
+from torchax_ckpt.saving.unchanged import comparison
+from torchax_ckpt.state import node_checks
+
+LONG = (pytest.mark.slow, pytest.mark.long)
+EXACT = "steps restored exactly"
+GCS = "--rate 0.02 --outage-secs 0"
+
+
+def run_torture(fault: str, arguments: str) -> tuple[int, dict[str, int], str]:
+    """Returns the exit code, the table and the output of a torture."""
+    program = Path(__file__).parent / "torture.py"
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", program, "--fault", fault, *shlex.split(arguments)],
+        env={name: value for name, value in os.environ.items() if name != "XLA_FLAGS"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    rows = re.findall(r"^(.+?) +(\d+)$", result.stdout, re.MULTILINE)
+    table = {name.strip(): int(value) for name, value in rows}
+    return result.returncode, table, result.stdout + result.stderr[-4000:]
+
+
+@pytest.mark.parametrize(
+    ("fault", "arguments", "least"),
+    [
+        ("kill", "--count 2 --seconds 6 --seed 5", {"SIGKILLs": 1, RESTORED: 1}),
+        pytest.param(
+            *("kill", "--count 15 --seconds 45 --seed 4", {"SIGKILLs": 3, RESTORED: 3}),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *("kill", "--processes 2 --count 2 --seconds 4 --seed 6", {"SIGKILLs": 1, RESTORED: 1}),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *("hosts", "--count 9 --seconds 15 --seed 1", {"rounds": 1, RESTORED: 4}),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *("flips", "--count 24 --seed 1", {"flipped bits": 24, "detected": 2}), marks=LONG
+        ),
+        pytest.param(
+            "gcs",
+            f"--count 6 --processes 2 --seed 3 --kill-every 1 --kill-within 3 {GCS}",
+            {"killed on the way": 2, EXACT: 2},
+            marks=LONG,
+        ),
+        pytest.param(
+            "gcs",
+            f"--server independent --count 4 --processes 1 --kill-every 2 --kill-within 9 {GCS}",
+            {EXACT: 1},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("endurance", "--count 60", {"saves": 60}, marks=LONG),
+    ],
+)
+def test_a_short_torture_finds_nothing(fault: str, arguments: str, least: dict[str, int]) -> None:
+    code, table, output = run_torture(fault, arguments)
+    assert code == 0, output
+    for row, number in least.items():
+        assert table[row] >= number, output
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("fault", "arguments", "row"),
+    [
+        ("kill", "--count 60 --weakened delete-first", LOST),
+        ("kill", "--count 60 --weakened mixed", WRONG),
+        # It depends on the moment of a kill: half a step, or a step of the same number gone.
+        ("kill", "--count 60 --weakened copy", f"{WRONG}|{LOST}"),
+        ("kill", "--count 9 --processes 2 --weakened one-copy", WRONG),
+        ("hosts", "--weakened delete-local-first --only 'SIGKILL to all'", LOST),
+        ("hosts", "--weakened mixed --only nothing", WRONG),
+        ("hosts", "--weakened patient --only 'SIGKILL to one'", HUNG),
+        ("flips", "--count 32 --seed 1 --weakened orbax", "flips that went wrong"),
+        (
+            "gcs",
+            "--count 3 --processes 1 --rate 0 --outage-secs 0 --kill-every 0 --weakened flip",
+            "lost or wrong steps",
+        ),
+        ("endurance", "--count 30 --weakened leak", "growth of threads"),
+    ],
+)
+def test_what_is_less_careful_is_found_out(fault: str, arguments: str, row: str) -> None:
+    if fault == "hosts":
+        arguments += " --count 30 --limit-secs 20 --seed 1"
+    code, table, output = run_torture(fault, arguments)
+    assert code == 1, output
+    assert any(table[each] > 0 for each in row.split("|")), output
+    match fault:
+        case "gcs":  # every third step is spoiled
+            assert (table["durable"], table[row]) == (3, 1), output
+            assert "killed on the way" not in table, output
+        case "endurance":
+            assert all(table[each] == 1 for each in fault_endurance.FINDINGS), output
+    assert "one-copy" not in arguments or "share files" in output
+
+
+# --- fuzz ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def readers(tmp_path_factory: pytest.TempPathFactory) -> fault_fuzz.Readers:
+    return fault_fuzz.Readers(tmp_path_factory.mktemp("fuzz"))
+
+
+def fuzzed(
+    readers: fault_fuzz.Readers, count: int, seconds: float = 60
+) -> tuple[list[str], set[str]]:
+    """Returns what is wrong, and the outcomes."""
+    given = argparse.Namespace(count=count, seconds=seconds, seed=1, weakened=None, first=1)
+    torture = Torture(given, Path(), fault_fuzz.FINDINGS)
+    fault_fuzz.fuzz(torture, readers)
+    return torture.findings[fault_fuzz.HARM], set(torture.parts[fault_fuzz.INPUTS])
+
+
+@pytest.mark.slow
+def test_no_input_does_harm(readers: fault_fuzz.Readers) -> None:
+    problems, outcomes = fuzzed(readers, 2_000, seconds=8)
+    assert not problems, problems
+    assert {"restore: read", "restore: CorruptCheckpointError"} <= outcomes
+    assert len(outcomes) > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("weakening", "count", "problems", "crashes"),
+    [
+        ("naive", 200, 10, {"restore: !! TypeError", "load: !! TypeError"}),
+        ("trusting", 100, 20, {"lease: !! TypeError"}),
+        ("confusing", 60, 1, {"unchanged of a step: !! AssertionError"}),
+        ("half", 60, 1, set()),
+    ],
+)
+def test_a_reader_that_is_less_careful_is_found_out(
+    weakening: str,
+    count: int,
+    problems: int,
+    crashes: set[str],
+    readers: fault_fuzz.Readers,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    changed = (readers, "by_name"), (comparison, "are_equal"), (Manifest, "from_json")
+    for owner, name in (*changed, (node_checks, "check_document")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # is put back
+    fault_fuzz.WEAKENINGS[weakening](readers)
+    found, outcomes = fuzzed(readers, count)
+    assert len(found) >= problems, found
+    assert crashes <= outcomes
+    assert crashes or "what is live has changed" in str(found)

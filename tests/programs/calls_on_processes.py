@@ -1,0 +1,355 @@
+"""Programs on several processes that do not make the same calls, or of which one is killed in one.
+
+    python calls_on_processes.py INDEX COUNT PORT SCENARIO FOLDER ...
+
+SCENARIO is a function of this file, which takes the other arguments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+import torchax
+from processes_program import COUNT, INDEX, report, shards, spread
+
+from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
+from torchax_ckpt.errors import CheckpointError, ProcessError, SaveError
+from torchax_ckpt.processes.coordination import Processes
+from torchax_ckpt.runtime.background import Task
+from torchax_ckpt.runtime.save_in_flight import SaveInFlight
+from torchax_ckpt.storage.arrays import block_digests
+
+torchax.enable_globally()
+STATE = {"w": np.arange(3)}
+IS_BAD = INDEX == 1
+ckpt: TorchaxCheckpointer  # the present one
+meeting: Processes  # where the calls of one case end before those of the next begin
+
+
+class Attached:
+    """Something to attach; restoring it may be the death of process 1."""
+
+    kills = False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": 1}
+
+    def load_state_dict(self, state: Any) -> None:
+        if self.kills and INDEX == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def opened(folder: str, rule: Any = None, keep: Any = None, **options: Any) -> TorchaxCheckpointer:
+    return TorchaxCheckpointer(
+        folder,
+        save_decision_policy=rule,
+        preservation_policy=keep or policies.PreserveAll(),
+        options=CheckpointOptions(process_timeout_secs=60, **options),
+    )
+
+
+def save(step: int, bad: Any = None, *, force: bool = True, state: Any = STATE) -> Any:
+    """A call of save; with a metric, which of process 1 is ``bad``."""
+    metrics = {} if bad is None else {"loss": bad if IS_BAD else 1.0}
+    return lambda: ckpt.save(step, state=state, metrics=metrics, force=force)
+
+
+def done() -> None:
+    ckpt.wait_until_finished()
+
+
+def told(name: str, *calls: Any) -> None:
+    """Makes calls once all processes have come here; reports what came of each.
+
+    A tuple has the calls of one process.
+    """
+    with meeting.round(f"coming to {name}"):
+        pass
+    began, found = time.monotonic(), []
+    for call in calls[INDEX] if isinstance(calls[0], tuple) else calls:
+        try:
+            found.append(repr(call()))
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    secs = time.monotonic() - began
+    with meeting.round(f"ending {name}"):
+        pass
+    report(name=name, found=found, secs=secs, steps=ckpt.all_steps())
+
+
+def differing(folder: str) -> None:
+    """Two processes that do not make the same calls, in one way after another."""
+    global ckpt
+
+    def restore(step: int) -> Any:
+        return lambda: ckpt.restore(step).step
+
+    ckpt = opened(f"{folder}/run")
+    ckpt.attach(stateful={"loader": Attached()})
+    told("nothing differs", *[(save(1), done, save(2), done)] * 2)
+    told("other steps", (save(10), done), (save(12), done))
+    told("the same again", *[(save(13), done)] * 2)
+    # One leaves out a save; the next ones are whole.
+    told("left out", (save(14), save(16), done, save(17), done), (save(16), done, save(17), done))
+    told("restoring", (restore(2),), (save(20), done))
+    told("together", *[(restore(2),)] * 2)
+    told("other restores", (restore(1),), (restore(2),))
+    told("deleting", (save(21), done), (lambda: ckpt.delete(1),))
+    told("loading", (lambda: ckpt.load(2),), (save(22), done))
+    told("no step", (save(23), done), (save("23"),))  # type: ignore[arg-type]
+    told("at last", *[(save(24), done)] * 2)
+    told("closing", (save(25), done), (ckpt.close,))
+    with contextlib.suppress(SaveError):
+        ckpt.close()
+
+    # Unforced, where only process 0 decides.
+    def ask(step: int) -> Any:
+        return save(step, force=False)
+
+    ckpt = opened(f"{folder}/unforced", policies.FixedIntervalPolicy(5))
+    ckpt.attach(stateful={"loader": Attached()})
+    told("nothing to save", *[(ask(1),)] * 2)
+    told("unforced", (ask(10), done), (ask(12), done))
+    told("after", *[(ask(13), ask(14))] * 2)
+    told("passed", (ask(15), done), (ask(16), done))
+    told("unforced at last", *[(ask(20), done)] * 2)
+    ckpt.close()
+
+    # Process 0 neither saves nor waits.
+    ckpt = opened(f"{folder}/declined", policies.FixedIntervalPolicy(5))
+    ckpt.attach(stateful={"loader": Attached()})
+    told("declined", (ask(2),), (restore(1),))
+    told("not there", *[(restore(1),)] * 2)
+    ckpt.close()
+
+
+class Failing:
+    """A policy that cannot decide on step 9, and saves every other."""
+
+    def should_save(self, step: Any, previous_steps: Any, *, context: Any) -> bool:
+        if step.step == 9:
+            raise ZeroDivisionError("no decision")
+        return not context.is_saving_in_progress
+
+
+def refused_on_one(folder: str) -> None:
+    """Two processes save; now and then one of them alone gives what cannot be saved."""
+    global ckpt
+    keep = policies.AnyPreservationPolicy([policies.BestN(metric="loss"), policies.PreserveAll()])
+    ckpt = opened(f"{folder}/run", Failing(), keep)
+
+    def ask(step: int, bad: Any = None) -> Any:
+        return save(step, bad, force=False)
+
+    told("at the first save", ask(1, object()), done)
+    told("forced, not to be ranked", save(2, math.nan), done)
+    told("not to be ranked", ask(3, math.nan), done)
+    told("forced, not to be stored", save(4, object()), done)
+    told("nothing to save", save(5, state=None if IS_BAD else STATE), done)
+    start = Task.start
+
+    def refuse(task: Task) -> None:
+        if isinstance(task, SaveInFlight):
+            task.cancel()
+            raise RuntimeError("can't start new thread")
+        start(task)
+
+    if IS_BAD:
+        Task.start = refuse  # type: ignore[method-assign,assignment]
+    told("no thread", save(6), done)
+    Task.start = start  # type: ignore[method-assign]
+    told("nothing wrong", ask(7, 0.5), done)
+    told("no decision", ask(9, 0.5), lambda: ckpt.should_save(9), ask(10, 0.5))
+    ckpt.close()
+
+    ckpt = opened(f"{folder}/strict", Failing(), keep, on_save_error="raise")
+    told("before", ask(1), ckpt._saver.wait)
+    if IS_BAD:
+        ckpt._saver._failures.report(SaveError("what only process 1 knows", step=1))
+    told("a failure that one knows", save(2), save(3), ckpt._saver.wait)
+    ckpt.close()
+    _calls_that_read(folder, keep)
+
+
+def _calls_that_read(folder: str, keep: Any) -> None:
+    global ckpt
+    is_failing = True
+
+    def init(name: str, abstract: Any) -> Any:
+        if IS_BAD and is_failing:
+            raise ValueError("no values")
+        return np.zeros(abstract.shape, abstract.dtype)
+
+    def attach(place: str = "jax") -> Any:
+        torchax.disable_globally()
+        with torch.device("cpu" if IS_BAD and place == "cpu" else "meta"):
+            model = torch.nn.Linear(2, 2)
+        torchax.enable_globally()
+        return lambda: ckpt.attach(model, init=init, stateful={"loader": Attached()})
+
+    ckpt = opened(f"{folder}/attached", Failing(), keep)
+    told("attach: on the CPU", attach("cpu"))
+    told("attach: no values", attach())
+    is_failing = False
+    told("attach", attach())
+    told("attach: again", lambda: ckpt.attach() if IS_BAD else ckpt.attach(stateful={}))
+    told("saved", lambda: ckpt.save(2, force=True), done)
+    tier: Any = "nowhere" if IS_BAD else None
+    word: Any = "two" if IS_BAD else 2
+    pattern: Any = 3 if IS_BAD else "*"
+    for name in ("restore", "load", "verify", "delete"):
+        call = getattr(ckpt, name)
+        told(f"{name}: tier", lambda call=call: call(2, tier=tier))
+        told(f"{name}: step", lambda call=call: call(word))
+        if name == "restore":
+            told("restore: pattern", lambda: ckpt.restore(2, include=pattern))
+            told("restore", lambda: ckpt.restore(2).step)
+        elif name == "load":
+            told("load: state", lambda: ckpt.load(2, {"model": {"other": 1}} if IS_BAD else None))
+        elif name == "verify":
+            told("verify", lambda: ckpt.verify(2))
+    told("delete: gone", lambda: ckpt.delete(7))
+    told("should_save: step", lambda: ckpt.should_save(word))
+    told("delete", lambda: ckpt.delete(2))
+    jax.distributed.shutdown()
+    ckpt.close()  # has nobody left to tell
+
+
+def left_out(folder: str, cases: str) -> None:
+    """One process leaves out a save, with one tier and with two.
+
+    CASES are pairs of digits: the number of tiers, and the process that leaves out step 3.
+    """
+    every = policies.FixedIntervalPolicy(1)
+    values = np.arange(16 * COUNT, dtype=np.float32)
+    for case in cases.split(","):
+        num_tiers, odd = map(int, case)
+        local = None
+        if num_tiers == 2:
+            local = LocalTier(f"{folder}/{INDEX}/{case}", save_decision_policy=every, keep=9)
+        ckpt = TorchaxCheckpointer(
+            f"{folder}/{case}",
+            save_decision_policy=every,
+            preservation_policy=policies.PreserveAll(),
+            local=local,
+            options=CheckpointOptions(process_timeout_secs=60),
+        )
+        found: dict[int, tuple[float, str]] = {}
+        for step in [1, 4, 5, 6, 7] if odd == INDEX else [1, 3, 4, 5, 6, 7]:
+            began, error = time.monotonic(), ""
+            try:
+                ckpt.save(step, state={"w": spread(values + step)})
+                ckpt.wait_until_finished()
+            except (ProcessError, SaveError) as problem:
+                error = str(problem)
+            found[step] = time.monotonic() - began, error
+            with contextlib.suppress(SaveError):  # of the other tier
+                ckpt.check_for_errors()
+        steps = ckpt.all_steps("durable")
+        local_steps = ckpt.all_steps("local") if local is not None else steps
+        loaded = {step: ckpt.load(step, {"w": spread(values)})["w"] for step in steps}
+        whole = [shards(loaded[step]) == shards(spread(values + step)) for step in steps]
+        report(case=case, told=found, steps=steps, local=local_steps, whole=whole)
+        ckpt.close()
+
+
+def loads_on_thread(folder: str) -> None:
+    """Loads a step on another thread than the one that trains."""
+    single = CheckpointOptions(single_replica_restore=True, process_timeout_secs=60)
+    settings: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "one reads for all": {"options": single},
+        "a local tier": {"local": LocalTier(f"{folder}/ramdisk-{INDEX}")},
+    }
+    for name, given in settings.items():
+        with TorchaxCheckpointer(f"{folder}/{name}", **given) as ckpt:
+            ckpt.save(1, state=STATE, force=True)
+            ckpt.wait_until_finished()
+            found: list[Any] = []
+
+            def load(ckpt: TorchaxCheckpointer = ckpt, found: list[Any] = found) -> None:
+                try:
+                    found.append(ckpt.load()["w"].tolist())
+                except Exception as error:
+                    found.append(f"{type(error).__name__}: {error}")
+
+            thread = threading.Thread(target=load, name="other")
+            thread.start()
+            thread.join()
+            report(name=name, found=found[0], here=ckpt.load()["w"].tolist())
+
+
+def killed_in(directory: str, call: str) -> None:
+    """Process 1 is killed in a call, ``restore`` or ``close``; who is told of that exits with 3."""
+
+    def killed(*args: Any, **kwargs: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    loader = Attached()
+    loader.kills = call == "restore"
+    ckpt = TorchaxCheckpointer(directory)
+    ckpt.attach(stateful={"loader": loader})
+    state = {"w": spread(np.arange(600))}  # each process writes a part
+    ckpt.save(1, state=state, force=True)
+    ckpt.wait_until_finished()
+    if call == "close":
+        if INDEX == 1:
+            block_digests.take = killed  # type: ignore[assignment]
+        ckpt.save(2, state=state, force=True)
+    began = time.monotonic()
+    try:
+        ckpt.close() if call == "close" else ckpt.restore(1)
+    except CheckpointError as error:
+        report(kind=type(error).__name__, told=str(error), secs=time.monotonic() - began)
+        last = Path(f"{directory}-told-2")
+        last.touch() if INDEX == 2 else None
+        while not last.exists():  # the end of process 0 would end process 2 before it is told
+            time.sleep(0.1)
+        os._exit(3)  # JAX would wait for the dead one
+
+
+class Samples:
+    """The numbers ``INDEX``, ``INDEX + COUNT``, ... from ``start`` on."""
+
+    start = read = 0
+
+    def get_state(self) -> dict[str, int]:
+        return {"start": self.start, "read": self.read}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        self.start, self.read = state["start"], state["read"]
+
+    def __next__(self) -> int:
+        self.read += 1
+        return self.start + INDEX + COUNT * (self.read - 1)
+
+
+def redistributed(directory: str) -> None:
+    """Draws samples, each process from its shard, and goes on where other processes stopped."""
+
+    def redistribute(states: list[Any], count: int) -> list[Any]:
+        start = states[0]["start"] + sum(state["read"] for state in states)
+        return [{"start": start, "read": 0} for _ in range(count)]
+
+    loader = Samples()
+    with TorchaxCheckpointer(directory) as ckpt:
+        start = ckpt.attach(dataloader=loader, redistribute=redistribute)
+        report(samples=[next(loader) for _ in range(8 // COUNT)])
+        ckpt.save(start + 1, force=True)
+
+
+if __name__ == "__main__":
+    ckpt = opened(f"{sys.argv[5]}-meeting")
+    meeting = ckpt._processes
+    globals()[sys.argv[4]](*sys.argv[5:])

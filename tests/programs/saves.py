@@ -1,0 +1,157 @@
+"""Programs of one process that save, and end or are killed in some way.
+
+    python saves.py SCENARIO DIRECTORY ...
+
+SCENARIO is a function of this file, which takes the other arguments.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import torch
+import torchax
+from support.compare import bits, training_state
+from support.training import adamw, fsdp_mesh, fsdp_rule, mlp, train_step
+
+from torchax_ckpt import LocalTier, TorchaxCheckpointer, policies
+from torchax_ckpt.storage.directory.run_directory import RunDirectory
+from torchax_ckpt.storage.writing import array_writer, step_writer
+
+torchax.enable_globally()
+ALL = policies.PreserveAll()
+STATE = {"w": np.arange(3)}
+ckpt: TorchaxCheckpointer
+
+
+def die(*args: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def steps(directory: str, back_to: str, *numbers: str) -> None:
+    """Attaches to a run, goes back to a step unless it is "", and saves steps."""
+    with TorchaxCheckpointer(directory, preservation_policy=ALL) as ckpt:
+        ckpt.attach(mlp())
+        if back_to:
+            ckpt.restore(int(back_to))
+        for step in map(int, numbers):
+            ckpt.save(step, force=True)
+
+
+def unclosed(directory: str, step: str, secs: str, ending: str) -> None:
+    """Begins a save that takes so much longer, and ends without close; "exit" exits with 3."""
+
+    global ckpt  # stays when the function ends
+    write = array_writer.write_arrays
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(float(secs))
+        return write(*args, **kwargs)
+
+    array_writer.write_arrays = slow
+    ckpt = TorchaxCheckpointer(directory)
+    ckpt.save(int(step), state=STATE)
+    if ending == "raise":
+        raise ZeroDivisionError
+    if ending == "exit":
+        sys.exit(3)
+
+
+def stops_in_save(directory: str) -> None:
+    """Saves step 1, and stops in the save of step 2 until it gets a line on stdin."""
+
+    complete = step_writer.complete
+
+    def slow(*args: Any, **kwargs: Any) -> None:
+        complete(*args, **kwargs)
+        print("writing", flush=True)
+        sys.stdin.readline()
+
+    ckpt = TorchaxCheckpointer(directory)
+    ckpt.save(1, state=STATE)
+    ckpt.wait_until_finished()
+    step_writer.complete = slow
+    ckpt.save(2, state=STATE, force=True)
+    ckpt.wait_until_finished()
+
+
+def killed_going_back(directory: str, method: str, step: str) -> None:
+    """Goes back to step 2 of four and saves; is killed before a method of RunDirectory runs."""
+    ckpt = TorchaxCheckpointer(directory, preservation_policy=ALL)
+    ckpt.attach(stateful={})
+    for number in (1, 2, 3, 4):
+        ckpt.save(number, state={"w": np.full(3, number)}, force=True)
+    ckpt.wait_until_finished()
+    ckpt.restore(2)
+    setattr(RunDirectory, method, die)
+    ckpt.save(int(step), state={"w": np.full(3, 100)}, force=True)
+    ckpt.wait_until_finished()
+
+
+def killed_with_two_tiers(directory: str, ramdisk: str, last: str, kill_at: str) -> None:
+    """Trains a model with tied weights, with two tiers, and is killed after a step; 0: never."""
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)
+    model = torch.nn.Sequential(*layers)
+    model[1].weight = model[0].weight
+    model.to("jax")
+    optimizer = adamw(model)
+    every = policies.FixedIntervalPolicy
+    local = LocalTier(ramdisk, save_decision_policy=every(1))
+    ckpt = TorchaxCheckpointer(directory, save_decision_policy=every(4), local=local)
+    start = ckpt.attach(model, optimizer, shardings=fsdp_rule(fsdp_mesh()))
+    print("start", start, ckpt.restore().tier if start else None, flush=True)
+    for step in range(start + 1, int(last) + 1):
+        train_step(model, optimizer, step)
+        ckpt.save(step)
+        if step == int(kill_at):
+            ckpt.wait_until_finished()
+            die()
+    ckpt.close()
+    (found,) = training_state(model)
+    print("end", {name: bits(tensor) for name, tensor in found.items()}, flush=True)
+    assert model[1].weight is model[0].weight
+
+
+def under_umask(directory: str, umask: str) -> None:
+    """Saves while a thread looks for what another user could reach and write at any moment."""
+    target, seen, done = pathlib.Path(directory), set[str](), threading.Event()
+    os.umask(int(umask, 8))
+
+    def mode_of(folder: str, name: str) -> int:
+        try:
+            return os.lstat(os.path.join(folder, name)).st_mode
+        except FileNotFoundError:
+            return 0
+
+    def watch() -> None:
+        while not done.is_set():
+            for folder, folders, files in os.walk(target):
+                folders[:] = [f for f in folders if mode_of(folder, f) & 0o001]
+                found = [n for n in (*folders, *files) if mode_of(folder, n) & 0o002]
+                seen.update(os.path.join(folder, name) for name in found)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    with TorchaxCheckpointer(target, preservation_policy=ALL) as ckpt:
+        ckpt.attach(mlp())
+        for step in range(1, 6):
+            ckpt.save(step, force=True)
+        ckpt.wait_until_finished()
+        ckpt.restore(2)
+        ckpt.save(3, force=True)
+    done.set()
+    watcher.join()
+    assert not seen, seen
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*sys.argv[2:])
