@@ -40,8 +40,10 @@ from fuzz_damage import damaged
 from fuzz_files import Fed, Lines, NoForm, foreign, replaced
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from live import Live, command
+from support.steps import ALWAYS, two_tiers
+from support.waiting import T0, Clock
 
-from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
 from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError
 from torchax_ckpt.layout.manifest import Manifest, array_nodes
 from torchax_ckpt.layout.storage_plan import Plan
@@ -68,7 +70,6 @@ FINDINGS = (HARM,)
 MAX_SECS = 5.0
 MAX_BYTES = 1 << 30
 MANIFEST, SUMMARY = "manifest/data.json", "summary/data.json"
-EVERY = policies.FixedIntervalPolicy(1)
 READ_ONLY = CheckpointOptions(read_only=True)
 
 
@@ -136,28 +137,6 @@ def _peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
-class Clock:
-    """Time that passes in ``sleep`` alone."""
-
-    now = 1_800_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, secs: float) -> None:
-        self.now += secs
-
-
-def two_tiers(folder: Path, **settings: Any) -> TorchaxCheckpointer:
-    return TorchaxCheckpointer(
-        folder / "durable",
-        save_decision_policy=EVERY,
-        preservation_policy=policies.PreserveAll(),
-        local=LocalTier(folder / "local", save_decision_policy=EVERY, keep=9),
-        **settings,
-    )
-
-
 def reseal(document: Any) -> Any:
     """A document with a seal that fits if it can; else few would come further than the seal."""
     if isinstance(document, dict):
@@ -198,7 +177,7 @@ class Readers:
         base = {"driver": "file", "path": f"{step / 'state'}/"}
         store = ts.KvStore.open({"driver": "ocdbt", "base": base}).result()
         metadata = store.read("model.embed.weight/.zarray").result().value
-        holder = LeaseHolder("t1", "tpu-vm-7", 4711, "elsewhere", 9, Clock.now - 600, Clock.now - 9)
+        holder = LeaseHolder("t1", "tpu-vm-7", 4711, "elsewhere", 9, T0 - 600, T0 - 9)
         assets = Assets.of({"model/config.json": "{}", "tokenizer/a.txt": "ä"}).content
         for name in ("leased", "1/assets"):
             (folder / name).mkdir(parents=True)
@@ -304,7 +283,7 @@ class Readers:
         lease = Lease(place, clock=clock, sleep=clock.sleep)
         try:
             lease.hold()
-            assert clock.now - Clock.now <= LEASE_SECS + 1
+            assert clock.waited_secs <= LEASE_SECS + 1
         finally:
             lease.release()
             (place / "lease").unlink(missing_ok=True)
@@ -370,17 +349,20 @@ class Readers:
 
     def _of_branches(self, folder: Path) -> dict[str, Fed]:
         """The name of a run, and the summaries of steps of which the later are another branch."""
+        tiers = folder / "durable", folder / "local"
         for steps in ((1, 2, 3, 4, 5), (3, 4, 6)):
-            with two_tiers(folder) as ckpt:
+            with two_tiers(*tiers, durable=ALWAYS) as ckpt:
                 ckpt.attach(resume=False, rng=False)
                 for step in steps:
                     ckpt.save(step, state={"w": np.arange(4)}, metrics={"loss": float(step)})
                     ckpt.wait_until_finished()
         summaries = sorted(folder.glob(f"*/*[0-9]*/{SUMMARY}"))
-        names = [folder / tier / "run" for tier in ("durable", "local")]
+        names = [tier / "run" for tier in tiers]
 
         def go_on() -> None:
-            with two_tiers(folder, options=READ_ONLY) as ckpt:
+            with two_tiers(
+                folder / "durable", folder / "local", durable=ALWAYS, options=READ_ONLY
+            ) as ckpt:
                 ckpt.attach(resume=False, rng=False)
                 for tier in ("durable", "local", None):
                     steps = ckpt.all_steps(tier)

@@ -115,25 +115,59 @@ class Run:
         every = self._torture.given.kill_every
         while self.tried < self._share and not self._is_broken:
             left = self._share - self.tried
-            self._process(left, self._choose.randint(1, 2 * every) if every else left + 1)
+            self._go_on(left, self._choose.randint(1, 2 * every) if every else left + 1)
+
+    def _go_on(self, count: int, until: int) -> None:
+        """Has a process save so often, and kills it some time after one of its saves began."""
+        torture, is_killed = self._torture, False
+        with self._started(count) as process:
+            for word, step, text in _said(process):
+                match word:
+                    case "saving":
+                        self.tried += 1
+                        torture.count("saves tried")
+                        until -= 1
+                        if until == 0:
+                            is_killed = True
+                            # A save takes seconds: also while it commits, deletes, or is over.
+                            secs = self._choose.uniform(0, torture.given.kill_within)
+                            threading.Timer(secs, process.kill).start()
+                    case "durable":
+                        self._durable.append(step)
+                        torture.count("saves that ended", part="durable")
+                        torture.count("tidying up failed", bool(text))
+                    case "failed":
+                        torture.count("saves that ended", part="failed with an error")
+                        print(f"{self._url}/{step} failed: {text}")
+                    case "wrong" | "corrupt":
+                        torture.find({DIFFERED: [f"{step}: {word} {text}"]}, self._url)
+                    case "exact":
+                        torture.count("steps restored exactly")
+                    case "resumed" if step < max(self._durable, default=0):
+                        self._break(f"resumed from {step}, not {self._durable[-1]}")
+                    case "broken":
+                        self._break(text)
+        if process.returncode == -9:
+            torture.count("saves that ended", part="killed on the way")
+        elif process.returncode and not is_killed:
+            self._break(f"ended with {process.returncode}")
 
     def verify(self) -> None:
         """Restores what is there, without faults; looks for acknowledged steps that are not."""
         if self.tried < self._share and not self._is_broken:
             self._break(f"stopped after {self.tried} of {self._share} saves")
-        there: dict[int, str] = {}
         with self._started(0) as process:
-            for word, step, text in _said(process):
-                there[step] = f"{word} {text}".strip()
-                self._torture.count("steps restored exactly", word == "exact")
+            there = {step: f"{word} {text}".strip() for word, step, text in _said(process)}
         if process.returncode:
             self._break("the process that restores ended with an error")
-        lost = [
+        exact = [step for step, what in there.items() if what == "exact"]
+        self._torture.count("steps restored exactly", len(exact))
+        lost = [f"{step}: {what}" for step, what in there.items() if step not in exact]
+        lost += [
             f"{step}: not there"
             for step in self._durable
             if step not in there and sum(newer > step for newer in there) < KEPT
         ]
-        lost += [f"{step}: {what}" for step, what in there.items() if what != "exact"]
         self._torture.find({LOST: lost}, self._url)
 
     def _break(self, text: str) -> None:
@@ -152,41 +186,6 @@ class Run:
                 stderr=log,
                 text=True,
             )
-
-    def _process(self, count: int, until: int) -> None:
-        """Has a process save so often, and kills it some time after one of its saves began."""
-        torture, is_killed = self._torture, False
-        with self._started(count) as process:
-            for word, step, text in _said(process):
-                if word == "saving":
-                    self.tried += 1
-                    torture.count("saves tried")
-                    until -= 1
-                    if until == 0:
-                        is_killed = True
-                        # A save takes some ten seconds: also while it commits, deletes, or is over.
-                        secs = self._choose.uniform(0, torture.given.kill_within)
-                        threading.Timer(secs, process.kill).start()
-                elif word == "durable":
-                    self._durable.append(step)
-                    torture.count("saves that ended", 1, "durable")
-                    if text:
-                        torture.count("tidying up failed")
-                elif word == "failed":
-                    torture.count("saves that ended", 1, "failed with an error")
-                    print(f"{self._url}/{step} failed: {text}")
-                elif word in ("wrong", "corrupt"):
-                    torture.find({DIFFERED: [f"{step}: {word} {text}"]}, self._url)
-                elif word == "exact":
-                    torture.count("steps restored exactly")
-                elif word == "resumed" and step < max(self._durable, default=0):
-                    self._break(f"resumed from {step}, not {self._durable[-1]}")
-                elif word == "broken":
-                    self._break(text)
-        if process.returncode == -9:
-            torture.count("saves that ended", 1, "killed on the way")
-        elif process.returncode and not is_killed:
-            self._break(f"ended with {process.returncode}")
 
 
 def _said(process: subprocess.Popen[str]) -> Iterator[tuple[str, int, str]]:

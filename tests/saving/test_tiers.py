@@ -11,12 +11,12 @@ import shutil
 import signal
 import tempfile
 import threading
+import types
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -24,6 +24,7 @@ from support import PROGRAMS
 from support.compare import assert_trees_identical, training_state
 from support.damage import flip_arrays
 from support.processes import run_python
+from support.steps import ALWAYS, save, save_due, state, two_tiers
 from support.training import adamw, mlp, train_step
 
 from torchax_ckpt import LocalTier, TorchaxCheckpointer, policies
@@ -41,21 +42,10 @@ from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.writing import array_writer
 from torchax_ckpt.telemetry.events import Event
 
-ALWAYS = policies.FixedIntervalPolicy(1)
 KEEP_ALL = policies.PreserveAll()
 
 
-class Chosen:
-    """Saves these steps."""
-
-    def __init__(self, *steps: int) -> None:
-        self.steps = steps
-
-    def should_save(self, step: Any, previous_steps: Any, *, context: Any) -> bool:
-        return step.step in self.steps
-
-
-NEVER = Chosen()
+NEVER = policies.SpecificStepsPolicy(())
 
 
 @pytest.fixture
@@ -64,27 +54,6 @@ def ramdisk() -> Iterator[Path]:
     there = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=there if there.is_dir() else None) as path:
         yield Path(path) / "steps"
-
-
-def two_tiers(
-    directory: Path, ramdisk: Path, *, durable: Any = NEVER, local: Any = ALWAYS, keep: int = 9
-) -> TorchaxCheckpointer:
-    return TorchaxCheckpointer(
-        directory,
-        save_decision_policy=durable,
-        preservation_policy=KEEP_ALL,
-        local=LocalTier(ramdisk, save_decision_policy=local, keep=keep),
-    )
-
-
-def state(step: int) -> dict[str, Any]:
-    return {"w": np.full(3, step), "device": jnp.full((4,), step)}
-
-
-def save(ckpt: TorchaxCheckpointer, *steps: int, force: bool = False) -> None:
-    for step in steps:
-        assert ckpt.save(step, state=state(step), force=force)
-    ckpt.wait_until_finished()
 
 
 def entries(directory: Path) -> set[str]:
@@ -131,9 +100,9 @@ def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_a_restore_says_which_tier_has_served_it(
     directory: Path, ramdisk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with two_tiers(directory, ramdisk, durable=Chosen(1)) as ckpt:
+    with two_tiers(directory, ramdisk, durable=(1,)) as ckpt:
         ckpt.attach(stateful={})
-        save(ckpt, 1, 2)
+        save_due(ckpt, 1, 2)
     events: list[Event] = []
     with (
         TorchaxCheckpointer(directory, local=LocalTier(ramdisk), on_event=events.append) as ckpt,
@@ -163,7 +132,7 @@ def test_a_step_that_both_tiers_want_is_captured_once(
             return take(*args)
 
         monkeypatch.setattr(ckpt._saves.snapshotter, "take", counted)
-        save(ckpt, 1, 2)
+        save_due(ckpt, 1, 2)
         assert taken == 2
         for tier in ("durable", "local"):
             assert ckpt.all_steps(tier) == [1, 2]
@@ -173,14 +142,14 @@ def test_a_step_that_both_tiers_want_is_captured_once(
 
 def test_what_is_forced_is_durable(directory: Path, ramdisk: Path) -> None:
     with two_tiers(directory, ramdisk, local=NEVER) as ckpt:
-        save(ckpt, 3, force=True)
+        save(ckpt, 3)
         assert (ckpt.all_steps("durable"), ckpt.all_steps("local")) == ([3], [])
         assert not ckpt.should_save(4)
 
 
 def test_without_a_local_tier_there_is_none(directory: Path) -> None:
     with TorchaxCheckpointer(directory) as ckpt:
-        save(ckpt, 1, force=True)
+        save(ckpt, 1)
         with pytest.raises(TierError, match="expected one of durable, found 'local'"):
             ckpt.all_steps("local")
         with pytest.raises(TierError, match="found 'ramdisk'"):
@@ -192,7 +161,7 @@ def test_a_step_is_found_verified_and_deleted_in_either_tier(
     directory: Path, ramdisk: Path
 ) -> None:
     with two_tiers(directory, ramdisk, durable=policies.FixedIntervalPolicy(2)) as ckpt:
-        save(ckpt, 1, 2, 3)
+        save_due(ckpt, 1, 2, 3)
         assert ckpt.verify() == 3
         assert ckpt.verify(2) == 2
         assert (directory / "2" / "verified").exists()
@@ -285,7 +254,7 @@ def test_a_damaged_local_step_falls_back_to_the_durable_one_of_the_same_number(
     directory: Path, ramdisk: Path
 ) -> None:
     with two_tiers(directory, ramdisk, durable=policies.FixedIntervalPolicy(3)) as ckpt:
-        save(ckpt, 1, 2, 3)
+        save_due(ckpt, 1, 2, 3)
     flip_arrays(ramdisk / "3")
     with two_tiers(directory, ramdisk) as ckpt:
         for step in (None, 3):
@@ -314,7 +283,7 @@ def test_a_full_local_tier_costs_its_own_saves_only(
             ckpt.wait_until_finished()
         assert (ckpt.all_steps("durable"), ckpt.all_steps("local")) == ([1], [])
         monkeypatch.setattr(array_writer, "write_arrays", write)
-        save(ckpt, 2)
+        save_due(ckpt, 2)
         assert ckpt.all_steps("local") == [2]
 
 
@@ -333,7 +302,7 @@ def test_a_slow_durable_tier_does_not_hold_up_the_local_one(
 
     monkeypatch.setattr(array_writer, "write_arrays", slow)
     try:
-        with two_tiers(directory, ramdisk, durable=Chosen(1)) as ckpt:
+        with two_tiers(directory, ramdisk, durable=(1,)) as ckpt:
             assert ckpt.save(1, state=state(1))
             assert reached.wait(60)
             for step in range(2, 6):
@@ -362,7 +331,7 @@ def test_sigterm_saves_to_the_durable_tier(directory: Path, ramdisk: Path) -> No
 
 def test_going_back_abandons_what_is_newer_in_both_tiers(directory: Path, ramdisk: Path) -> None:
     model = mlp()
-    with two_tiers(directory, ramdisk, durable=Chosen(2, 4)) as ckpt:
+    with two_tiers(directory, ramdisk, durable=(2, 4)) as ckpt:
         ckpt.attach(model)
         for step in range(1, 6):
             assert ckpt.save(step)
@@ -379,10 +348,11 @@ def test_a_durable_step_that_a_local_one_has_abandoned_never_comes_back(
     directory: Path, ramdisk: Path
 ) -> None:
     """Though it is in place until something new is durable, and its number is below the newest."""
-    rare = Chosen(1, 3)
+    rare = types.SimpleNamespace(steps=(1, 3))
+    rare.should_save = lambda step, previous_steps, context: step.step in rare.steps
     with two_tiers(directory, ramdisk, durable=rare, keep=2) as ckpt:
         ckpt.attach(stateful={})
-        save(ckpt, 1, 2, 3)
+        save_due(ckpt, 1, 2, 3)
         ckpt.restore(2)
         rare.steps = ()
         for step in range(3, 9):
@@ -392,19 +362,19 @@ def test_a_durable_step_that_a_local_one_has_abandoned_never_comes_back(
         assert (ckpt.all_steps("durable"), ckpt.all_steps("local")) == ([1], [7, 8])
     with two_tiers(directory, ramdisk, durable=rare, keep=2) as ckpt:
         assert ckpt.attach(stateful={}) == 8
-        save(ckpt, 9, 10, 11)  # by now nothing is left that was saved right after going back
+        save_due(ckpt, 9, 10, 11)  # by now nothing is left that was saved right after going back
         assert (ckpt.all_steps("durable"), ckpt.all_steps("local")) == ([1], [10, 11])
-        save(ckpt, 12, force=True)
+        save(ckpt, 12)
         assert entries(directory) == {"1", "12", "abandoned-3"}
 
 
 def test_saving_without_attach_goes_on_from_what_both_tiers_hold(
     directory: Path, ramdisk: Path
 ) -> None:
-    with two_tiers(directory, ramdisk, durable=Chosen(5)) as ckpt:
-        save(ckpt, 5, 6)
+    with two_tiers(directory, ramdisk, durable=(5,)) as ckpt:
+        save_due(ckpt, 5, 6)
     with two_tiers(directory, ramdisk) as ckpt:
-        save(ckpt, 3)  # of another branch than 5 and 6
+        save_due(ckpt, 3)  # of another branch than 5 and 6
         assert ckpt.all_steps() == [3]
         assert entries(directory) == {"5"}
         assert entries(ramdisk) == {"3"}
@@ -414,14 +384,15 @@ def test_saving_without_attach_goes_on_from_what_both_tiers_hold(
 def test_deleting_a_step_does_not_bring_back_what_the_run_has_abandoned(
     directory: Path, ramdisk: Path
 ) -> None:
-    rare = Chosen(3, 5, 10)
-    with two_tiers(directory, ramdisk, durable=rare, local=Chosen(6, 7), keep=1) as ckpt:
+    rare = 3, 5, 10
+    only = policies.SpecificStepsPolicy((6, 7))
+    with two_tiers(directory, ramdisk, durable=rare, local=only, keep=1) as ckpt:
         ckpt.attach(stateful={})
-        save(ckpt, 3, 5, 10)
+        save_due(ckpt, 3, 5, 10)
         ckpt.restore(5)
-        save(ckpt, 6)  # locally, where it says that 10 is abandoned
+        save_due(ckpt, 6)  # locally, where it says that 10 is abandoned
         ckpt.delete(3)
-        save(ckpt, 7)
+        save_due(ckpt, 7)
     with two_tiers(directory, ramdisk) as ckpt:
         assert ckpt.all_steps() == [5, 7]
         assert ckpt.attach(stateful={}) == 7
@@ -431,8 +402,8 @@ def test_durable_steps_stay_where_they_are_until_something_new_is_durable(
     directory: Path, ramdisk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever has abandoned them may be lost with the host before that."""
-    with two_tiers(directory, ramdisk, durable=Chosen(2, 4)) as ckpt:
-        save(ckpt, 2, 4)
+    with two_tiers(directory, ramdisk, durable=(2, 4)) as ckpt:
+        save_due(ckpt, 2, 4)
     write = array_writer.write_arrays
 
     def lost(path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -440,9 +411,9 @@ def test_durable_steps_stay_where_they_are_until_something_new_is_durable(
             raise OSError(5, "the host is going")
         return write(path, *args, **kwargs)
 
-    with two_tiers(directory, ramdisk, durable=Chosen(3)) as ckpt:
+    with two_tiers(directory, ramdisk, durable=(3,)) as ckpt:
         assert ckpt.attach(stateful={}, resume=False) == 0
-        save(ckpt, 1)
+        save_due(ckpt, 1)
         monkeypatch.setattr(array_writer, "write_arrays", lost)
         assert ckpt.save(3, state=state(3))
         with pytest.raises(SaveError, match="the host is going"):
@@ -451,7 +422,7 @@ def test_durable_steps_stay_where_they_are_until_something_new_is_durable(
         assert entries(directory) >= {"2", "4"}
         monkeypatch.undo()
         shutil.copytree(directory, directory.with_name("left"))
-        save(ckpt, 5, force=True)
+        save(ckpt, 5)
         assert {"5", "abandoned-2", "abandoned-4"} <= entries(directory)
     with two_tiers(directory.with_name("left"), directory.with_name("lost")) as ckpt:
         assert ckpt.all_steps() == [2, 4]
@@ -464,13 +435,13 @@ def test_a_run_that_was_removed_is_not_resumed_from_its_ramdisk(
     directory: Path, ramdisk: Path
 ) -> None:
     with two_tiers(directory, ramdisk) as ckpt:
-        save(ckpt, 1, 2)
+        save_due(ckpt, 1, 2)
     shutil.rmtree(directory)
     with two_tiers(directory, ramdisk) as ckpt:
         assert ckpt.attach(stateful={}) == 0
         assert ckpt.all_steps() == []
         assert entries(ramdisk) == {"1", "2"}  # reading changes nothing
-        save(ckpt, 1)
+        save_due(ckpt, 1)
         assert entries(ramdisk) == {"1"}
         assert ckpt.all_steps() == [1]
 
@@ -479,7 +450,7 @@ def test_the_ramdisk_of_another_run_is_not_taken_from_under_it(
     directory: Path, ramdisk: Path
 ) -> None:
     with two_tiers(directory, ramdisk) as ckpt:
-        save(ckpt, 1, 2)
+        save_due(ckpt, 1, 2)
         with two_tiers(directory.with_name("other"), ramdisk) as other:
             assert other.all_steps() == []
             with pytest.raises(LeaseError, match=re.escape(f"{ramdisk}: another program writes")):
@@ -495,20 +466,20 @@ def test_the_ramdisk_of_another_run_is_not_taken_from_under_it(
 def test_what_an_absent_host_has_kept_is_not_resumed_from(directory: Path, ramdisk: Path) -> None:
     """The run goes on without it, from an older step, on another host or without a local tier."""
     elsewhere = ramdisk.with_name("elsewhere")
-    with two_tiers(directory, ramdisk, durable=Chosen(1)) as ckpt:
-        save(ckpt, 1, 2, 3)
+    with two_tiers(directory, ramdisk, durable=(1,)) as ckpt:
+        save_due(ckpt, 1, 2, 3)
     with two_tiers(directory, elsewhere) as ckpt:
         assert ckpt.load()["w"].tolist() == [1, 1, 1]
         assert ckpt.all_steps("local") == []
     with two_tiers(directory, ramdisk) as ckpt:
         assert ckpt.all_steps() == [1, 2, 3], "only who saves goes on"
     with two_tiers(directory, elsewhere) as ckpt:
-        save(ckpt, 2)
+        save_due(ckpt, 2)
     with two_tiers(directory, ramdisk) as ckpt:
         assert ckpt.all_steps() == [1]
     with two_tiers(directory, elsewhere) as ckpt:
         assert ckpt.all_steps() == [1, 2]
-        save(ckpt, 3)
+        save_due(ckpt, 3)
     with TorchaxCheckpointer(directory, preservation_policy=KEEP_ALL) as alone:
         alone.delete(1)
     with two_tiers(directory, elsewhere) as ckpt:
@@ -517,7 +488,7 @@ def test_what_an_absent_host_has_kept_is_not_resumed_from(directory: Path, ramdi
         save(alone, 4)
     with two_tiers(directory, elsewhere) as ckpt:
         assert ckpt.all_steps() == [4]
-        save(ckpt, 5)
+        save_due(ckpt, 5)
         assert ckpt.all_steps("local") == [5]
 
 
@@ -539,7 +510,7 @@ def test_a_directory_that_was_removed_under_the_run_belongs_to_it_again(
     directory: Path, ramdisk: Path
 ) -> None:
     with two_tiers(directory, ramdisk, durable=ALWAYS) as ckpt:
-        save(ckpt, 1)
+        save_due(ckpt, 1)
         shutil.rmtree(directory)
         shutil.rmtree(ramdisk)
         for step in (2, 3):
@@ -548,7 +519,7 @@ def test_a_directory_that_was_removed_under_the_run_belongs_to_it_again(
                 ckpt.wait_until_finished()
     with two_tiers(directory, ramdisk) as ckpt:
         assert ckpt.latest_step("local") == ckpt.latest_step("durable") == 3
-        save(ckpt, 4)
+        save_due(ckpt, 4)
 
 
 @pytest.mark.parametrize("call", [1, 2, 3])
@@ -556,7 +527,7 @@ def test_killed_while_the_run_is_named_anew_no_local_step_is_lost(
     call: int, directory: Path, ramdisk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with two_tiers(directory, ramdisk) as ckpt:
-        save(ckpt, 1)
+        save_due(ckpt, 1)
     replace, count = os.replace, itertools.count(1)
 
     def killed(draft: Any, path: Any) -> None:
@@ -569,11 +540,11 @@ def test_killed_while_the_run_is_named_anew_no_local_step_is_lost(
         contextlib.suppress(KeyboardInterrupt),
         two_tiers(directory, ramdisk) as ckpt,
     ):
-        save(ckpt, 2)
+        save_due(ckpt, 2)
     monkeypatch.undo()
     with two_tiers(directory, ramdisk) as ckpt:
         assert ckpt.all_steps() == ([1] if call < 3 else [1, 2])
-        save(ckpt, 3)
+        save_due(ckpt, 3)
     assert sorted(c.name for c in ramdisk.iterdir() if c.name.startswith("run")) == ["run"]
     with two_tiers(directory, ramdisk) as ckpt:
         assert ckpt.latest_step() == 3
@@ -587,9 +558,9 @@ def test_a_directory_may_be_a_link(linked: str, directory: Path, ramdisk: Path) 
         path.mkdir(parents=True, exist_ok=True)
     places = (link, ramdisk) if linked == "durable" else (directory, link)
     for step in (1, 2):
-        with two_tiers(*places, durable=Chosen(1)) as ckpt:
+        with two_tiers(*places, durable=(1,)) as ckpt:
             assert ckpt.attach(stateful={}) == step - 1
-            save(ckpt, step)
+            save_due(ckpt, step)
     with two_tiers(*places) as ckpt:
         assert ckpt.all_steps("local") == [1, 2]
 
@@ -599,7 +570,7 @@ def test_steps_that_no_local_tier_has_written_are_never_removed(
 ) -> None:
     other = directory.with_name("other")
     with two_tiers(other, ramdisk, durable=ALWAYS) as ckpt:  # so it has a name
-        save(ckpt, 1, 2)
+        save_due(ckpt, 1, 2)
     with two_tiers(directory, other) as ckpt, pytest.raises(DirectoryError) as raised:
         ckpt.save(7, state=state(7))
     assert re.search(
@@ -626,12 +597,12 @@ def test_a_local_tier_that_cannot_be_created_is_said_at_the_first_save(
 
 def test_a_late_first_save_mixes_in_neither_tier(directory: Path, ramdisk: Path) -> None:
     with two_tiers(directory, ramdisk) as ckpt:
-        save(ckpt, 1)
+        save_due(ckpt, 1)
         ckpt.wait_until_finished()
     late = two_tiers(directory, ramdisk)
     assert late.attach() == 1
     with two_tiers(directory, ramdisk) as ckpt:
-        save(ckpt, 2, 3, 4)
+        save_due(ckpt, 2, 3, 4)
     found = entries(directory), entries(ramdisk)
     for _ in range(2):
         with pytest.raises(LeaseError, match="has saved steps"):

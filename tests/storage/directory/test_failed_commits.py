@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from etils import epath
 from support.processes import run_processes
+from support.steps import save, save_due, state
 
 from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
 from torchax_ckpt.errors import SaveError
@@ -25,16 +26,6 @@ from torchax_ckpt.storage.directory.run_history import RunHistory
 from torchax_ckpt.storage.medium import fsync
 
 KEEP = policies.LatestN(2)
-
-
-def state(step: int) -> dict[str, Any]:
-    return {"w": np.full(3, step)}
-
-
-def save(ckpt: TorchaxCheckpointer, *steps: int, force: bool = True) -> None:
-    for step in steps:
-        assert ckpt.save(step, state=state(step), force=force)
-        ckpt.wait_until_finished()
 
 
 def names(directory: Path) -> set[str]:
@@ -103,17 +94,17 @@ def test_a_step_whose_name_is_not_synced_is_taken_back(
         local=LocalTier(place, save_decision_policy=every, keep=2) if tier == "local" else None,
         on_event=events.append,
     ) as ckpt:
-        save(ckpt, 1, 2, force=False)
+        save_due(ckpt, 1, 2)
         for step, number in ((4, errno.EIO), (5, errno.EMFILE), (6, errno.ENOSPC)):
             message = f"saving step {step} .*{os.strerror(number)}"
             with (
                 Disk(place, step, number).fails(monkeypatch),
                 pytest.raises(SaveError, match=message),
             ):
-                save(ckpt, step, force=False)
+                save_due(ckpt, step)
             assert ckpt.all_steps(tier) == [1, 2]
             assert names(place) == {"1", "2"}
-        save(ckpt, 10, force=False)
+        save_due(ckpt, 10)
         assert ckpt.all_steps(tier) == [2, 10]
     assert [e.step for e in events if e.name == "failed"] == [4, 5, 6] * (tier == "durable")
     assert names(place) == {"2", "10"}
@@ -200,7 +191,8 @@ def test_no_process_lists_a_step_that_process_0_cannot_take_back(directory: Path
         import numpy as np
         import pytest
         from processes_program import INDEX, report
-        from storage.directory.test_failed_commits import Disk, names, save
+        from storage.directory.test_failed_commits import Disk, names
+        from support.steps import save
 
         from torchax_ckpt import TorchaxCheckpointer, policies
         from torchax_ckpt.errors import SaveError

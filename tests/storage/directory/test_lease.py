@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from support import PROGRAMS
 from support.compare import entries
 from support.processes import environment, run_python
 from support.training import mlp
-from support.waiting import wait_until
+from support.waiting import T0, Clock, wait_until
 
 from torchax_ckpt import TorchaxCheckpointer, policies
 from torchax_ckpt.errors import LeaseError, SaveError
@@ -38,30 +38,7 @@ from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.writing import array_writer
 
 STATE = {"w": np.arange(3)}
-T0 = 1_800_000_000.0
 ELSEWHERE = LeaseHolder("t1", "tpu-vm-7", 4711, "another kernel", 99, T0 - 600, T0 - 10)
-
-
-class Clock:
-    """Time that passes only in ``sleep``; what is scheduled happens on the way."""
-
-    def __init__(self) -> None:
-        self.now = T0
-        self.scheduled: list[tuple[float, Callable[[], Any]]] = []
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, secs: float) -> None:
-        assert secs > 0
-        self.now += secs
-        for due in [s for s in self.scheduled if s[0] <= self.now - T0]:
-            self.scheduled.remove(due)
-            due[1]()
-
-    @property
-    def waited_secs(self) -> float:
-        return self.now - T0
 
 
 @pytest.fixture

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.steps import save_due, two_tiers
 
-from torchax_ckpt import LocalTier, TorchaxCheckpointer, policies
+from torchax_ckpt import TorchaxCheckpointer
 from torchax_ckpt.errors import DirectoryError
 from torchax_ckpt.storage.directory import run_identity
 
@@ -21,27 +22,12 @@ def local(directory: Path) -> Path:
     return directory.with_name("local")
 
 
-def two_tiers(directory: Path, local: Path, *durable_steps: int) -> TorchaxCheckpointer:
-    return TorchaxCheckpointer(
-        directory,
-        save_decision_policy=policies.SpecificStepsPolicy(durable_steps),
-        preservation_policy=policies.PreserveAll(),
-        local=LocalTier(local, save_decision_policy=policies.FixedIntervalPolicy(1), keep=9),
-    )
-
-
-def save(ckpt: TorchaxCheckpointer, *steps: int) -> None:
-    for step in steps:
-        assert ckpt.save(step, state={"w": np.full(3, step)})
-    ckpt.wait_until_finished()
-
-
 def saved(directory: Path, local: Path, *steps: int, durable: tuple[int, ...] = ()) -> None:
     """Has a program of its own save each step."""
     for step in steps:
-        with two_tiers(directory, local, *durable) as ckpt:
+        with two_tiers(directory, local, durable=durable) as ckpt:
             assert ckpt.attach(stateful={}) == step - 1
-            save(ckpt, step)
+            save_due(ckpt, step)
 
 
 def tear(directory: Path, kept: int) -> None:
@@ -66,7 +52,7 @@ def test_a_torn_name_costs_no_step_and_is_said_once(
         warnings.simplefilter("always")
         assert ckpt.attach(stateful={}) == 3
         assert ckpt.all_steps("local") == [1, 2, 3]
-        save(ckpt, 4, 5)
+        save_due(ckpt, 4, 5)
     said = [str(warning.message) for warning in caught]
     assert {text.partition(":")[0] for text in said} == {str(place / "run") for place in places}
     assert len(said) == len(places)
@@ -96,7 +82,7 @@ def test_with_a_torn_name_steps_of_another_run_do_not_count_and_are_removed(
     with two_tiers(directory, local) as ckpt:
         with pytest.warns(UserWarning, match="count: none. Other steps, .* removes: 1, 2"):
             assert ckpt.attach(stateful={}) == 1
-        save(ckpt, 2)
+        save_due(ckpt, 2)
     with two_tiers(directory, local) as ckpt:
         assert ckpt.all_steps("local") == [2]
         assert ckpt.attach(stateful={}) == 2
@@ -109,7 +95,7 @@ def test_with_a_torn_name_a_host_that_was_absent_is_still_known_as_such(
     elsewhere = directory.with_name("elsewhere")
     with two_tiers(directory, elsewhere) as ckpt:
         assert ckpt.attach(stateful={}) == 1
-        save(ckpt, 2)
+        save_due(ckpt, 2)
     tear(local, 0)
     with two_tiers(directory, local) as ckpt, pytest.warns(UserWarning, match="count: none"):
         assert ckpt.attach(stateful={}) == 1
@@ -124,7 +110,7 @@ def test_where_no_durable_step_names_the_run_no_local_step_counts(
     with two_tiers(directory, local) as ckpt:
         with pytest.warns(UserWarning, match="no local step"):
             assert ckpt.attach(stateful={}) == 0
-        save(ckpt, 1)
+        save_due(ckpt, 1)
     with two_tiers(directory, local) as ckpt:
         assert ckpt.attach(stateful={}) == 1
         assert ckpt.all_steps("local") == [1]

@@ -1,0 +1,55 @@
+"""Steps that are told apart by what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from torchax_ckpt import LocalTier, TorchaxCheckpointer, policies
+
+ALWAYS = policies.FixedIntervalPolicy(1)
+
+
+def state(step: int) -> dict[str, Any]:
+    return {"w": np.full(3, step), "device": jnp.full((4,), step)}
+
+
+def save(ckpt: TorchaxCheckpointer, *steps: int) -> None:
+    """Saves steps, whatever the policy says, and waits for them."""
+    _save(ckpt, steps, force=True)
+
+
+def save_due(ckpt: TorchaxCheckpointer, *steps: int) -> None:
+    """Saves steps as the policy says, and waits for them."""
+    _save(ckpt, steps, force=False)
+
+
+def _save(ckpt: TorchaxCheckpointer, steps: Iterable[int], *, force: bool) -> None:
+    for step in steps:
+        assert ckpt.save(step, state=state(step), force=force)
+    ckpt.wait_until_finished()
+
+
+def two_tiers(
+    directory: Path | str,
+    ramdisk: Path | str,
+    *,
+    durable: Any = (),
+    local: Any = ALWAYS,
+    keep: int = 9,
+    **settings: Any,
+) -> TorchaxCheckpointer:
+    """Opens a run with a local tier; ``durable``: the policy, or the steps that are saved there."""
+    if isinstance(durable, tuple):
+        durable = policies.SpecificStepsPolicy(durable)
+    return TorchaxCheckpointer(
+        directory,
+        save_decision_policy=durable,
+        preservation_policy=policies.PreserveAll(),
+        local=LocalTier(ramdisk, save_decision_policy=local, keep=keep),
+        **settings,
+    )
