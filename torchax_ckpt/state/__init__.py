@@ -1,4 +1,1 @@
-"""Captures the state of live torch objects as named leaves, and restores that state in place.
-
-The modules of this package read and write no files; the package ``storage`` does.
-"""
+"""Captures live torch objects as named leaves, and restores them in place; touches no files."""

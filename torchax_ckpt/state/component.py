@@ -1,10 +1,8 @@
 """What the components of a training state (modules, optimizers, ...) return to save and restore.
 
-A component has two methods. ``capture()`` returns its present state as ``Captured``, without
-blocking the training thread. ``prepare(node, findings, selection)`` compares a stored node with the
-live object, adds the differences to ``findings``, changes nothing else, and returns the plan of the
-restore as ``Restoration``. ``selection`` selects tensors of models by name; components without
-state of such tensors ignore it.
+``capture()`` returns a component's present state as ``Captured``, without blocking the training.
+``prepare(node, findings, selection)`` compares a stored node with the live object, adds differences
+to ``findings``, changes nothing else, and returns the plan of the restore as ``Restoration``.
 """
 
 from __future__ import annotations
@@ -40,11 +38,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Form:
-    """The structure of a component: its description as JSON (the node) and its leaf names in order.
-
-    While its structure is unchanged, a component returns the same ``Form`` object at each save. So
-    callers may cache what they derive from a ``Form``, and compare two with ``is``.
-    """
+    """The node of a component and its leaf names, in order; while unchanged, the same object."""
 
     node: Node
     names: tuple[str, ...]
@@ -52,15 +46,10 @@ class Form:
 
 @dataclasses.dataclass(frozen=True)
 class Captured:
-    """The state of a component at one moment.
-
-    Attributes:
-      form: the component's node and the names of its leaves.
-      arrays: the leaves, in the form's order: device arrays by reference, host arrays copied.
-    """
+    """The state of a component at one moment; device arrays by reference, host arrays copied."""
 
     form: Form
-    arrays: Sequence[Array]
+    arrays: Sequence[Array]  # in the order of form.names
 
     def by_name(self) -> dict[str, Array]:
         """Returns leaf name -> array."""
@@ -141,59 +130,35 @@ Values = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Read:
-    """A leaf to read.
-
-    Attributes:
-      name: the leaf's name in the checkpoint.
-      spec: the leaf's spec in the checkpoint.
-      placement: the placement of the array that is read.
-      dtype: the dtype to which the reader converts the array; None keeps the stored dtype.
-    """
+    """A leaf to read from a checkpoint."""
 
     name: str
     spec: Spec
-    placement: Placement
-    dtype: str | None = None
+    placement: Placement  # where the array that is read goes
+    dtype: str | None = None  # converts to it; None keeps the stored dtype
 
 
 @dataclasses.dataclass
 class Write:
-    """A change to live objects. A restore first reads the leaves that the change needs.
-
-    A write that runs user code in ``do`` may fail. After a failure, the ``undo`` of the failed
-    write and of each earlier write runs. Writes that cannot fail have no ``undo`` and come last.
-
-    Attributes:
-      do: makes the change.
-      undo: reverts the change.
-      needs: names of the leaves that ``do`` uses.
-      release: deletes the device buffers that the change replaces.
-    """
+    """A change to live objects; only one that runs user code may fail, and has an ``undo``."""
 
     do: Callable[[Values], None]
     undo: Callable[[], None] | None = None
-    needs: tuple[str, ...] = ()
-    release: Callable[[], None] | None = None
+    needs: tuple[str, ...] = ()  # names of the leaves that ``do`` uses
+    release: Callable[[], None] | None = None  # deletes the device buffers that ``do`` replaces
 
 
 @dataclasses.dataclass
 class Restoration:
-    """The plan of a restore: the leaves to read, then the writes to live objects, in order.
-
-    Attributes:
-      reads: leaf name -> the read of this leaf.
-      checks: they examine values that were read, and raise before any live object is changed.
-      calls: writes that run user code (``load_state_dict``).
-      writes: in-place writes of buffers and hyperparameters, which cannot fail.
-      unfilled: names of meta tensors that neither the checkpoint nor ``init`` fills.
-      tied_again: name of a tensor -> name of the tensor that one of ``calls`` puts in its place.
-    """
+    """The plan of a restore: the leaves to read, then the writes to live objects, in order."""
 
     reads: dict[str, Read] = dataclasses.field(default_factory=dict)
+    # checks examine values that were read, before any change
     checks: list[Write] = dataclasses.field(default_factory=list)
-    calls: list[Write] = dataclasses.field(default_factory=list)
-    writes: list[Write] = dataclasses.field(default_factory=list)
-    unfilled: list[str] = dataclasses.field(default_factory=list)
+    calls: list[Write] = dataclasses.field(default_factory=list)  # run user code, may fail
+    writes: list[Write] = dataclasses.field(default_factory=list)  # buffers, cannot fail
+    unfilled: list[str] = dataclasses.field(default_factory=list)  # meta tensors without a value
+    # name of a tensor -> name of the tensor that one of the calls puts in its place
     tied_again: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def read(self, node: Mapping[str, Any], placement: Placement, dtype: str | None = None) -> None:
@@ -239,11 +204,7 @@ class Restoration:
             write.do(values)
 
     def apply_calls(self, values: Values, agree: Callable[[], None] = lambda: None) -> None:
-        """Makes the changes in ``calls``, or undoes them if one of them fails.
-
-        ``agree`` comes after the last call and raises if another process has failed; then all calls
-        are undone.
-        """
+        """Makes the changes in ``calls``; undoes all if one fails, or ``agree`` then raises."""
         for check in self.checks:
             check.do(values)
         done: list[Write] = []
@@ -275,12 +236,9 @@ def restore_by_call(
 ) -> Write:
     """Returns a write that passes the value that ``node`` describes to ``take``, the user's code.
 
-    Adds reads of the value's leaves to ``restoration``. The undo first resets the attributes of
-    ``owner``, because ``take`` may have set some of them before it failed, and then passes the
-    state ``live`` to ``put_back``, or to ``take`` if that is None. A leaf saved from a device goes
-    to the placement of the live leaf of the same name and shape, or without one to the default
-    device; a leaf saved from the host goes to the host. An exception of ``take`` becomes a
-    MismatchError that names ``where``.
+    The undo passes the state ``live`` to ``put_back`` (default: ``take``). An array saved from a
+    device goes to the placement of the live leaf of the same name and shape, else to the default
+    device. An exception of ``take`` becomes a MismatchError that names ``where``.
     """
     arrays = live.by_name()
     for child in array_nodes(node):
@@ -307,7 +265,7 @@ def restore_by_call(
     attributes = dict(getattr(owner, "__dict__", {}))
 
     def undo() -> None:
-        if hasattr(owner, "__dict__"):
+        if hasattr(owner, "__dict__"):  # take may have set some attributes before it failed
             owner.__dict__.clear()
             owner.__dict__.update(attributes)
         # Rebuilt, so that it shares no mutable data with what was captured.

@@ -20,24 +20,16 @@ _NUMBER = re.compile(r"(?<![^./])[0-9]+(?![^./])")  # a whole part of a name, su
 
 @dataclasses.dataclass
 class Findings:
-    """Differences between a checkpoint and the attached objects, by name; truthy if there are any.
+    """Differences between a checkpoint and the attached objects, by name; truthy if any."""
 
-    Attributes:
-      missing: names that are attached, but not in the checkpoint.
-      unexpected: names that are in the checkpoint, but not attached.
-      mismatched: name of a leaf that differs between the two -> "expected ..., found ...".
-      left_out: names of optimizer state in the checkpoint whose parameters the caller's selection
-        leaves out, or were in no group. These names do not count as differences.
-      has_other_optimizer: whether the checkpoint has the state of an optimizer of another class.
-      lacks_ties: whether the checkpoint ties weights that are separate in the attached model.
-    """
-
-    missing: list[str] = dataclasses.field(default_factory=list)
-    unexpected: list[str] = dataclasses.field(default_factory=list)
+    missing: list[str] = dataclasses.field(default_factory=list)  # attached only
+    unexpected: list[str] = dataclasses.field(default_factory=list)  # only in the checkpoint
+    # name of a leaf -> "expected ..., found ..."
     mismatched: dict[str, str] = dataclasses.field(default_factory=dict)
+    # optimizer state whose parameter is not selected, or was in no group: no difference
     left_out: list[str] = dataclasses.field(default_factory=list)
     has_other_optimizer: bool = False
-    lacks_ties: bool = False
+    lacks_ties: bool = False  # the checkpoint ties weights that are separate in the model
 
     def __bool__(self) -> bool:
         return bool(self.missing or self.unexpected or self.mismatched)

@@ -37,13 +37,7 @@ _ARRAYS = (torch.Tensor, jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic
 
 
 class PytreeCapture:
-    """Captures a pytree at each save; reuses the ``Form`` of earlier captures if it can.
-
-    A capture reuses the ``Form`` of the two captures before it if the structure of the pytree and
-    the order of its dicts are the same, each array has the same type, shape and dtype, and each
-    leaf that is not an array is an equal int, bool, string or bytes object. Such a capture builds
-    no nodes: it takes references to device arrays, copies host arrays, and does nothing else.
-    """
+    """Captures a pytree at each save; builds no nodes if its form stayed the same for two saves."""
 
     def __init__(self, key_path: tuple[str, ...] = KEY_PATH) -> None:
         self._key_path = key_path
@@ -84,10 +78,7 @@ class PytreeCapture:
 
 
 def _flattened(state: Any) -> tuple[list[Any], Any]:
-    """Returns the leaves of a pytree, and its signature: equal signatures have equal nodes.
-
-    The signature is None for a pytree that none can describe, or whose nodes are made faster.
-    """
+    """Returns a pytree's leaves and its signature; equal signatures (not None) have equal nodes."""
     if (orders := _orders(state)) is None:
         return [], None
     try:
@@ -112,10 +103,9 @@ def _device_array() -> Any:
 def _orders(state: Any) -> list[Any] | None:
     """Returns the keys of all dicts of a pytree, each in its order, which a dict keeps when stored.
 
-    Returns None for a pytree that JAX's flatten must not see, or need not. If JAX 0.10.2 cannot
-    sort the keys of a dict, or the pytree is too deep or contains itself, JAX raises an error, and
-    each such error shortens for good the recursion that Python allows on this thread: after some
-    hundred saves, every call would fail.
+    Returns None for a pytree that JAX's flatten must not see, or need not. JAX 0.10.2 raises an
+    error for keys that it cannot sort and for a pytree that is too deep or contains itself. Each
+    such error shortens for good the recursion that Python allows on this thread.
     """
     orders: list[Any] = []
     num_plain = 0
@@ -182,9 +172,7 @@ def _tag(node: Node) -> str:
 class Request:
     """The leaves that ``load`` reads for an abstract state, by name, and the result built of them.
 
-    The result has the structure, kinds and placements of ``abstract_state``, a pytree of
-    ShapeDtypeStructs, arrays, tensors and Python values. None loads everything as it was saved.
-    Differences from the stored node ``root``, whose key path is ``prefix``, go to ``findings``.
+    ``abstract_state`` gives structure, kinds and placements; None loads everything as it was saved.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
 """Determines the spec of a tensor or array, whether it can be stored, and the array to store.
 
-The kind of a leaf says what the leaf was in the program: a ``torchax`` or ``torch`` tensor, a
-``jax`` or ``numpy`` array, a ``numpy_scalar``, or a ``key``, which is a typed JAX random key stored
-as its key data.
+The kind of a leaf is a ``torchax`` or ``torch`` tensor, a ``jax`` or ``numpy`` array, a
+``numpy_scalar``, or a ``key``: a typed JAX random key, stored as its key data.
 """
 
 from __future__ import annotations
@@ -27,10 +26,7 @@ DEVICE_KINDS = frozenset({"torchax", "jax", "key"})
 
 
 def freeze(value: Any, name: str) -> Array:
-    """Returns the array to store for a leaf: a device array itself, or a copy of a host array.
-
-    Call it within ``torchax_backend.native_torch``, and for a value that ``describe`` accepts.
-    """
+    """Returns a leaf's device array, or a copy of its host array; call it in ``native_torch``."""
     if isinstance(value, jax.Array):
         if isinstance(value.dtype, np.dtype):  # quicker than the question below
             return value
@@ -65,15 +61,12 @@ def freeze_all(tensors: Sequence[torch.Tensor], name: str) -> list[Array]:
 
 
 class Specs:
-    """The types, dtypes and shapes of tensors: all that their nodes depend on but the names.
-
-    A save compares the specs of all leaves with those of the save before. The arrays that one
-    compiled function returns share the objects that describe their dtypes and shapes, so most
-    comparisons are comparisons of identities. ``arrays`` are those that ``freeze_all`` returns.
-    """
+    """The types, dtypes and shapes of tensors: all that their nodes depend on but the names."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], arrays: Sequence[Any]) -> None:
         self._types = list(map(type, tensors))
+        # The arrays that one compiled function returns share these objects, so most comparisons are
+        # of identities.
         self._described: list[Any] = [
             # The shape of scalars is left out, because tuples cost the garbage collector time.
             array.aval if type(array) is not np.ndarray
@@ -101,21 +94,13 @@ class Specs:
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """The kind, dtype and shape of a leaf, without the leaf's values.
+    """The kind, dtype and shape of a leaf, without the leaf's values."""
 
-    Attributes:
-      kind: see the module's docstring.
-      dtype: numpy's or ml_dtypes' name of the dtype.
-      shape: the shape of the stored array; for a random key, of its key data.
-      impl: the implementation of a random key; None for other kinds.
-      is_weak: whether a JAX array is weakly typed.
-    """
-
-    kind: str
-    dtype: str
-    shape: tuple[int, ...]
-    impl: str | None = None
-    is_weak: bool = False
+    kind: str  # see the module's docstring
+    dtype: str  # numpy's or ml_dtypes' name
+    shape: tuple[int, ...]  # of a random key: of its key data
+    impl: str | None = None  # of a random key
+    is_weak: bool = False  # a weakly typed JAX array
 
     def node(self, name: str) -> dict[str, Any]:
         """Returns the array node of a leaf with this spec."""
@@ -162,10 +147,7 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
 
 
 def describe(value: Any, name: str) -> Spec:
-    """Returns the spec of a tensor, an array or a ``jax.ShapeDtypeStruct``.
-
-    Raises UnsupportedLeafError if the value cannot be stored as it is.
-    """
+    """Returns the spec of a tensor, array or ShapeDtypeStruct; else raises UnsupportedLeafError."""
 
     def refuse(why: str) -> UnsupportedLeafError:
         return UnsupportedLeafError(f"{name}: {why}", key_path=name)

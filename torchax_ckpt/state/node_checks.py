@@ -1,8 +1,6 @@
-"""Checks stored nodes before use, and raises CorruptCheckpointError for a malformed node.
+"""Checks stored nodes, which are untrusted, before any live object is changed.
 
-A manifest is untrusted input, so components parse stored nodes with the functions of this module.
-For a node that no component can have written, the functions raise CorruptCheckpointError and no
-other error, before any live object is changed.
+For a node that no component can have written, the functions raise CorruptCheckpointError only.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Captures and restores optimizers: the state of each parameter, and the hyperparameters.
 
-The node of an optimizer is ``{"dict": [["state", {parameter: {key: value}}], ["param_groups",
-[{"params": [parameter, ...], hyperparameter: value}]]], "class": name}``. If the optimizer keeps
-state under keys that are not parameters, the dict has it as ``other_state``. A restore matches
-parameters by name. Their order, and their division into groups, may differ between the checkpoint
-and the program.
+An optimizer's node is ``{"dict": [["state", {parameter: {key: value}}], ["param_groups",
+[{"params": [parameter, ...], hyperparameter: value}]]], "class": name}``, with ``other_state`` for
+keys that are not parameters. A restore matches parameters by name; their order and groups may
+differ between the checkpoint and the program.
 """
 
 from __future__ import annotations
@@ -205,11 +204,7 @@ class OptimizerComponent:
 
     @torchax_backend.native_torch()
     def prepare(self, node: Node, findings: Findings, selection: Selection) -> Restoration:
-        """Compares a stored optimizer with the live one; returns the plan of the restore.
-
-        A parameter that is not selected keeps its optimizer state. Stored state that is not
-        restored is named by its parameter, for example ``optimizer/encoder.0.weight``.
-        """
+        """Compares a stored optimizer with the live one; unselected parameters keep their state."""
         restoration = Restoration()
         where = names.join(self.key_path)
         if not (isinstance(node, dict) and "class" in node):
@@ -354,11 +349,7 @@ def _add_write(
     parameter_shape: tuple[int, ...] | None,
     home: Placement,
 ) -> Write:
-    """Adds reads of stored values, and the write that passes them, rebuilt, to ``replace``.
-
-    ``live`` are the values that they replace. They belong to a parameter of ``parameter_shape``,
-    or to none, whose placement is ``home``.
-    """
+    """Adds reads of stored values, and the write that passes them to ``replace``."""
     needs = []
     for key, child in stored.items():
         for leaf in array_nodes(child):
@@ -373,12 +364,9 @@ def _add_write(
 
 
 def unwrapped(value: Any) -> Any:
-    """Returns the optimizer in a wrapper that has no state of its own; other objects as they are.
-
-    ``AcceleratedOptimizer`` of accelerate and ``LightningOptimizer`` are such wrappers: their
-    ``state`` and ``param_groups`` are those of the optimizer in their attribute ``optimizer``. An
-    optimizer such as Lookahead, which adds state to that of another, is not.
-    """
+    """Returns the optimizer in a wrapper without state of its own; other objects as they are."""
+    # AcceleratedOptimizer of accelerate and LightningOptimizer are such wrappers; Lookahead, which
+    # adds state to that of another, is not.
     inner = getattr(value, "optimizer", None)
     if not isinstance(inner, torch.optim.Optimizer) or inner is value:
         return value
@@ -392,10 +380,7 @@ def _other_state(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
 
 
 def _fits(node: Node, live: Any, where: str, findings: Findings) -> bool:
-    """Returns whether a stored value can replace the live one; if not, records a mismatch.
-
-    Only an array cannot replace a tensor of another dtype or shape.
-    """
+    """Records a mismatch unless the stored value can replace the live one."""
     if not isinstance(live, torch.Tensor) or not (isinstance(node, dict) and "array" in node):
         return True
     expected = describe(live, where)

@@ -1,22 +1,17 @@
 """Saves and restores per-process state: state that differs between the processes of a run.
 
-Arrays on devices of several processes are saved once, by all of these. Other state of modules,
-optimizers and schedulers is equal on all processes, and process 0 saves it. Other state of the
-components in ``COMPONENTS`` differs: each process sends it to process 0, which stores it unless it
-equals that of process 0. The document (component -> node) has the states of processes 1, 2, ...
-under the key ``processes``; null means that a process has the same state as process 0:
+Each process sends its state of the components in ``COMPONENTS`` to process 0, which stores it
+unless it equals its own. The document (component -> node) has the states of processes 1, 2, ...
+under the key ``processes``; null means the state of process 0:
 
     {"dict": [["1", {"dict": [["rng", node], ...]}], ["2", null], ...]}
 
-The leaves of process 1 have the names of process 0's leaves, prefixed with ``processes/1/``.
+The leaves of process 1 have the names of process 0's leaves, prefixed with ``processes/1/``. In a
+local tier, the step of each host has its own state in that place and copies of a few others; there,
+``count`` and ``index`` say how many processes saved the step, and which is this one.
 
-In a local tier, the step of each host has the state of its process in the place of that of process
-0, and copies of the states of a few others. The entries ``count`` and ``index`` under ``processes``
-say how many processes saved the step, and which of them is this one.
-
-Process i gets the state that process i modulo n saved, if n processes saved the step. If another
-number restores it, process 0 emits a warning, and the states of loaders go to the user's
-``redistribute`` instead, if there is one.
+If n processes saved the step, process i restores the state of process i modulo n; if their number
+differs, loaders use the user's ``redistribute`` instead, if given.
 """
 
 from __future__ import annotations
@@ -49,15 +44,10 @@ _GLOBAL_POSITION = "global_next_index"
 
 @dataclasses.dataclass(frozen=True)
 class PerProcessState:
-    """The per-process state of one process at one moment.
+    """The per-process state of one process at one moment."""
 
-    Attributes:
-      nodes: component -> node.
-      leaves: name -> array, on the host or on devices of this process alone.
-    """
-
-    nodes: Mapping[str, Node]
-    leaves: Mapping[str, Any]
+    nodes: Mapping[str, Node]  # by component
+    leaves: Mapping[str, Any]  # by name, on the host or on devices of this process alone
 
     def to_bytes(self) -> bytes:
         """Returns the state as a message, with all leaves on the host; equal states are equal."""
@@ -99,11 +89,7 @@ def split(captured: Mapping[str, Captured]) -> tuple[list[str], list[Array], Per
 
 
 def joined(sent: Sequence[bytes]) -> tuple[dict[str, Node], dict[str, np.ndarray]]:
-    """Joins the states of all processes, in order, as ``PerProcessState.to_bytes`` returned them.
-
-    Returns:
-      Component -> node for the document, and leaf name -> array on the host.
-    """
+    """Returns component -> node, and leaf name -> host array, from all processes' ``to_bytes``."""
     document, leaves, others = _joined(sent[0], dict(enumerate(sent[1:], start=1)))
     # The number of processes matters for loaders also if their states are equal.
     if any(node is not None for _, node in others) or (others and LOADER in document):
@@ -114,11 +100,7 @@ def joined(sent: Sequence[bytes]) -> tuple[dict[str, Node], dict[str, np.ndarray
 def joined_on_host(
     index: int, count: int, state: bytes, copies: Mapping[int, bytes]
 ) -> tuple[dict[str, Node], dict[str, np.ndarray]]:
-    """Joins the states in the step of one host in a local tier; returns what ``joined`` returns.
-
-    ``state`` is that of process ``index`` of ``count``, whose nodes stand outside of ``processes``;
-    ``copies`` are the states of other processes, by index.
-    """
+    """As ``joined``, for one host's step in a local tier; ``copies`` are of other processes."""
     document, leaves, others = _joined(state, copies)
     document[PROCESSES] = {"dict": [[_COUNT, count], [_INDEX, index], *others]}
     return document, leaves
@@ -144,17 +126,11 @@ def _joined(
 
 @dataclasses.dataclass(frozen=True)
 class HostStates:
-    """The per-process states in the step of one host in a local tier.
+    """The per-process states in the step of one host in a local tier."""
 
-    Attributes:
-      count: the number of processes that saved the step; None if their states were equal.
-      nodes: index of a process -> component -> node. Empty if ``count`` is None.
-      equal: the nodes of every process if ``count`` is None.
-    """
-
-    count: int | None
-    nodes: Mapping[int, Mapping[str, Node]]
-    equal: Mapping[str, Node]
+    count: int | None  # processes that saved the step; None if their states were equal
+    nodes: Mapping[int, Mapping[str, Node]]  # by process and component; empty if ``count`` is None
+    equal: Mapping[str, Node]  # of every process, if ``count`` is None
 
     @classmethod
     def of_document(cls, document: Mapping[str, Node]) -> HostStates:
@@ -218,9 +194,8 @@ def document_of(
 ) -> Mapping[str, Any]:
     """Returns the document that process ``index`` of ``count`` restores, with its own state.
 
-    Warns on process 0 if another number of processes saved the step, and names the components whose
-    states are then left out or used twice. If the user redistributes the states of loaders, the
-    loader's entry is then a ``SavedStates``.
+    If another number of processes saved the step, warns on process 0; a loader's entry is then a
+    ``SavedStates`` if the user redistributes the states of loaders.
     """
     saved = count_of(document)
     if saved is None and (LOADER not in document or count == 1):
@@ -289,16 +264,11 @@ def _warn(where: str, affected: Sequence[str], saved: int, count: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class SavedStates:
-    """The states of a loader on all processes that saved a step, for another number of processes.
+    """The states of a loader on all processes that saved a step, for another number of them."""
 
-    Attributes:
-      nodes: one for each process that saved the step, in order.
-      index, count: the process that restores the step, and the number of such processes.
-    """
-
-    nodes: tuple[Node, ...]
-    index: int
-    count: int
+    nodes: tuple[Node, ...]  # of each process that saved the step, in order
+    index: int  # of the process that restores
+    count: int  # of processes that restore
 
     def of_member(self, name: str, where: str) -> SavedStates:
         """Returns the nodes of one of several loaders, which were attached by name."""
@@ -318,10 +288,8 @@ class SavedStates:
 
 
 def is_elastic(nodes: Sequence[Node]) -> bool:
-    """Returns whether any of these states restores the loader on any number of processes.
-
-    The states of Grain's ElasticIterator are equal on all processes, and count the samples of all.
-    """
+    """Returns whether any of these states restores the loader on any number of processes."""
+    # States of Grain's ElasticIterator are equal on all processes, and count the samples of all.
     first = nodes[0]
     pairs = first.get("dict") if isinstance(first, Mapping) else None
     if not isinstance(pairs, list) or any(node != first for node in nodes):

@@ -62,15 +62,10 @@ _COMPONENT_DEPTH = 16
 
 
 class Encoder:
-    """Converts Python values to nodes, and collects the leaves of the values by name.
-
-    Attributes:
-      leaves: name -> array. Device arrays are taken by reference. CPU tensors and numpy arrays
-        are copied, because they can change in place.
-    """
+    """Converts Python values to nodes, and collects the leaves of the values by name."""
 
     def __init__(self) -> None:
-        self.leaves: dict[str, Array] = {}
+        self.leaves: dict[str, Array] = {}  # host arrays are copied: they can change in place
 
     def encode(self, value: Any, key_path: tuple[object, ...]) -> Node:
         """Returns the node of a value and adds its leaves; UnsupportedLeafError names the first."""
@@ -233,10 +228,7 @@ class _TooDeepError(Exception):
 
 
 def nodes_by_path(root: Node) -> dict[tuple[str, ...], Node]:
-    """Returns the keys and indices that lead to each node, as text -> the node; parents first.
-
-    Of two keys that are equal as text, such as 1 and "1", only the first counts.
-    """
+    """Returns path -> node, parents first; of keys that are equal as text, only the first."""
     found: dict[tuple[str, ...], Node] = {}
 
     def visit(node: Node, path: tuple[str, ...]) -> None:

@@ -48,11 +48,7 @@ class RandomStateComponent:
         return encoded(_get(), self.key_path)
 
     def prepare(self, node: Node, findings: Findings, selection: Selection) -> Restoration:
-        """Returns the plan to set torchax's key and the generators' states.
-
-        A restore sets the random state last, because loading other state may draw random numbers.
-        Before it changes any live object, it tries the stored state on throwaway generators.
-        """
+        """Returns the plan to set torchax's key and the generators' states."""
         restoration = Restoration()
         stored = node_checks.fields(node, "rng")
         if stored.keys() != _TRIALS.keys():
@@ -64,19 +60,19 @@ class RandomStateComponent:
             placement = _key_placement() if on_device else Local.HOST
             restoration.read(child, placement)
         needs = leaf_names(node)
+        # The check tries the state on throwaway generators. The random state is set last, because
+        # loading other state may draw random numbers.
         restoration.checks.append(Write(lambda values: _check(value_of(node, values)), needs=needs))
         restoration.writes.append(Write(lambda values: _set(value_of(node, values)), needs=needs))
         return restoration
 
 
 class RandomState:
-    """Gets and sets the random state, for programs that restore the random state themselves.
+    """Gets and sets the random state, for programs that restore it themselves.
 
-    A checkpointer saves and restores the same random state, unless ``attach`` was called with
-    ``rng=False``.
-
-    The random state consists of the calling thread's torchax key and the states of torch's, numpy's
-    and Python's generators. A program can draw the same random numbers again::
+    It consists of the calling thread's torchax key and the states of torch's, numpy's and Python's
+    generators. A checkpointer saves and restores it too, unless ``attach`` was called with
+    ``rng=False``. A program can draw the same random numbers again::
 
         before = RandomState().state_dict()
         ...                                     # draws random numbers
@@ -88,7 +84,7 @@ class RandomState:
         return _get()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Sets torchax's key and the states of torch's, numpy's and Python's generators.
+        """Sets torchax's key and the states of the generators.
 
         Raises:
           CorruptCheckpointError: a generator refuses its state; nothing was changed.
@@ -174,8 +170,7 @@ def _check(state: Mapping[str, Any]) -> None:
 def left_alone(*, on_success: bool) -> Iterator[None]:
     """Resets the random state after the block; if ``on_success`` is false, only if it raises.
 
-    User code may draw random numbers in unexpected places: ``state_dict()`` of a data loader, for
-    example, draws the loader's seeds if the loader's iteration has not begun.
+    User code may draw in unexpected places: ``state_dict()`` of a data loader draws its seeds.
     """
     before = _get()
     try:

@@ -1,10 +1,7 @@
-"""Captures and restores objects through their methods, such as ``state_dict``.
-
-A checkpointer saves learning-rate schedulers, data loaders and the objects that the user passes as
-``stateful`` through these methods. Loaders have other methods too; no loader's library is imported.
+"""Captures and restores schedulers, loaders and other objects through methods like ``state_dict``.
 
 Source: torchdata 0.11, datasets 5.2 and mosaicml-streaming (``state_dict``); grain 0.2.18
-(``get_state``); megatron-energon (``save_state_rank``).
+(``get_state``); megatron-energon (``save_state_rank``). None of them is imported.
 """
 
 from __future__ import annotations
@@ -34,10 +31,7 @@ _REMEDY = "Give the loader worker_init_fn=lambda worker: torchax.disable_globall
 
 
 class StatefulComponent:
-    """The component of one attached object that returns and takes its state.
-
-    ``redistribute`` makes the states of a loader for another number of processes.
-    """
+    """The component of one attached object that returns and takes its state."""
 
     def __init__(
         self, value: Any, key_path: tuple[str, ...], redistribute: Redistribute | None = None
@@ -71,10 +65,7 @@ class StatefulComponent:
     def prepare(
         self, node: Node | SavedStates, findings: Findings, selection: Selection
     ) -> Restoration:
-        """Returns the plan to give the object the stored state, or its share of ``SavedStates``.
-
-        If the restore fails, the object gets the state back that it has now.
-        """
+        """Returns the plan to give the object its stored state; a failure puts the old one back."""
         restoration = Restoration()
         load = getattr(self.value, self._methods[1])
 

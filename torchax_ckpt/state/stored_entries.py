@@ -19,24 +19,16 @@ EXTRA_STATE = "_extra_state"
 
 @dataclasses.dataclass(frozen=True)
 class StoredModule:
-    """The tensors, ties and extra state that are stored for one module, by torch's names.
+    """The tensors, ties and extra state that are stored for one module, by torch's names."""
 
-    Attributes:
-      tensors: name -> array node; the name in the node is the leaf to read.
-      ties: alias of a tensor -> the name of this tensor in ``tensors``.
-      extra_state: path of a submodule -> node. None if the source has no extra state; a restore
-        then does not report extra state as missing.
-      are_ties_known: whether ``ties`` lists all ties; False for files of other programs, which do
-        not record ties. If it is False, a live tensor may have any ties, as long as those of its
-        names that are stored refer to one stored tensor, which no other live tensor takes.
-      converts: (stored dtype, live dtype) -> whether the stored tensor may be read as the live
-        dtype. By default it may be only if the two dtypes are equal.
-    """
-
-    tensors: Mapping[str, Node]
-    ties: Mapping[str, str]
+    tensors: Mapping[str, Node]  # name -> array node
+    ties: Mapping[str, str]  # alias -> name in ``tensors``
+    # path of a submodule -> node; None if the source has no extra state: then none is missing
     extra_state: Mapping[str, Node] | None = None
+    # False for files of other programs, which record no ties: a live tensor may have any, if those
+    # of its names that are stored refer to one stored tensor that no other live tensor takes.
     are_ties_known: bool = True
+    # (stored dtype, live dtype) -> whether the stored tensor may be read as the live dtype
     converts: Callable[[str, str], bool] = operator.eq
 
     @classmethod
@@ -49,11 +41,10 @@ class StoredModule:
         )
 
     def selected(self, selection: Selection, prefix: tuple[str, ...]) -> StoredModule:
-        """Returns the selected tensors and extra state, under their names in the program.
+        """Returns the selected entries, under their names in the program.
 
-        A tied tensor is included if one of its names is selected; the first selected name becomes
-        its name, the others its aliases. Raises SelectionError if two tensors would have one name,
-        or one tensor would change its module.
+        A tied tensor is selected by any of its names; the first that is selected becomes its name.
+        Raises SelectionError if two tensors would have one name, or one would change its module.
         """
 
         def selected_names(fqns: Iterable[str], ties: Mapping[str, str]) -> dict[str, str]:
@@ -83,10 +74,7 @@ class StoredModule:
         return dataclasses.replace(self, tensors=tensors, ties=ties, extra_state=extra_state)
 
     def sources(self, every_name: Iterable[str]) -> list[str]:
-        """Returns the names of the stored tensors to which a live tensor's names refer.
-
-        There are several only if the live module ties tensors that this stored module does not tie.
-        """
+        """Returns the stored tensors that names refer to; several if only the module ties them."""
         owners = [self.ties.get(name, name) for name in every_name]
         return list(dict.fromkeys(owner for owner in owners if owner in self.tensors))
 
@@ -157,21 +145,13 @@ class StoredGroup:
 
 @dataclasses.dataclass(frozen=True)
 class StoredOptimizer:
-    """The stored parameter groups and the stored state of one optimizer.
-
-    Attributes:
-      groups: all groups, in order.
-      group_of: parameter -> its group.
-      state: parameter -> the node of its state, for parameters that had state.
-      left_out: parameters that have stored state and are not selected, or were in no group, by
-        their names in the program.
-      other_state: key that is not a parameter -> the node of the state under this key.
-    """
+    """The stored parameter groups and the stored state of one optimizer."""
 
     groups: tuple[StoredGroup, ...]
-    group_of: Mapping[str, StoredGroup]
-    state: Mapping[str, Node]
-    left_out: tuple[str, ...] = ()
+    group_of: Mapping[str, StoredGroup]  # by parameter
+    state: Mapping[str, Node]  # by parameter that had state
+    left_out: tuple[str, ...] = ()  # not selected or in no group, by names in the program
+    # by the keys that are no parameters
     other_state: Mapping[Any, Node] = dataclasses.field(default_factory=dict)
 
     @classmethod

@@ -30,13 +30,7 @@ _TRAINED = ("model", "optimizer")
 
 
 class TrainingState:
-    """The attached components, by name: ``model``, ``optimizer``, ..., ``rng`` last.
-
-    Args: as in ``TorchaxCheckpointer.attach``.
-
-    Raises:
-      AttachError, UnsupportedLeafError: the objects do not fit each other or cannot be stored.
-    """
+    """The attached components by name, ``rng`` last; arguments as in ``attach``."""
 
     def __init__(
         self,
@@ -125,10 +119,7 @@ class TrainingState:
     def prepare(
         self, document: Mapping[str, Node], findings: Findings, selection: Selection | None = None
     ) -> Restoration:
-        """Compares a stored document with the attached objects; returns the plan of the restore.
-
-        Raises SelectionError if a pattern matches nothing, or two tensors would have one name.
-        """
+        """Compares a stored document with the attached objects; refuses unused patterns."""
         selection = selection or Selection()
         restorations = []
         is_functional, is_imported = FUNCTIONAL in document, IMPORTED in document

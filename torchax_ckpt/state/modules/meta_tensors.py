@@ -1,11 +1,9 @@
 """Values for tensors on the meta device that no checkpoint supplies.
 
-``init`` gives them, except for non-persistent buffers that the modules can compute anew. No
-checkpoint stores such a buffer, because its value follows from the module's settings: the
-frequencies of a rotary embedding, for example. There are two ways to compute the value, and
-both are those of transformers. The method ``_init_weights`` of a model sets the buffers of one of
-its modules. Otherwise, a module that is made from a config alone is made again. A value counts only
-if it does not depend on chance, and a module is never made from arguments that were guessed.
+``init`` gives them, except for non-persistent buffers that follow from a module's settings, such as
+the frequencies of a rotary embedding. Those are computed anew, as transformers does: a model's
+``_init_weights`` sets the buffers of its modules, or a module made from a config alone is made
+again, never from guessed arguments. A value counts only if it does not depend on chance.
 
 Source: ``PreTrainedModel._init_weights`` of transformers 5.23.
 """
@@ -39,26 +37,19 @@ _SETTER, _CONFIG = "_init_weights", "config"
 
 
 class AbstractTensor(jax.ShapeDtypeStruct):
-    """The abstract value of a tensor, as ``init`` gets it.
-
-    Attributes:
-      is_buffer: whether the tensor is a buffer. Zeros, for example, may be a fair start for a
-        parameter, and no positions at all for a rotary embedding.
-    """
+    """The abstract value of a tensor, as ``init`` gets it."""
 
     __slots__ = ("is_buffer",)
 
     def __init__(self, expected: Spec, placement: Placement, *, is_buffer: bool) -> None:
         sharding = placement if isinstance(placement, Sharding) else None
         super().__init__(expected.shape, np.dtype(expected.dtype), sharding=sharding)
+        # Zeros may be a fair start for a parameter, but not for a rotary embedding's frequencies.
         self.is_buffer = is_buffer
 
 
 def on_placement(value: Any, expected: Spec, placement: Placement, name: str) -> jax.Array:
-    """Returns a tensor, a JAX array or what numpy converts to one as an array on its placement.
-
-    Raises UninitializedLeafError if the value has another dtype or shape than expected.
-    """
+    """Returns a value of ``init`` on its placement; UninitializedLeafError if it does not fit."""
     if isinstance(value, torch.Tensor):
         on_device = torchax_backend.is_device_tensor(value)
         with torchax_backend.native_torch():
@@ -81,10 +72,7 @@ def on_placement(value: Any, expected: Spec, placement: Placement, name: str) ->
 
 
 def rebuilt_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Returns name -> CPU tensor for the non-persistent meta buffers that can be computed anew.
-
-    Changes neither the model nor the random state of torch.
-    """
+    """Returns name -> CPU tensor for the meta buffers computed anew; keeps torch's random state."""
     root, _ = torchax_backend.unwrap_jittable(model)
     found: dict[str, torch.Tensor] = {}
     setters: dict[str, Callable[[Any], Any] | None] = {}
@@ -115,11 +103,9 @@ def _set_in_copy(
     buffers: Mapping[str, torch.Tensor],
     setter: Callable[[Any], Any] | None,
 ) -> dict[str, torch.Tensor]:
-    """Returns the buffers that a setter sets in a copy of a module; {} unless it sets all of them.
-
-    Two copies begin with other contents, and one draws random numbers after the other. What is
-    equal in both afterwards was set, and not by chance.
-    """
+    """Returns the buffers that a setter sets in a copy of a module; {} unless it sets all."""
+    # Two copies begin with other contents, and one draws random numbers after the other. What is
+    # equal in both afterwards was set, and not by chance.
     results = []
     for fill in (0, 1):
         probe = copy.copy(module)

@@ -60,11 +60,7 @@ _MAX_LISTED = 5
 
 
 class ModuleComponent:
-    """One attached module, or a JittableModule around it.
-
-    ``rule`` gives the sharding of a tensor, which without a rule keeps its live sharding. ``init``
-    gives the content of a meta tensor that no checkpoint supplies.
-    """
+    """One attached module, or a JittableModule around it."""
 
     def __init__(
         self,
@@ -99,11 +95,8 @@ class ModuleComponent:
         return names.join((*self.key_path[1:], fqn)) if len(self.key_path) > 1 else fqn
 
     def parameter_names(self) -> Mapping[int, tuple[tuple[str, ...], ...]]:
-        """Returns ``id(tensor)`` -> the key path, without ``model``, of each of its names.
-
-        ``capture`` and ``prepare`` make a new dict only if the module's names or tensors changed:
-        making it for each optimizer would take a tenth of the blocking time of a save.
-        """
+        """Returns tensor id -> its key paths below ``model``; the same dict until these change."""
+        # A dict made for each optimizer would take a tenth of the blocking time of a save.
         return self._names
 
     def placements(self) -> dict[int, Placement]:
@@ -202,10 +195,10 @@ class ModuleComponent:
         *,
         ties_again: bool = False,
     ) -> Restoration:
-        """Does what ``prepare`` does; ``stored`` comes from a checkpoint or from weight files.
+        """Does what ``prepare`` does, from a checkpoint or weight files.
 
-        With ``ties_again``, weights that the model declares as tied, that are separate tensors, and
-        for which there is only one stored value, become one tensor again.
+        With ``ties_again``, separate tensors that the model declares as tied become one tensor
+        again if there is one stored value for them.
         """
         restoration = Restoration()
         live = {slot.fqn: slot for slot in self.slots()}
@@ -217,8 +210,8 @@ class ModuleComponent:
             chosen = ties.separate(live)
             if ties_again:
                 is_selected = functools.partial(self._is_selected, selection)
-                known_holders = (self._registered, self._tensors)
-                chosen = ties.merged(self.module, live, stored, is_selected, known_holders)
+                known_lists = (self._registered, self._tensors)
+                chosen = ties.merged(self.module, live, stored, is_selected, known_lists)
             for merged in chosen:
                 slot = merged.slot
                 fqns = [n for n in (slot.fqn, *slot.aliases) if self._is_selected(selection, n)]
@@ -344,10 +337,7 @@ class ModuleComponent:
                     restoration.writes.append(Write(_resharder(slot, placement)))
 
     def _fill_rest(self, restoration: Restoration, supplied: set[str]) -> None:
-        """Adds writes that fill the meta tensors that are not in ``supplied``.
-
-        The module itself rebuilds non-persistent buffers if it can; ``init`` fills the rest.
-        """
+        """Adds writes that fill the meta tensors that are not in ``supplied``."""
         empty = [s for s in self._slots if s.is_meta and s.fqn not in supplied]
         known = {} if all(s.persistent for s in empty) else rebuilt_buffers(self.module)
         for slot in empty:

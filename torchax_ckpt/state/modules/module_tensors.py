@@ -18,20 +18,12 @@ from torchax_ckpt.snapshot.move_shards import move
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """One tensor of a module, with its names and the live objects that represent the tensor.
+    """One tensor of a module, with its names and the live objects that represent the tensor."""
 
-    Attributes:
-      fqn: the tensor's first name in torch, without the parts that ``torch.compile`` adds.
-      aliases: its other names, if it is tied.
-      tensors: the live objects for this tensor, the newest first. There are several only in a
-        JittableModule, because a training step may have replaced the tensor in its ``params``.
-      persistent: whether the tensor belongs to the state dict.
-    """
-
-    fqn: str
+    fqn: str  # the first name in torch, without torch.compile's parts
     aliases: tuple[str, ...]
-    tensors: tuple[torch.Tensor, ...]
-    persistent: bool
+    tensors: tuple[torch.Tensor, ...]  # newest first; several only in a JittableModule
+    persistent: bool  # in the state dict
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -103,11 +95,8 @@ def _named_tensors(root: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, b
 
 
 def registered(module: torch.nn.Module) -> list[Any]:
-    """Returns all names, tensors and submodules registered in a module tree, in a fixed order.
-
-    While ``same_objects`` holds for two such lists, names and ties have not changed. torch's
-    ``named_parameters`` would be slower, because it builds every name.
-    """
+    """Returns all that a module tree registers, in a fixed order; names depend on nothing else."""
+    # torch's named_parameters would be slower, because it builds every name.
     root, overrides = torchax_backend.unwrap_jittable(module)
     found: list[Any] = [*overrides, *overrides.values()]
     stack = [root]

@@ -1,11 +1,8 @@
 """Ties that a model declares: warns of those that its tensors lack, and makes them again.
 
-Models of ``transformers`` declare their ties: ``all_tied_weights_keys`` maps each alias to the name
-that it is tied to, with the ties that the configuration switches off left out. Until version 5,
-``_tied_weights_keys`` lists the aliases of the input embeddings, and
-``config.tie_word_embeddings`` says whether they are tied. This module reads these attributes by
-name and does not import ``transformers``. ``.to("jax")`` makes tied weights separate tensors; a
-warm start ties those again of which the source has only one value.
+``.to("jax")`` makes tied weights separate tensors. Models of ``transformers`` declare their ties in
+``all_tied_weights_keys``, alias -> name; until version 5, ``_tied_weights_keys`` lists the aliases
+of the input embeddings if ``config.tie_word_embeddings`` is set. The library is not imported.
 
 Source: transformers 5.23, ``PreTrainedModel.get_expanded_tied_weights_keys``; 4.57,
 ``PreTrainedModel.tie_weights``.
@@ -96,16 +93,10 @@ def _declared_by(module: torch.nn.Module) -> Mapping[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class Merged:
-    """One tensor of a module as a warm start fills it.
+    """One tensor of a module as a warm start fills it."""
 
-    Attributes:
-      slot: the tensor, with all names that it will have.
-      members: the slots of the separate tensors that it replaces; the slot itself if it replaces
-        none.
-    """
-
-    slot: Slot
-    members: tuple[Slot, ...]
+    slot: Slot  # with all names that it will have
+    members: tuple[Slot, ...]  # the slots that it replaces, or itself
 
     @property
     def replaced(self) -> dict[str, str]:
@@ -129,15 +120,14 @@ def merged(
     live: Mapping[str, Slot],
     stored: StoredModule,
     is_selected: Callable[[str], bool],
-    known_holders: Sequence[Any],
+    known_lists: Sequence[Any],
 ) -> list[Merged]:
-    """Returns a module's slots; those that a warm start ties again are one slot.
+    """Returns a module's slots; separate tensors become one slot if a warm start ties them again.
 
-    Separate tensors become one slot if the module declares them as tied, and the source has a value
-    for only one of them, or ties them itself. They stay separate if their shapes, dtypes or
-    ``requires_grad`` differ, if a name is not selected, or if anything but the module and the lists
-    ``known_holders`` refers to the tensor that would be replaced, such as an optimizer. In a
-    JittableModule they stay separate too: optimizer state may exist for each of its params.
+    They stay separate if the source has several values for them, if their shapes, dtypes or
+    ``requires_grad`` differ, if a name is not selected, or if something besides the module and
+    ``known_lists`` refers to a tensor that would be replaced. They do so in a JittableModule too,
+    because optimizer state may exist for each of its params.
     """
     root, overrides = torchax_backend.unwrap_jittable(module)
     lost = {} if overrides else lost_ties(module)
@@ -168,7 +158,7 @@ def merged(
             replaced_by[a] = b
             has_changed = True
     replaced = [live[fqn].tensor for fqn in replaced_by]
-    if replaced and _are_referred_to(replaced, root, known_holders):
+    if replaced and _are_referred_to(replaced, root, known_lists):
         return separate(live)
     groups: dict[str, list[Slot]] = {}
     for fqn, slot in live.items():
@@ -222,14 +212,11 @@ def _are_alike(a: Slot, b: Slot) -> bool:
 
 
 def _are_referred_to(
-    tensors: Sequence[torch.Tensor], root: torch.nn.Module, known_holders: Sequence[Any]
+    tensors: Sequence[torch.Tensor], root: torch.nn.Module, known_lists: Sequence[Any]
 ) -> bool:
-    """Returns whether anything but the module and ``known_holders`` has one of these tensors.
-
-    An optimizer, a JittableModule or a dict of parameters would go on with a tensor that the module
-    no longer has. Nothing in a parameter leads to them, so the garbage collector is asked. It does
-    not see what ``gc.freeze`` put aside; then every tensor counts as referred to.
-    """
+    """Returns whether anything but the module and ``known_lists`` has one of these tensors."""
+    # An optimizer or a dict of parameters would go on with a tensor that the module no longer has.
+    # Only the garbage collector knows of them, and it does not see what gc.freeze put aside.
     # Python 3.12 begins with a few frozen objects; a program that freezes has frozen its modules.
     if gc.get_freeze_count() < len(sys.modules):
         gc.unfreeze()
@@ -237,7 +224,7 @@ def _are_referred_to(
         return True
     gc.collect()  # what was dropped in a cycle refers to nothing
     known = {id(registry) for m in root.modules() for registry in (m._parameters, m._buffers)}
-    known |= {id(tensors), *map(id, known_holders)}
+    known |= {id(tensors), *map(id, known_lists)}
     return any(
         isinstance(holder, (dict, list, set)) and id(holder) not in known
         for holder in gc.get_referrers(*tensors)
