@@ -22,7 +22,7 @@ from support.compare import entries
 from torchax_ckpt import TorchaxCheckpointer, policies
 from torchax_ckpt.errors import MetricsError, PolicyError, SaveError
 from torchax_ckpt.policies import described
-from torchax_ckpt.policies.step_times import StepTimes
+from torchax_ckpt.policies.save_decision import StepTimes
 
 STATE = {"w": np.zeros(1)}
 
@@ -148,7 +148,7 @@ def test_a_rule_in_json_keeps_what_orbaxs_policy_of_this_name_keeps(
     assert kept is not None
     context = policies.PreservationContext()
     assert kept == list(policy.should_preserve(infos, context=context))
-    assert described.in_words(rule) == words
+    assert described.rule_text(rule) == words
 
 
 @dataclasses.dataclass

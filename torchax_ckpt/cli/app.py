@@ -1,8 +1,4 @@
-"""Defines the commands of ``torchax-ckpt`` and their arguments.
-
-Each command imports its implementation only when it runs, so that no command loads the modules of
-another command.
-"""
+"""The commands of ``torchax-ckpt`` and their arguments; each imports only what it needs itself."""
 
 from __future__ import annotations
 

@@ -236,14 +236,7 @@ def _write_files(
 def _write_for_torch(
     stored: StoredStep, weights: Weights, out: Path, format: str, with_optimizer: bool
 ) -> Sequence[StoredLeaf]:
-    """Writes weights with ``torch.save``, or as a checkpoint of torch's DCP.
-
-    torch writes all tensors in one call, so they are all read first: into memory or, if there are
-    many, into a temporary file on disk.
-
-    Returns:
-      The leaves of the optimizers; none unless they are wanted.
-    """
+    """Writes weights with ``torch.save`` or DCP; returns the optimizers' leaves, if wanted."""
     from torchax_ckpt.formats.state_dict import (
         named_weights,
         read_tensors,

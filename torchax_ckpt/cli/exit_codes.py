@@ -57,11 +57,7 @@ def code_of(error: BaseException) -> int:
 
 
 def ends_well(command: F) -> F:
-    """Makes the program exit with the code that the command returns, or with its error's code.
-
-    A CheckpointError, UsageError, OSError or MemoryError prints one line on stderr. Any other
-    exception prints a traceback.
-    """
+    """Makes the program exit with the code that the command returns, or with its error's code."""
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:

@@ -46,13 +46,7 @@ def print_table(
 def table(
     columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right: Sequence[str] = ()
 ) -> Table:
-    """Returns a table, which rich prints.
-
-    Args:
-      columns: the headings.
-      rows: the cells of each row. rich does not interpret them as markup.
-      right: headings of the columns that are aligned right and never wrapped.
-    """
+    """Returns a table for rich; columns in ``right`` are aligned right and never wrapped."""
     found = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         is_right = column in right
@@ -63,15 +57,11 @@ def table(
     return found
 
 
-def print_tree(said: Mapping[str, str]) -> None:
-    """Prints names as a tree.
-
-    Args:
-      said: name, with parts separated by ``/`` -> text to print beside the last part.
-    """
+def print_tree(texts: Mapping[str, str]) -> None:
+    """Prints names, with parts separated by ``/``, as a tree, and after each name its text."""
     root = Tree("", hide_root=True)
     nodes: dict[str, tuple[Tree, Text]] = {}
-    for name, text in said.items():
+    for name, text in texts.items():
         path, above = "", root
         for part in name.split("/"):
             path += f"/{part}"
@@ -127,11 +117,7 @@ def _short(amount: float) -> str:
 
 
 def age(moment: str | None) -> str:
-    """Formats the time that has passed since ``moment``, for example ``5 min``.
-
-    Args:
-      moment: text that the function ``moment`` returned. None, for an unknown moment, gives ``?``.
-    """
+    """Formats the time since ``moment`` (of the function), such as ``5 min``; ``?`` for None."""
     if moment is None:
         return "?"
     return time_since(calendar.timegm(time.strptime(moment, "%Y-%m-%dT%H:%M:%SZ")))

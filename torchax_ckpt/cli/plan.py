@@ -1,11 +1,11 @@
 """The command ``plan``: checkpoint size, save interval and goodput, or what fits a TPU topology.
 
-The arithmetic needs neither torch nor JAX. So this file imports what reads a run only where a run
-is read.
+The arithmetic needs neither torch nor JAX, so what reads a run is imported where a run is read.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from torchax_ckpt import planning
-from torchax_ckpt.cli.exit_codes import OK, UsageError
+from torchax_ckpt.cli.exit_codes import FOUND, OK, UsageError
 from torchax_ckpt.cli.quantities import parsed_count, parsed_secs, parsed_size
 from torchax_ckpt.options import LocalTier
 
@@ -124,10 +124,8 @@ def plan(
                 "plan: --topology: expected --run DIRECTORY too, found none; give the directory of "
                 "a run that has saved the state, on any devices, CPUs included"
             )
-        from torchax_ckpt.cli import plan_topology
-
         training_bytes = 0 if training is None else parsed_size(training, "plan: --training")
-        return plan_topology.plan(run, topology, slices, training_bytes, as_json=json)
+        return _plan_on_topology(run, topology, slices, training_bytes, as_json=json)
     if training is not None:
         raise UsageError(
             "plan: --training: expected --topology too, found none; give --topology v5e:16x16"
@@ -269,3 +267,78 @@ def _print(result: Mapping[str, Any], *, as_json: bool) -> None:
             ("expected goodput", f"{result['expected_goodput']:.2%}"),
         ],
     )
+
+
+# --- --topology ----------------------------------------------------------------------------------
+
+# The kinds of leaves that are on devices in a training.
+_ON_DEVICES = ("torchax", "jax", "key")
+
+
+def _plan_on_topology(
+    directory: str, topology: str, slices: int, training_bytes: int, *, as_json: bool
+) -> int:
+    """Plans the leaves of a run or a step; returns FOUND if the state does not fit."""
+    from torchax_ckpt.cli import output
+    from torchax_ckpt.cli.step_arguments import chosen
+    from torchax_ckpt.stored.stored_step import StoredStep
+
+    _, committed = chosen(directory)
+    leaves = StoredStep(committed).leaves.values()
+    planned = planning.on_topology(
+        {leaf.name: leaf for leaf in leaves if leaf.kind in _ON_DEVICES},
+        topology,
+        num_slices=slices,
+        training_bytes=training_bytes,
+    )
+    if as_json:
+        output.print_json({"step": committed.step, **dataclasses.asdict(planned)})
+    else:
+        output.print_table((topology, "", "source"), _topology_rows(committed.step, planned))
+    if planned.fits:
+        return OK
+    output.note(
+        f"the state does not fit on {topology}: it and the training need "
+        f"{-planned.free_bytes} bytes more than the {planned.usable_bytes} usable bytes of a "
+        f"chip; {planned.advice}"
+    )
+    return FOUND
+
+
+def _topology_rows(step: int, planned: planning.TopologyPlan) -> list[tuple[str, str, str]]:
+    from torchax_ckpt.cli import output
+
+    size = output.size
+    mesh = " x ".join(f"{name}={length}" for name, length in planned.axes.items())
+    chips = f"{planned.num_chips:,}, {planned.chips_per_host} on each host; {mesh}"
+    state = f"{size(planned.state_bytes)} in {planned.num_leaves:,} leaves"
+    rows = [
+        ("chips", chips, "given"),
+        (f"state of step {step}", state, "stored"),
+        ("HBM of a chip", size(planned.hbm_bytes), "published"),
+        ("of that, programs can use", size(planned.usable_bytes), "compiled"),
+        ("state on a chip", size(planned.chip_bytes), "compiled"),
+        ("state on a chip, without tiles", size(planned.chip_elements_bytes), "computed"),
+        ("of that, in leaves that all chips hold", size(planned.replicated_bytes), "compiled"),
+        ("training needs on a chip besides", size(planned.training_bytes), "given"),
+    ]
+    if not planned.fits:
+        return rows
+    rows.append(("free on a chip before a save", size(planned.free_bytes), "compiled"))
+    copies = "more than a chip has"
+    if planned.copy_bytes is not None and planned.wanted_bytes is not None:
+        copies = f"{size(planned.copy_bytes)}, made if {size(planned.wanted_bytes)} are free"
+    rows.append(("copies of a save on a chip", copies, "compiled"))
+    rows.append(('snapshot="auto" takes', f"a snapshot by {planned.snapshot}", "computed"))
+    if planned.snapshot == "offload":
+        rows += [
+            ("its copies on a chip", size(planned.part_bytes or 0), "compiled"),
+            (
+                "its memory of a host",
+                f"at most {size(planned.offload_host_bytes or 0)}",
+                "compiled",
+            ),
+        ]
+    secs = output.duration(planned.compile_secs or 0)
+    programs = f"{planned.num_programs}, compiled in {secs}"
+    return [*rows, ("programs of a save", programs, "compiled")]

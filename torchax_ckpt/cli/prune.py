@@ -72,13 +72,7 @@ def prune(directory: str, words: Sequence[str], *, delete: bool, as_json: bool) 
 def _steps_to_delete(
     run: RunDirectory, steps: Sequence[CommittedStep], rules: Sequence[Mapping[str, Any]]
 ) -> tuple[list[CommittedStep], Usage]:
-    """Returns the steps that no rule keeps, and the bytes that the steps take on storage.
-
-    The newest verified step is never among the returned steps.
-
-    Raises:
-      UsageError: a rule ranks a metric that no step has.
-    """
+    """Returns the steps that neither a rule nor their verification keeps, and the bytes of all."""
     infos = step_infos(run, steps)
     damaged = [run.verified.is_damaged(committed) for committed in steps]
     kept_by = [described.kept_by(rule, infos, damaged) or () for rule in rules]

@@ -90,8 +90,8 @@ def _listing(run: RunDirectory, height: int | None = None) -> RenderableType:
         parts.append(_line(text))
     if (writer := writer_of(run)) is not None:
         holder, is_running = writer
-        said = "a program writes here" if is_running else "the last program did not close the run"
-        parts.append(_line(f"{said}: {holder.describe(time.time())}"))
+        text = "a program writes here" if is_running else "the last program did not close the run"
+        parts.append(_line(f"{text}: {holder.describe(time.time())}"))
     return Group(*parts)
 
 
@@ -100,10 +100,7 @@ def _line(text: str) -> Text:
 
 
 def writer_of(run: RunDirectory) -> tuple[LeaseHolder, bool] | None:
-    """Returns the program that holds the lease of a run, and whether it runs; None if none does.
-
-    A program on another host counts as running for ``LEASE_SECS`` after its last sign of life.
-    """
+    """Returns the program that holds the lease of a run, and whether it runs; None if none does."""
     with contextlib.suppress(OSError):
         record = record_at(run.path / lease.NAME)
         try:
@@ -113,6 +110,7 @@ def writer_of(run: RunDirectory) -> tuple[LeaseHolder, bool] | None:
         holder = LeaseHolder.of(seen.content) if seen is not None else None
         if holder is not None and not holder.is_of_copy(place):
             is_alive = holder.is_alive()
+            # A program on another host counts as running until its lease expires.
             is_fresh = time.time() - holder.renewed_secs < lease.LEASE_SECS
             return holder, is_fresh if is_alive is None else is_alive
     return None
@@ -129,10 +127,9 @@ def _as_json(writer: tuple[LeaseHolder, bool] | None) -> dict[str, Any] | None:
 def steps_of(run: RunDirectory) -> tuple[list[dict[str, Any]], int]:
     """Describes each step of a run, oldest first, as JSON; also returns the bytes of all steps.
 
-    ``shared_bytes`` of a step are those of its ``size_bytes`` that other steps have too, by links
-    to the same files. They count once in the bytes of all steps.
-    ``committed``, the time of the commit, is None if the file that states it is damaged.
-    ``kept_by`` is None if it is unknown which preservation rules the newest program has.
+    Of ``size_bytes``, other steps have ``shared_bytes`` too, by links to the same files; they count
+    once in the bytes of all. ``committed`` is None if damaged, ``kept_by`` if the rules are
+    unknown.
     """
     found = run.steps()
     kept_by = _kept_by(run, found)
@@ -153,12 +150,7 @@ def steps_of(run: RunDirectory) -> tuple[list[dict[str, Any]], int]:
 
 
 def _kept_by(run: RunDirectory, steps: Sequence[CommittedStep]) -> list[list[str]] | None:
-    """Returns, for each step, the preservation rules of the newest program that keep the step.
-
-    The newest program is the program that started last and recorded events in the directory. Its
-    next durable save deletes the steps that no rule keeps. The result is None if that program has
-    not recorded its preservation rules, or if there are no steps.
-    """
+    """Returns for each step the rules of the newest program that keep it; None if unknown."""
     started = latest_start(run.path)
     if started is None or "keeps" not in started.values or not steps:
         return None
@@ -166,7 +158,7 @@ def _kept_by(run: RunDirectory, steps: Sequence[CommittedStep]) -> list[list[str
     found: list[list[str]] = [[] for _ in steps]
     damaged = [run.verified.is_damaged(committed) for committed in steps]
     for rule in started.values["keeps"]:
-        text, keep = described.in_words(rule), described.kept_by(rule, infos, damaged)
+        text, keep = described.rule_text(rule), described.kept_by(rule, infos, damaged)
         if keep is None:  # a custom policy, which only its own program can evaluate
             text, keep = f"{text}?", [True] * len(steps)
         for reasons, is_kept in zip(found, keep, strict=True):
@@ -290,14 +282,7 @@ def verify(
 
 
 def _verify_one(run: RunDirectory, committed: CommittedStep, *, read_only: bool) -> dict[str, Any]:
-    """Reads a step and compares its bytes with the digests of the save.
-
-    Returns:
-      The result as JSON, and the exit code under ``code``.
-
-    Raises:
-      StepNotFoundError: another program deleted the step during the read.
-    """
+    """Compares a step's bytes with the digests of the save; the exit code is under ``code``."""
     result: dict[str, Any] = {"step": committed.step}
     try:
         # One host's part of a step has digests too, so it can be verified.

@@ -16,13 +16,7 @@ from torchax_ckpt.storage.medium import location
 
 
 def existing(directory: str, *, read_only: bool = True) -> RunDirectory:
-    """Returns the run in ``directory``, which must exist.
-
-    Raises:
-      UsageError: the path does not exist, is not a directory, is a step of a run, or has a scheme
-        that is not supported.
-      DirectoryError: the directory cannot be read at the moment.
-    """
+    """Returns the run in ``directory``; UsageError if it is none, such as one of a run's steps."""
     if (found := _step_at(directory)) is not None:
         run, committed = found
         raise UsageError(
@@ -35,14 +29,7 @@ def existing(directory: str, *, read_only: bool = True) -> RunDirectory:
 def chosen(
     directory: str, step: int | None = None, *, read_only: bool = True
 ) -> tuple[RunDirectory, CommittedStep]:
-    """Returns the run and the step that the command-line arguments name.
-
-    ``runs/a 20`` and ``runs/a/20`` name step 20 of ``runs/a``; ``runs/a`` names its newest step.
-
-    Raises:
-      StepNotFoundError: there is no such step.
-      UsageError: the directory does not exist, or contains no step.
-    """
+    """Returns the run and step that arguments name: ``runs/a 20``, ``runs/a/20``, or the newest."""
     if step is not None:
         run = existing(directory, read_only=read_only)
         return run, run.find(step)
@@ -53,18 +40,7 @@ def chosen(
 
 
 def step_named(run: RunDirectory, text: str | None) -> CommittedStep:
-    """Returns the step of a run that a text names.
-
-    Args:
-      run: the run.
-      text: a number; ``best:loss`` for the step with the least metric ``loss``, or
-        ``best:accuracy:max`` for the step with the greatest metric ``accuracy``; None for the
-        newest step.
-
-    Raises:
-      StepNotFoundError: there is no such step.
-      UsageError: the text has another form, the run has no steps, or no step has the metric.
-    """
+    """Returns the step that a number, ``best:loss`` or ``best:loss:max`` names; or the newest."""
     if text is None:
         return all_of(run)[-1]
     if text.isdecimal():
@@ -84,11 +60,7 @@ def step_named(run: RunDirectory, text: str | None) -> CommittedStep:
 
 
 def named_or_all(text: str) -> list[CommittedStep]:
-    """Returns the step that a path such as ``runs/a/20`` names, or all steps of a directory.
-
-    Raises:
-      StepNotFoundError, UsageError: the path names neither a step nor a directory with steps.
-    """
+    """Returns the step that a path such as ``runs/a/20`` names, or all steps of a directory."""
     found = _step_at(text)
     return all_of(_run_at(text)) if found is None else [found[1]]
 
@@ -99,23 +71,14 @@ def step_infos(run: RunDirectory, steps: Iterable[CommittedStep]) -> list[StepIn
 
 
 def all_of(run: RunDirectory) -> list[CommittedStep]:
-    """Returns the steps of a run, oldest first.
-
-    Raises:
-      UsageError: the run has no steps.
-    """
+    """Returns the steps of a run, oldest first; UsageError if there are none."""
     if not (steps := run.steps()):
         raise UsageError(f"{run.path}: there are no checkpoints")
     return steps
 
 
 def _step_at(text: str, *, read_only: bool = True) -> tuple[RunDirectory, CommittedStep] | None:
-    """Returns the run and the step that a path names; None if the path does not name a step.
-
-    Raises:
-      StepNotFoundError: the path does not exist, but its parent is a run with other steps.
-      DirectoryError: the path does not exist, and its parent cannot be read at the moment.
-    """
+    """Returns the run and the step that a path names; None if the path does not name a step."""
     above, _, last = text.rstrip("/").rpartition("/")
     if not last.isdecimal():
         return None
@@ -138,12 +101,7 @@ def _step_at(text: str, *, read_only: bool = True) -> tuple[RunDirectory, Commit
 
 
 def _run_at(directory: str, *, read_only: bool = True) -> RunDirectory:
-    """Returns the run at a path, without checking whether the path is a step.
-
-    Raises:
-      UsageError: the path does not exist, is not a directory, or has a scheme that is not
-        supported.
-    """
+    """Returns the run at a path, without checking whether the path is a step."""
     try:
         path = location.resolve(directory)
     except DirectoryError as error:

@@ -1,12 +1,9 @@
 """Rules of preservation as JSON, and which steps such a rule keeps.
 
-A run writes its preservation rules as JSON to the log of events in its directory, so that tools can
-tell from the directory why a step is kept. Of a rule that is neither this library's nor Orbax's,
-only the name is recorded, so the tools cannot tell which steps it keeps. The directory is
-untrusted: JSON that describes no valid rule counts as such an unknown rule.
-
-The rules are evaluated here as Orbax's policies of the same names evaluate them, because to import
-Orbax takes a command longer than everything else that it does.
+A run records its rules in its log of events, so that tools can tell why a step is kept. Of a policy
+that is neither this library's nor Orbax's, only the name is recorded. The directory is untrusted:
+JSON that describes no valid rule counts as an unknown rule. Rules are evaluated here as Orbax's
+policies of the same names do it, because importing Orbax takes longer than all else of a command.
 
 Source: Orbax v1, ``training.preservation_policies``.
 """
@@ -71,13 +68,7 @@ def _plain(value: Any) -> Any:
 def kept_by(
     rule: Mapping[str, Any], steps: Sequence[StepInfo], is_damaged: Sequence[bool]
 ) -> list[bool] | None:
-    """Returns for each step whether a rule keeps it; None if the rule is unknown or invalid.
-
-    Args:
-      rule: the rule, as ``described`` and ``parsed`` return it.
-      steps: the steps, oldest first.
-      is_damaged: for each step, whether it is known to be damaged.
-    """
+    """Returns for each step, oldest first, whether a rule keeps it; None if the rule is unknown."""
     values = {key: value for key, value in rule.items() if key != "rule"}
     try:
         keeps = _RULES[rule["rule"]]
@@ -86,7 +77,7 @@ def kept_by(
         return None
 
 
-def in_words(rule: Mapping[str, Any]) -> str:
+def rule_text(rule: Mapping[str, Any]) -> str:
     """Returns a rule as text, such as ``LatestN(3)`` or ``BestN(loss, min, 1)``."""
     # Omits True, because it is the default value of ``exact_interval`` in ``EveryNSteps``.
     values = [v for k, v in rule.items() if k != "rule" and v is not True]
@@ -95,25 +86,21 @@ def in_words(rule: Mapping[str, Any]) -> str:
     return f"{name}({', '.join(map(str, arguments))})"[: 2 * _MAX_NAME] if values else name
 
 
-def parsed(words: str) -> dict[str, Any]:
-    """Returns the rule that a text such as ``LatestN(3)`` or ``BestN(loss, min)`` describes.
-
-    Raises:
-      PolicyError: the text matches none of ``_WRITTEN``.
-    """
-    for form, pattern in _WRITTEN.items():
-        if match := re.fullmatch(pattern, words.strip()):
+def parsed(text: str) -> dict[str, Any]:
+    """Returns the rule that a text like ``BestN(loss, min)`` describes, or raises PolicyError."""
+    for form, pattern in _FORMS.items():
+        if match := re.fullmatch(pattern, text.strip()):
             values = {key: value for key, value in match.groupdict().items() if value is not None}
             if "steps" in values:
                 return {"rule": "CustomSteps", "steps": [*map(int, values["steps"].split(","))]}
             texts = ("metric", "mode")
             numbers = {k: v if k in texts else int(v) for k, v in values.items()}
             return {"rule": form.partition("(")[0], **numbers}
-    raise PolicyError(f"expected one of {'; '.join(_WRITTEN)}; found {words[:_MAX_NAME]!r}")
+    raise PolicyError(f"expected one of {'; '.join(_FORMS)}; found {text[:_MAX_NAME]!r}")
 
 
 _N = r"\s*(?P<{}>[1-9][0-9]{{0,8}})\s*"
-_WRITTEN: Mapping[str, str] = {
+_FORMS: Mapping[str, str] = {
     "LatestN(N)": rf"LatestN\({_N.format('n')}\)",
     "EveryNSteps(N)": rf"EveryNSteps\({_N.format('interval_steps')}\)",
     "EveryNSeconds(N)": rf"EveryNSeconds\({_N.format('interval_secs')}\)",

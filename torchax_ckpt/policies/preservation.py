@@ -1,11 +1,7 @@
 """Preservation policies, which decide which steps are kept. All but ``BestN`` are Orbax's.
 
-The policies are ``PreserveAll``, ``LatestN``, ``EveryNSteps``, ``EveryNSeconds``,
-``LatestDuration``, ``CustomSteps``, ``BestN`` and ``AnyPreservationPolicy``. Any other object with
-the method ``should_preserve`` of ``PreservationPolicy`` is a valid policy. No policy can delete the
-newest step.
-
-On several processes, only process 0 calls the policies.
+Any object with the method ``should_preserve`` of ``PreservationPolicy`` is a valid policy, which
+only process 0 calls. No policy can delete the newest step.
 
 Source: Orbax v1, ``training.preservation_policies``.
 """
@@ -93,11 +89,7 @@ def best_rule(policy: Any) -> BestN:
 
 
 def preserved(policy: Any, checkpoints: Sequence[Any], is_damaged: Sequence[bool]) -> list[bool]:
-    """Returns for each checkpoint, oldest first, whether the policy or ``with_newest`` keeps it.
-
-    Raises:
-      PolicyError: the policy did not return one value for each checkpoint.
-    """
+    """Returns for each step, oldest first, whether the policy or ``with_newest`` keeps it."""
     context = orbax.v1.training.preservation_policies.PreservationContext()
 
     def keeps(some: Sequence[Any]) -> Sequence[bool]:
@@ -124,19 +116,15 @@ def judged(
     checkpoints: Sequence[Any],
     is_damaged: Sequence[bool],
 ) -> list[bool]:
-    """Returns for each checkpoint, oldest first, whether a rule keeps it.
-
-    The rule decides on the damaged ones among all, and on the intact ones among the intact, so that
-    ``LatestN(3)`` keeps three intact checkpoints.
-    """
+    """Returns for each step whether a rule keeps it; damaged steps do not displace intact ones."""
     if not checkpoints:
         return []
     answer = list(keeps(checkpoints))
     if any(is_damaged):
         sound = [c for c, damaged in zip(checkpoints, is_damaged, strict=True) if not damaged]
-        among = iter(keeps(sound) if sound else ())
+        of_sound = iter(keeps(sound) if sound else ())
         answer = [
-            kept if damaged else next(among)
+            kept if damaged else next(of_sound)
             for kept, damaged in zip(answer, is_damaged, strict=True)
         ]
     return [bool(kept) for kept in answer]

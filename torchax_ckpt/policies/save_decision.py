@@ -1,19 +1,16 @@
 """Save decision policies, which decide when a step is saved. Most are Orbax's.
 
-The policies are ``ContinuousCheckpointingPolicy``, ``FixedIntervalPolicy``,
-``SpecificStepsPolicy``, ``InitialSavePolicy``, ``PreemptionCheckpointingPolicy``,
-``OptimalIntervalPolicy`` and ``AnySavePolicy``. Any other object with the method ``should_save`` of
-``SaveDecisionPolicy`` is a valid policy. If a policy also has the method
-``observe_save(blocking_secs=, durable_secs=)``, this method is called with the cost of each save.
-
-In a run of several processes, only process 0 calls the policies, usually before the training has
-reached the step in question (see ``processes/decision_windows.py``).
+Any object with the method ``should_save`` of ``SaveDecisionPolicy`` is a valid policy. If it also
+has the method ``observe_save(blocking_secs=, durable_secs=)``, this is called with the cost of each
+save. Only process 0 calls policies, usually before the training has reached the step in question
+(see ``processes/decision_windows.py``).
 
 Source: Orbax v1, ``training.save_decision_policies``.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import datetime
 import math
@@ -32,9 +29,74 @@ from torchax_ckpt.policies.orbax_policies import (
     PreemptionCheckpointingPolicy,
     SaveDecisionPolicy,
 )
-from torchax_ckpt.policies.step_times import StepTimes
 
 _MULTIPROCESSING = ocp.options.MultiprocessingOptions()
+_SAVES_PER_PAUSE = 20
+_OBSERVED = 5
+
+
+@dataclasses.dataclass
+class _Stretch:
+    kind: tuple[bool, int | None]
+    first: tuple[float, int]
+    last: tuple[float, int]
+
+    @property
+    def secs_per_step(self) -> float | None:
+        """Average seconds per step of the stretch; None until it contains a whole step."""
+        num_steps = self.last[1] - self.first[1]
+        return (self.last[0] - self.first[0]) / num_steps if num_steps > 0 else None
+
+
+class StepTimes:
+    """The average step times of a run, measured separately with and without a save in flight."""
+
+    def __init__(self) -> None:
+        self._stretch: _Stretch | None = None
+        self._saving: collections.deque[float] = collections.deque(maxlen=_OBSERVED)
+        self._quiet: collections.deque[float] = collections.deque(maxlen=_OBSERVED)
+        self.last_secs = 0.0
+        """Seconds that the latest step took."""
+        self.num_unmatched = 0
+        """Number of stretches with a save in flight since the latest stretch without one."""
+
+    def completed(
+        self, step: int, now_secs: float, *, is_saving: bool, newest_step: int | None
+    ) -> None:
+        """Records a completed step; a new ``newest_step`` (saved or in flight) ends the stretch."""
+        kind, at, stretch = (is_saving, newest_step), (now_secs, step), self._stretch
+        if stretch is not None and step == stretch.last[1] and kind == stretch.kind:
+            return  # a repeated call for the same step
+        if stretch is not None and step > stretch.last[1]:
+            self.last_secs = (now_secs - stretch.last[0]) / (step - stretch.last[1])
+            if kind == stretch.kind:
+                stretch.last = at
+                return
+        self._end()
+        self._stretch = _Stretch(kind, at, at)
+
+    def _end(self) -> None:
+        secs = self._stretch.secs_per_step if self._stretch is not None else None
+        if self._stretch is None or secs is None or secs <= 0:
+            return
+        if self._stretch.kind[0]:
+            self._saving.append(secs)
+            self.num_unmatched += 1
+        else:
+            self._quiet.append(secs)
+            self.num_unmatched = 0
+
+    @property
+    def has_quiet(self) -> bool:
+        """Whether the time of steps without a save in flight was measured at least once."""
+        return bool(self._quiet)
+
+    @property
+    def slowdown(self) -> float:
+        """The fraction by which a save in flight lengthens steps; 0 until both kinds are timed."""
+        if not self._saving or not self._quiet:
+            return 0.0
+        return max(0.0, statistics.median(self._saving) / statistics.median(self._quiet) - 1)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -43,15 +105,13 @@ class ContinuousCheckpointingPolicy(
 ):
     """Saves as soon as the last save is durable: at the shortest interval that the storage allows.
 
-    Replaces Orbax's policy of the same name. Orbax numbers its saves and loads with one counter.
-    Each call of Orbax's policy increments the counter, and Orbax may then take the new number for
-    the number of a save in flight. This class leaves the counter unchanged.
-
     Attributes:
       minimum_interval_secs: the least number of seconds between two checkpoints; None for no limit.
         About 30 s reduce the load on a bucket if the model is small.
     """
 
+    # Each call of Orbax's policy of this name increments the counter of its saves and loads, and
+    # Orbax may then take the new number for that of a save in flight. This class leaves it alone.
     minimum_interval_secs: float | None = None
 
     def should_save(
@@ -71,23 +131,21 @@ class OptimalIntervalPolicy:
     """Saves at the interval at which saves and failures together cost the least training time.
 
     The interval is ``max(P, sqrt(2 c M))`` seconds, where c is the cost of a save to the training,
-    P the time until the save is durable, and M the mean time between failures. More frequent saves
-    would cost more than the lost work that they prevent. If c is small, the policy saves as often
-    as the storage allows. The cost c is the time b for which a save blocks the training thread,
-    plus ``(P - b) s / (1 + s)`` if steps take longer by a fraction s while a save is in flight.
+    P the time until the save is durable, and M the mean time between failures. The cost c is the
+    time b for which a save blocks the training thread, plus ``(P - b) s / (1 + s)`` if steps take
+    longer by a fraction s while a save is in flight. If c is small, the policy saves as often as
+    the storage allows.
 
-    Unless ``slowdown`` is given, the policy measures the slowdown: it compares the duration of
-    steps with a save in flight with the duration of steps without a save. If saves follow each
-    other without a pause, the policy waits after the first and then after every twentieth save
-    before it allows the next save. The wait takes about as long as a save, and the policy measures
-    steps without a save during the wait.
+    Unless ``slowdown`` is given, the policy measures it: it compares steps with a save in flight
+    and steps without. If saves follow each other without a pause, it waits for about the time of a
+    save, after the first and then after every twentieth save, and measures steps without a save
+    meanwhile.
 
     Source: Young, "A first order approximation to the optimum checkpoint interval" (1974), with c
     in place of the time of the whole save, since the rest of that time overlaps with training.
 
     Attributes:
-      mtbf_secs: mean time between failures of the whole run, in seconds. It is inversely
-        proportional to the number of chips.
+      mtbf_secs: mean time between failures of the whole run, inversely proportional to its chips.
       slowdown: the fraction by which steps take longer while a save is in flight, 0.05 for 5 %;
         None measures it.
     """
@@ -147,10 +205,7 @@ class OptimalIntervalPolicy:
 
     @property
     def _pause_secs(self) -> float:
-        """Seconds to wait after a save, to time steps without a save.
-
-        0 if ``slowdown`` is given, or if such steps were timed after one of the last 20 saves.
-        """
+        """Seconds to wait after a save, to time steps without a save; 0 if that is not due."""
         times = self._times
         is_due = times.num_unmatched >= (_SAVES_PER_PAUSE if times.has_quiet else 1)
         # At least two steps, because the pause then contains one whole step.
@@ -170,10 +225,6 @@ class OptimalIntervalPolicy:
         secs = max(self.interval_secs - self._durable, self._pause_secs)
         self._continuous.minimum_interval_secs = max(0.0, secs)
         return self._continuous.should_save(step, previous_steps, context=context)
-
-
-_SAVES_PER_PAUSE = 20
-_OBSERVED = 5
 
 
 def default_save_decision_policy() -> SaveDecisionPolicy:

@@ -1,8 +1,7 @@
 """Draws the charts of a report: the timeline, the storage that steps take, the save intervals.
 
-A chart is SVG paths and labels, which the page's template writes and escapes. The browser scales it
-to the page's width, and the page's styles enlarge the labels on narrow screens. The size of a chart
-is bounded, however long a run was: a lane with many marks is one path, and what is drawn at one
+A chart is SVG paths and labels, which the page's template escapes and the browser scales. Its size
+is bounded however long a run was: a lane with many marks is one path, and what is drawn at one
 place is drawn once.
 """
 
@@ -49,16 +48,16 @@ class Chart:
         begin = min(run.began_secs for run in runs)
         end = max(begin + 1, *(now_secs if run.is_running else run.ended_secs for run in runs))
         across = _axis(begin, end, _LEFT, _RIGHT)
-        apart = next((s for s in _TIME_STEPS if (end - begin) / s <= 3), (end - begin) / 3)
-        form = "%H:%M:%S" if apart < 60 else "%H:%M"
+        tick_secs = next((s for s in _TIME_STEPS if (end - begin) / s <= 3), (end - begin) / 3)
+        form = "%H:%M:%S" if tick_secs < 60 else "%H:%M"
         if end - begin > 86_400:
-            form = "%b %d" if apart >= 86_400 else "%b %d %H:%M"
-        secs = math.ceil(begin / apart) * apart
+            form = "%b %d" if tick_secs >= 86_400 else "%b %d %H:%M"
+        secs = math.ceil(begin / tick_secs) * tick_secs
         while secs <= end:
             x = across(secs)
             self.shapes.append(("g", f"M{x} {_TOP}V{bottom}", ""))
             self.add_below(x, bottom, time.strftime(form, time.gmtime(secs)))
-            secs += apart
+            secs += tick_secs
         return across
 
     def add_below(self, x: float, bottom: float, text: str) -> None:
@@ -134,11 +133,7 @@ def storage(
 
 
 def histogram(values: Sequence[float]) -> Chart:
-    """Draws a histogram of ``values``, the intervals between snapshots in seconds.
-
-    If the longest interval exceeds 1.5 times the 95th percentile, one extra bar at the right counts
-    all intervals beyond the scale of the other bars.
-    """
+    """Draws a histogram of seconds between snapshots; an extra bar counts outliers."""
     ordered = sorted(values)
     median = duration(ordered[len(ordered) // 2])
     label = f"Seconds between snapshots: {len(values)} intervals, half below {median}"

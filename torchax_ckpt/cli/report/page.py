@@ -1,8 +1,7 @@
 """Renders a report as one HTML file, which contains no scripts and loads no other file.
 
-Jinja2 renders the page from ``page.html.jinja`` and escapes every value, because the values come
-from a directory that other people may have written to. In case a value is
-not escaped, a Content-Security-Policy in the page's head makes browsers block scripts and requests.
+The values come from a directory that other people may have written to. Jinja2 escapes each in
+``page.html.jinja``; a Content-Security-Policy makes browsers block scripts and requests besides.
 """
 
 from __future__ import annotations
@@ -30,15 +29,7 @@ def page(
     steps: Sequence[dict[str, Any]],
     num_bytes: int,
 ) -> str:
-    """Returns the page as HTML.
-
-    Args:
-      title: the path of the directory.
-      now_secs: when the directory was read, in seconds since the epoch.
-      runs: the recorded programs, oldest first; may be empty.
-      steps: the steps in the directory, as ``ls --json`` prints them; oldest first.
-      num_bytes: the size of all steps; bytes that several steps share count once.
-    """
+    """Returns the page as HTML; ``steps`` and ``num_bytes`` are what ``steps_of`` returns."""
     saves = [save for run in runs for save in run.saves]
     intervals = [save.interval_secs for save in saves if save.interval_secs is not None]
     curve = bytes_over_time(runs)
