@@ -58,10 +58,10 @@ class TorchaxCheckpointer:
     Call the methods on the training thread, because torchax keeps its random key and its settings
     per thread. Methods that save or restore raise CallError in jit or in a forked process. From
     ``attach`` or the first ``save`` until ``close``, a SIGTERM does not end the process
-    immediately: the next ``save`` saves its step and waits until the step is durable, and
-    ``reached_preemption`` returns True (see ``preemption_grace_secs`` of ``CheckpointOptions``).
-    Only one program at a time may write to a directory; any number of programs may read it. In a
-    run of several processes, each process must make the same calls at the same steps.
+    immediately: the next ``save`` saves its step and waits until it is durable, and
+    ``reached_preemption`` returns True. Only one program at a time may write to a directory; any
+    number may read it. In a run of several processes, each process must make the same calls at the
+    same steps.
 
     Args:
       directory: a local path or ``gs://bucket/prefix``, one per run. The first save creates it.
@@ -69,8 +69,8 @@ class TorchaxCheckpointer:
       preservation_policy: which steps are kept; default: the latest three.
       local: a second tier for frequent saves, on a disk of each host, with policies of its own.
       options: how steps are written and read.
-      on_event: called with each ``Event``, for loggers: in order, on a separate thread, which
-        ``close`` waits for. Exceptions that it raises are logged; training and saving continue.
+      on_event: called with each ``Event``, in order, on a separate thread, which ``close`` waits
+        for. Its exceptions are logged.
 
     Raises:
       DirectoryError: the directory is a file, or its scheme is not supported; or the bucket does
@@ -149,12 +149,12 @@ class TorchaxCheckpointer:
     ) -> int:
         """Registers the objects to save, and restores the newest checkpoint into them, in place.
 
-        Restored arrays get the attached arrays' shardings, whatever mesh the step was saved on.
-        A damaged step is skipped with a warning; a step that mismatches raises MismatchError.
+        Restored arrays get the attached arrays' shardings, whatever mesh the step was saved on. A
+        damaged step is skipped with a warning; a step that mismatches raises MismatchError.
 
         Args:
-          model: an ``nn.Module`` on ``"jax"`` or on ``"meta"``, a ``JittableModule``, or a dict
-            of them.
+          model: an ``nn.Module`` on ``"jax"`` or ``"meta"``, a ``JittableModule``, or a dict of
+            them.
           optimizer: a ``torch.optim.Optimizer``, or a dict of them. A fresh optimizer gets its
             state from the checkpoint, with the shardings of its parameters.
           lr_scheduler: a scheduler, or a list or dict of them.
@@ -172,8 +172,8 @@ class TorchaxCheckpointer:
           init: ``(name, jax.ShapeDtypeStruct) -> array``, called for each tensor on ``"meta"`` that
             no checkpoint supplies, except for non-persistent buffers that the modules can rebuild.
             The ShapeDtypeStruct has the sharding and ``is_buffer``. None declines a tensor.
-          resume: whether to restore. If False, existing steps are abandoned once a new step is
-            durable: they are renamed to ``abandoned-N``, and no run resumes from them.
+          resume: whether to restore. If False, existing steps are renamed to ``abandoned-N`` once a
+            new step is durable, and no run resumes from them.
           rng: whether to save and restore the random state of torchax, torch, numpy and Python.
 
         Returns:
@@ -240,10 +240,10 @@ class TorchaxCheckpointer:
     ) -> RestoreReport:
         """Restores a step into the attached objects, in place.
 
-        Compares names, dtypes and shapes first. The steps newer than the restored step are renamed
-        to ``abandoned-N`` once a new step is durable, and no run resumes from them. To continue a
-        run whose model or optimizer has changed, call ``attach(..., resume=False)``, then
-        ``restore``. To start a new run from another run's weights, see ``warm_start``.
+        Compares names, dtypes and shapes first. Newer steps are renamed to ``abandoned-N`` once a
+        new step is durable, and no run resumes from them. To continue a run whose model or
+        optimizer has changed, call ``attach(..., resume=False)``, then ``restore``. To start a new
+        run from another run's weights, see ``warm_start``.
 
         Args:
           step: completed steps of the checkpoint; None for the newest readable step.
@@ -303,24 +303,22 @@ class TorchaxCheckpointer:
         processes then send each other values over the device network.
 
         Args:
-          step: completed steps of the checkpoint; None for the newest readable step.
+          step, tier: as for ``restore``.
           abstract_state: a pytree of ``jax.ShapeDtypeStruct``, torchax tensors, JAX arrays (also
             donated ones), torch CPU tensors, numpy arrays and Python values. The result has this
             structure, kinds of leaves and shardings. None returns everything as saved, with arrays
             on the default device; nodes that are not dicts, lists or tuples become dicts.
-          tier: "durable" or "local"; None for any tier that has the step, the local tier first.
 
         Raises:
-          StepNotFoundError, TierError: there is no such step, or none at all; no such tier.
+          StepNotFoundError, TierError, CorruptCheckpointError: as for ``restore``.
           MismatchError: the step does not match ``abstract_state``.
-          CorruptCheckpointError: the step is damaged; for None, all steps are damaged.
         """
         return self._reads.load(step, abstract_state, tier)
 
     @guarded(trains=False)
     @called(_kind_of_read)
     def verify(self, step: int | None = None, *, tier: TierName | None = None) -> int:
-        """Reads a whole step and compares every byte with the bytes that were saved.
+        """Compares every byte of a step with what was saved; returns the step's number.
 
         Marks an intact step as verified, also on storage, unless this checkpointer is
         ``read_only``. No preservation policy deletes the newest verified durable step.
@@ -329,11 +327,8 @@ class TorchaxCheckpointer:
           step: completed steps of the checkpoint; None for the newest step, damaged or not.
           tier: "durable" or "local"; None for each tier that has the step.
 
-        Returns:
-          The number of the verified step.
-
         Raises:
-          StepNotFoundError, TierError: there is no such step, or none at all; no such tier.
+          StepNotFoundError, TierError: as for ``restore``.
           CorruptCheckpointError: the step is damaged; the error names the leaf and any known file.
           ForeignCheckpointError: Orbax alone wrote the step, so it has no digests.
           DirectoryError: the step cannot be read now.
@@ -348,8 +343,8 @@ class TorchaxCheckpointer:
 
         After each loop body, saves the step with its recorded metrics if the policy says so; the
         last step is always saved. If a body calls ``restore``, the loop continues after the
-        restored step, and the step of that body is not saved. ``break`` and exceptions leave the
-        loop without a save. At a preemption, saves the step, waits for it and ends the loop.
+        restored step, without saving that of the body. ``break`` and exceptions leave the loop
+        without a save. At a preemption, saves the step, waits for it and ends the loop.
         """
         self._require_open()
         self._require_attached("steps")
@@ -389,25 +384,25 @@ class TorchaxCheckpointer:
         Args:
           step: completed optimizer steps.
           state: a pytree of torchax tensors, JAX arrays, torch CPU tensors, numpy arrays, Python
-            numbers and strings, for functional training. It is saved in place of attached
-            modules and optimizers; random state, loaders and stateful objects are saved too.
+            numbers and strings, for functional training. It is saved in place of attached modules
+            and optimizers; random state, loaders and stateful objects are saved too.
           metrics: name -> number (also a device scalar) or JSON, added to those of ``record``.
           force: save to the durable tier whatever the policy says.
 
         Returns:
-          Whether a save began; False if the step is already saved. After a preemption notice, the
-          answer says whether the step is durable, after a second attempt if the first one failed.
+          Whether a save began; False if the step is already saved. After a preemption notice:
+          whether the step is durable, after a second attempt if the first one failed.
 
         Raises:
           StepError: a step below 0 or the last saved or restored step; StepTypeError: not an int.
           AttachError: nothing is attached and no state is given.
           UnsupportedLeafError: a leaf cannot be stored; nothing was saved.
           MetricsError: a metric cannot be stored; or, unless the save is forced, not be ranked.
-          OutOfMemoryError: the devices have no memory for the copies of snapshot="copy"; nothing
-            was saved or changed.
+          OutOfMemoryError: the devices have no memory for copies (``snapshot="copy"``); nothing was
+            saved.
           DirectoryError: the first save finds that the directory cannot be written.
-          LeaseError: another program writes to the directory or took it over; or the first save
-            finds that another program has saved this step, or newer ones, since ``attach``.
+          LeaseError: another program writes to the directory, took it over, or has saved this step
+            or newer ones since ``attach``.
           SaveError: an earlier save failed, with ``CheckpointOptions(on_save_error="raise")``.
         """
         self._require_open()
@@ -437,9 +432,7 @@ class TorchaxCheckpointer:
 
     @brief
     def best_step(self) -> int | None:
-        """Returns the durable step that ranks first by the best-N rule, or None if none is ranked.
-
-        Steps known to be damaged are not ranked.
+        """Returns the durable, intact step that ranks first by the best-N rule, or None.
 
         Raises:
           PolicyError: the preservation policy has no best-N rule.

@@ -43,11 +43,9 @@ class CheckpointError(Exception):
     """The base class of all errors of this package.
 
     Attributes:
-      step: completed optimizer steps of the checkpoint concerned; None if the error concerns no
-        single checkpoint.
-      path: the file or directory concerned; None if the error concerns no single path.
-      key_path: the leaf concerned, named as in the manifest (``model/encoder.0.weight``); None if
-        the error concerns no single leaf.
+      step: completed optimizer steps of the checkpoint concerned, or None.
+      path: the file or directory concerned, or None.
+      key_path: the leaf concerned, named as in the manifest (``model/encoder.0.weight``), or None.
     """
 
     def __init__(
@@ -78,11 +76,7 @@ class BackendError(CheckpointError, ImportError):
 
 
 class CallError(CheckpointError, RuntimeError):
-    """A method of a checkpointer was called where it cannot work.
-
-    Examples: a method that belongs on the training thread was called on another thread; a method
-    was called in a forked process, in jit, or from within another method of this checkpointer.
-    """
+    """A method was called where it cannot work: on a wrong thread, in jit, in a forked process."""
 
 
 class ClosedError(CheckpointError, RuntimeError):
@@ -106,11 +100,7 @@ class ForeignCheckpointError(CheckpointError, ValueError):
 
 
 class LeaseError(CheckpointError, RuntimeError):
-    """Another program writes, or has written, to the directory.
-
-    The other program holds the lease of the directory, has taken over this program's lease, or has
-    saved steps since this program listed the directory.
-    """
+    """Another program writes to the directory, or has written to it since this program read it."""
 
 
 class MetricsError(CheckpointError, ValueError):
@@ -148,8 +138,7 @@ class SaveTimeoutError(CheckpointError, TimeoutError):
 class SelectionError(CheckpointError, ValueError):
     """``include``, ``exclude``, ``rename``, ``step`` or ``at`` is invalid; nothing was changed.
 
-    Examples: a pattern that matches nothing, a rename that gives two tensors one name, or a step
-    number for a source that has no steps.
+    For example, a pattern matches nothing, or a rename gives two tensors one name.
     """
 
 
@@ -187,8 +176,7 @@ class MismatchError(CheckpointError, ValueError):
     Attributes:
       missing: names in the attached state that the checkpoint lacks.
       unexpected: names in the checkpoint that the attached state lacks.
-      mismatched: name -> "expected ..., found ...", for names that both have, but whose leaves
-        differ.
+      mismatched: name -> "expected ..., found ...", for leaves of one name that differ.
     """
 
     def __init__(

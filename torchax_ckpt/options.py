@@ -17,21 +17,19 @@ TierName = Literal["durable", "local"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointOptions:
-    """Says how a checkpointer saves and restores.
-
-    When it saves, and which steps it keeps, is set by policies and not by these options.
+    """Says how a checkpointer saves and restores; policies say when, and which steps it keeps.
 
     Attributes:
       compression: how array data is compressed. "blosc-lz4" takes the least time; it removes some
         12 % of the bytes of float32 weights, 24 % of bfloat16, and 9 to 17 % of AdamW's moments.
-        "blosc-zstd" removes 16 %, 32 %, and 16 to 19 %, and takes two to five times as long to
-        compress. "zstd" is what Orbax itself writes; it removes 8 %, 22 %, and 7 to 10 %. True
-        means "blosc-lz4". False, the default, suits storage that takes more than some 250 MB/s;
-        slower storage makes a save shorter with compression.
+        "blosc-zstd" removes 16 %, 32 %, and 16 to 19 %, and takes two to five times as long. "zstd"
+        is what Orbax itself writes; it removes 8 %, 22 %, and 7 to 10 %. True means "blosc-lz4".
+        False, the default, suits storage that takes more than some 250 MB/s; slower storage makes a
+        save shorter with compression.
       layout: which leaves are stored as stacks. A stack is one array that joins, along a new
         leading axis, leaves whose names differ only in indices. "auto" stacks the many small
-        leaves, "flat" none. Names and values do not depend on the layout,
-        and a checkpointer with any layout reads steps of every other.
+        leaves, "flat" none. Names and values do not depend on the layout, and each layout reads
+        every other.
       snapshot: how a save protects device arrays from later changes. "auto" detects whether the
         program donates buffers; if it does, it copies on the devices what fits there and offloads
         the rest. "reference" is for programs that do not donate, "copy" for programs that do.
@@ -40,54 +38,52 @@ class CheckpointOptions:
         blocks the training thread until the arrays are on the host.
       restore_in_budget: whether a restore proceeds part by part, and frees the device buffers of a
         part before their replacements arrive. Meant for a state that fills the devices. A failure
-        during such a restore leaves the program without a usable state: every buffer is deleted,
-        and old and new values are never mixed.
+        during such a restore leaves no usable state: every buffer is deleted, and old and new
+        values are never mixed.
       verify: "restore" compares everything that is read with the digests taken when it was saved;
         "never" skips the comparison. A save computes digests in either case.
       read_back: whether to read and compare every step after its commit, before it counts as
-        durable. The step then counts as verified. The newest verified step is never deleted, except
-        in a local tier. Bytes that were just written usually come back from the host's page cache,
-        not from the medium.
-      on_save_error: what a failed save does to training. "continue" reports the failure, and the
-        next save tries again. "raise" raises it in the next call of ``save``, also in ``steps``.
+        durable. The step then counts as verified; the newest such step is never deleted, except in
+        a local tier. Bytes just written usually come back from the host's page cache, not from the
+        medium.
+      on_save_error: "continue" reports a failed save, and the next save tries again; "raise" raises
+        in the next call of ``save``, also in ``steps``.
       reuse: whether a save takes over what did not change since an earlier step, instead of writing
-        it again. The files of the new step are then hard links to files of the earlier step, or in
-        a bucket copies that the storage service makes; every step stays complete, also when other
-        steps are deleted. The newest step shares no files with the step that is kept before it,
-        except in a local tier that keeps one step. Works for device arrays and for host leaves
-        of 16 KiB or more, in each tier by itself. Whether an array changed is decided by 128-bit
-        digests of its bytes, on all processes together.
+        it again, by hard links to files of the earlier step, or in a bucket by copies that the
+        storage service makes; every step stays complete when others are deleted. The newest step
+        shares no files with the step that is kept before it, except in a local tier that keeps one
+        step. Works for device arrays and for host leaves of 16 KiB or more, in each tier by itself.
+        128-bit digests of an array's bytes on all processes decide whether it changed.
       read_only: whether the checkpointer only reads. A bucket then need not grant write permission,
         and ``save`` and ``delete`` refuse.
       max_host_bytes: upper bound, in bytes per process, on array data in transit at one time: from
         devices to storage in a save, or back in a restore. None: no bound. An array or a stack that
-        is larger than the bound travels alone. A save with a bound takes the arrays in batches, one
-        after another. Buffers held by reference must then live until the last batch is fetched,
-        and ``snapshot="transfer"`` blocks the training thread for that time. Each batch rewrites a
-        few small files, so give a bound of gigabytes. The bound does not count leaves that are host
+        is larger travels alone. A save with a bound takes the arrays in batches, one after another.
+        Buffers held by reference must then live until the last batch is fetched, and
+        ``snapshot="transfer"`` blocks the training thread for that time. Each batch rewrites a few
+        small files, so give a bound of gigabytes. The bound does not count leaves that are host
         arrays, what a snapshot by offload holds, the memory to compress or rearrange an array, and
         a save to a local tier that runs at the same time.
       preemption_grace_secs: how long the process may run after a SIGTERM that arrives after
         ``attach`` or the first ``save``, and before ``close``. The process then ends, whatever it
         does. Give the time that the scheduler waits before it kills the process: Kubernetes and
-        Google's spot machines wait 30 s. None leaves SIGTERM alone. The option has no effect under
+        Google's spot machines wait 30 s. None leaves SIGTERM alone. Without effect under
         ``jax.distributed``, where JAX handles SIGTERM.
       single_replica_restore: with data-parallel replicas over slices, whether the devices of the
-        first replica read from storage and send the values over the device network to the devices
-        of the other replicas. By default each replica reads from storage. Meant for combinations
-        of state size and slice count for which storage is slow.
+        first replica read from storage and send the values over the device network to those of the
+        others. By default each replica reads. Meant for state sizes and slice counts for which
+        storage is slow.
       process_timeout_secs: how long process 0 waits for the other processes of a run. They wait for
-        process 0 up to twice as long, because process 0 may first wait for one of them. The time
-        must be at least the difference between the slowest and the fastest process in reading or
-        writing their parts. Then the call or the save fails on all processes; the error names the
-        processes that are missing. Processes that made another call are not waited for.
+        it up to twice as long, because it may first wait for one of them. The time must be at least
+        the difference between the slowest and the fastest process in reading or writing their
+        parts. Then the call or the save fails on all processes; the error names the processes that
+        are missing. Processes that made another call are not waited for.
       min_read_bytes_per_sec: what all reads of arrays in this process together must get, in bytes
         per second. If they get less for 0.9 times ``process_timeout_secs``, a read from a bucket
         fails with a DirectoryError that names the object, and one of a file is logged.
-      save_timeout_secs: after this time, the current stage of a save in flight and the stack of its
-        thread are logged, and again after each doubling of the time. Callers that wait for the
-        save get a SaveTimeoutError, while the save continues. None: callers wait as long as the
-        save takes.
+      save_timeout_secs: after this time, and after each doubling of it, the stage of a save in
+        flight and the stack of its thread are logged. Callers that wait for the save get a
+        SaveTimeoutError, while the save continues. None: callers wait as long as the save takes.
     """
 
     compression: bool | Codec = False
@@ -171,15 +167,14 @@ class LocalTier:
 
     Attributes:
       path: a directory on a ramdisk or a local disk of each host, not shared between hosts; created
-        if it does not exist. Runs that train at the same time need different directories, because
-        a run removes the steps that another run has left in its local directory.
+        if it does not exist. Runs that train at the same time need different directories, because a
+        run removes the steps that another run has left in its local directory.
       save_decision_policy: when a step is saved to the local tier. None: whenever the previous
         local save is durable.
-      keep: how many steps the local tier keeps. There must be space for one more, which is being
-        written.
+      keep: how many steps the local tier keeps; there must be space for one more.
       replica_axis: the mesh axis of the arrays along which slices hold equal data. In a restore, a
-        host that lacks a part gets it from a host of its own slice if one has it, otherwise from a
-        host of another slice.
+        host that lacks a part gets it from a host of its own slice if one has it, else of another
+        slice.
     """
 
     path: str | os.PathLike[str]

@@ -1,10 +1,7 @@
 """Wraps internals of torchax, which no other module of this package uses.
 
-A torchax tensor is a ``torch.Tensor`` around a JAX array. This module reads and replaces that
-array, turns meta tensors into torchax tensors, and reads and sets the random key. The module also
-lets torch itself compute on CPU tensors in a program in which torchax is enabled.
-``check_internals`` checks, at its first call, that torchax has the internals that this module uses.
-A program that only loads steps needs the public parts of torchax alone, and no check.
+A torchax tensor is a ``torch.Tensor`` around a JAX array. A program that only loads steps needs the
+public parts of torchax alone, and no ``check_internals``.
 
 Source: torchax 0.0.13, ``tensor.py``, ``view.py`` and ``interop.py``.
 """
@@ -59,11 +56,7 @@ _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 @functools.cache
 def check_internals() -> None:
-    """Checks that torchax has the internals that this module uses. Starts the JAX backend.
-
-    Raises:
-      BackendError: torchax lacks one; the error names the release and the first difference.
-    """
+    """Checks, once, that torchax has what this module uses; BackendError if not. Starts JAX."""
     try:
         assert not _lacking, _lacking[0]
         env = Environment()  # a new one, because the default one reads torch's seed when created
@@ -89,11 +82,9 @@ def check_internals() -> None:
 
 @contextlib.contextmanager
 def native_torch() -> Iterator[None]:
-    """Lets torch itself compute on CPU tensors in a ``with`` block, even if torchax is enabled.
-
-    ``torchax.disable_temporarily`` is not enough: it has no effect after ``env.enabled`` was reset,
-    and the first torch operation resets ``env.enabled``.
-    """
+    """Lets torch itself compute on CPU tensors in a ``with`` block, even if torchax is enabled."""
+    # torchax.disable_temporarily has no effect after env.enabled was reset, as the first torch
+    # operation does.
     with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
         yield
 
@@ -198,11 +189,9 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 def scalars_to_numpy(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
-    """Copies 0-d CPU tensors into numpy arrays; call it in a ``with native_torch()`` block.
-
-    All tensors of one dtype are copied at once, because a thousand copies, of step counters for
-    example, would take longer than the rest of a snapshot.
-    """
+    """Copies 0-d CPU tensors into numpy arrays; call it in a ``with native_torch()`` block."""
+    # All of one dtype at once: a thousand copies, of step counters for example, would take longer
+    # than the rest of a snapshot.
     dtypes = {tensor.dtype for tensor in tensors}
     if len(dtypes) > 1:
         copies: dict[int, np.ndarray] = {}

@@ -37,9 +37,9 @@ class Publisher:
         model = AutoModelForCausalLM.from_pretrained(folder)
 
     ``torchax-ckpt follow`` does the same as a program of its own, on any host. The thread reads the
-    steps from storage, as that program does, and uses no device. A failure is logged as a warning,
-    and the thread tries again; nothing is raised into the training. Only process 0 of a run
-    publishes: create the Publisher after ``jax.distributed.initialize``.
+    steps from storage and uses no device. A failure is logged as a warning, and the thread tries
+    again; nothing is raised into the training. Only process 0 of a run publishes: create the
+    Publisher after ``jax.distributed.initialize``.
 
     Args:
       run: the checkpointer, or the directory of the run. With a directory, open the Publisher
@@ -49,8 +49,8 @@ class Publisher:
         names the newest.
       format: "hf" for folders that transformers and vLLM load, with the config and the tokenizer
         that the steps store; "peft" for folders of adapters; "safetensors" for weights alone.
-      every: publish the newest step once it is this many steps or more past the last published
-        one, or past 0. Default: 1, each newest step, unless ``best`` is given.
+      every: publish the newest step once it is this many steps or more past the last published one,
+        or past 0. Default: 1, unless ``best`` is given.
       best: a metric, as ``METRIC``, ``METRIC:min`` or ``METRIC:max``; publish the best step if it
         is better than each published one.
       keep: how many folders to keep, those published last. Others stay for 10 minutes.
@@ -92,11 +92,9 @@ class Publisher:
     def close(self) -> None:
         """Publishes the newest finished step, and ends the thread. May be called twice.
 
-        Waits for saves in flight first, if a checkpointer was given. With ``every``, the step is
-        published even if it is fewer steps past the last published one; with ``best``, only if it
-        is better. If the checkpointer has reached a preemption, nothing more is published, because
-        the host has no time left: the program that resumes the run publishes it. Raises nothing
-        because of a failure, which is logged.
+        Waits for saves in flight first, if a checkpointer was given. With ``every``, publishes the
+        step even if it is not due yet; with ``best``, only if it is better. After a preemption,
+        publishes nothing, because the host has no time left. A failure is logged, not raised.
         """
         if self._task is None:
             return

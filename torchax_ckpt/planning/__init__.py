@@ -1,12 +1,10 @@
 """Planning: computes checkpoint sizes, the best save interval and the expected goodput.
 
 ``on_topology`` and ``step_on_topology`` ask the TPU's compiler what fits a TPU topology. All other
-functions only do arithmetic: they start no backend, read no directory and import neither torch, JAX
-nor Orbax.
-
-Terms: *goodput* is the fraction of wall time spent on training that no failure undoes. *MTBF* is
-the mean time between failures. A save *blocks* the training thread at its start, and is *durable*
-once it is committed. Times are in seconds, sizes in bytes.
+functions only do arithmetic, and import neither torch, JAX nor Orbax. *Goodput* is the fraction of
+wall time spent on training that no failure undoes; *MTBF* is the mean time between failures. A save
+*blocks* the training thread at its start, and is *durable* once it is committed. Times are in
+seconds, sizes in bytes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Compiles a training step for a TPU topology, and adds up what a chip needs for step and saves.
-
-All sizes are those that the TPU's compiler reports. Nothing runs on a TPU, and nothing is measured.
-"""
+"""Compiles a training step for a TPU topology, and adds up what a chip needs for step and saves."""
 
 from __future__ import annotations
 
@@ -23,27 +20,20 @@ from torchax_ckpt.snapshot.device_sizes import shard_bytes
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """What a training step, and the snapshot of a save beside it, take on a chip of a topology.
+    """What a training step and the snapshot of a save take on a chip of a topology, in bytes.
 
-    ``str`` of a plan is a table for people. Sizes are in bytes on one chip.
+    All sizes are the compiler's; nothing is measured. ``str`` of a plan is a table for people.
 
     Attributes:
-      topology: the name of the topology.
-      num_chips: the chips on which the step runs.
+      topology, num_chips: the topology's name; the chips on which the step runs.
       versions: the versions of jax and libtpu.
       argument_bytes: the arguments of the step.
-      donated_bytes: the part of ``argument_bytes`` whose memory the step uses again for its
-        outputs, because the step donates these arguments.
-      step_bytes: the memory that is in use while the step runs: arguments, outputs that use no
-        memory of arguments, temporary memory, code, and the arrays of the state that are no
-        arguments.
+      donated_bytes: the part of ``argument_bytes`` whose memory the step reuses for its outputs.
+      step_bytes: memory while the step runs, with the arrays of the state that are no arguments.
       state_bytes: the state that is saved.
-      snapshot: how ``CheckpointOptions(snapshot="auto")`` takes snapshots, if the step donates the
-        state.
-      part_bytes: what this snapshot takes on the chip until the save has ended: all copies and
-        stacks for a copy, the copies of the arrays that fit for an offload, 0 for a transfer.
-      offload_host_bytes: the memory of the first host that the offloaded arrays of all its chips
-        take: pinned memory, in tiles, and ordinary memory; 0 if nothing is offloaded.
+      snapshot: how ``snapshot="auto"`` takes snapshots if the step donates the state.
+      part_bytes: what this snapshot takes until the save ends; 0 for a transfer.
+      offload_host_bytes: memory of the first host for offloaded arrays of all its chips.
       usable_bytes: the memory of the chip that programs can use.
     """
 
@@ -61,7 +51,7 @@ class StepPlan:
 
     def __str__(self) -> str:
         state = f"{self.state_bytes:,} bytes of state"
-        together = self.step_bytes + self.part_bytes
+        total_bytes = self.step_bytes + self.part_bytes
         if self.snapshot == "copy":
             taken = f"{self.part_bytes:,} bytes for copies of {state}"
         elif self.snapshot == "offload":
@@ -77,7 +67,7 @@ class StepPlan:
             "donated": f"{self.donated_bytes:,} of {self.argument_bytes:,} bytes of arguments",
             "the step": f"{self.step_bytes:,} bytes while it runs",
             "a snapshot": taken,
-            "together": f"{together:,} of {self.usable_bytes:,} bytes that programs can use",
+            "together": f"{total_bytes:,} of {self.usable_bytes:,} bytes that programs can use",
             'snapshot="auto"': f"takes snapshots by {self.snapshot}",
         }
         width = max(map(len, rows)) + 2
@@ -100,11 +90,9 @@ def step_on_topology(
       topology_name: the generation of the chips and the lengths of the topology: ``v5e:2x4``.
       step: a function that ``jax.jit`` or ``torchax.interop.jax_jit`` returned.
       *arguments: what the step takes: pytrees of abstract arrays.
-      state: what the program saves: a pytree of abstract arrays. An array of the state is taken to
-        be an argument too if there is an argument with its shape, dtype and sharding. Of several
-        equal arrays, no more than the step takes are arguments.
-      host_memory_bytes: the memory that a host has available for a save. None assumes that it
-        suffices.
+      state: what the program saves, a pytree of abstract arrays. One with the shape, dtype and
+        sharding of an argument is taken to be that argument.
+      host_memory_bytes: the memory that a host has for a save; None assumes that it suffices.
 
     Raises:
       PlanError: libtpu is missing or cannot be used, the topology is unknown, an argument is no

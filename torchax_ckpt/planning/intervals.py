@@ -1,14 +1,10 @@
 """Formulas for the best interval between saves, and for the goodput to expect at an interval.
 
-Symbols: T is the wall time from one snapshot to the next. b is the time that a save blocks the
-training thread. P is the time from the snapshot to the commit. M is the mean time between failures.
-R is the time from a failure until training continues. Failures are independent of each other and of
-the training (a Poisson process).
-
-If steps take longer by a fraction s while a save is in flight, a save costs
-b + (P - b) s / (1 + s) seconds of training, which ``save_cost_secs`` returns. ``best_interval`` and
-``expected_goodput`` put this cost in place of every b in their formulas, also of the b in P - b.
-The other functions use the b that the caller gives as ``blocking_secs``.
+T: wall time from one snapshot to the next. b: time that a save blocks training. P: time from the
+snapshot to the commit. M: mean time between failures. R: time from a failure until training
+continues. s: the fraction by which steps take longer while a save is in flight. Failures are a
+Poisson process. A save costs b + (P - b) s / (1 + s) seconds of training (``save_cost_secs``),
+which ``best_interval`` and ``expected_goodput`` put in place of every b.
 """
 
 from __future__ import annotations
@@ -51,35 +47,25 @@ def young_interval_secs(
 ) -> float:
     """Returns Young's interval, max(P, sqrt(2 b M)), a first-order estimate of the best interval.
 
-    Source: Young, "A first order approximation to the optimum checkpoint interval" (1974).
-
-    Args:
-      blocking_secs: b, seconds of training that a save costs.
-      mtbf_secs: M, mean time between failures of the whole run.
-      durable_secs: P, seconds from the snapshot to the commit. T is at least P, because saves do
-        not overlap.
+    Arguments as for ``best_interval``; b is what a save costs. Source: Young, "A first order
+    approximation to the optimum checkpoint interval" (1974).
     """
     return max(durable_secs, math.sqrt(2 * blocking_secs * mtbf_secs))
 
 
 def daly_training_secs(*, blocking_secs: float, mtbf_secs: float) -> float:
-    """Returns the best time of training between two saves, in seconds, by Daly's formula.
-
-    The training between two saves begins when one save stops blocking, and ends when the next save
-    begins.
+    """Returns the best seconds of training from the end of one save's blocking to the next save.
 
     Source: Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps"
-    (2006), equation 37. Daly's dump time is the blocking time here, because the rest of an
-    asynchronous save overlaps with training. The length of that rest changes the goodput, but not
-    the best interval.
+    (2006), equation 37. Daly's dump time is the blocking time here: the rest of an asynchronous
+    save overlaps with training, and changes the goodput, but not the best interval.
 
     Args:
       blocking_secs: b, seconds of training that a save costs.
       mtbf_secs: M, mean time between failures of the whole run.
 
     Raises:
-      PlanError: a time is not a finite number, ``blocking_secs`` is negative, or ``mtbf_secs`` is
-        not positive.
+      PlanError: a time is not finite, ``blocking_secs`` is negative, or ``mtbf_secs`` not positive.
     """
     arguments.at_least("blocking_secs", blocking_secs, 0, "give the seconds that one save blocks")
     arguments.positive("mtbf_secs", mtbf_secs, _MTBF_HINT)
@@ -96,8 +82,7 @@ class BestInterval:
 
     Attributes:
       interval_secs: T, wall time from one snapshot to the next.
-      is_continuous: True if it is best to begin each save as soon as the previous save is durable,
-        so that T is the time from a snapshot to its commit.
+      is_continuous: whether it is best to begin each save as soon as the previous one is durable.
     """
 
     interval_secs: float
@@ -148,26 +133,19 @@ def expected_goodput(
     restart_secs: float = 0.0,
     slowdown: float = 0.0,
 ) -> float:
-    """Returns the goodput of a long run that saves periodically.
+    """Returns the goodput, a fraction of wall time, of a long run that saves periodically.
 
-    Goodput is the fraction of wall time spent on training that no failure undoes.
-
-    The formula is (T - b) exp(-(P - b) / M) / ((M + R) (exp(T / M) - 1)). The k-th snapshot after a
-    restart becomes durable k T + P - b seconds after the restart. So exp(-(k T + P - b) / M) is the
-    probability that no failure undoes the T - b seconds of training before the k-th snapshot. An
-    uptime is the time from a restart to the next failure. Over all k, the sum of
-    (T - b) exp(-(k T + P - b) / M) is the training of one uptime that is kept on average. On
-    average, one uptime begins M + R seconds after the previous uptime began: failures during a
-    restart do not count.
+    (T - b) exp(-(P - b) / M) / ((M + R) (exp(T / M) - 1)): the k-th snapshot after a restart is
+    durable k T + P - b seconds after it. So exp(-(k T + P - b) / M) is the probability that no
+    failure undoes the T - b seconds of training before that snapshot, and the sum over all k is the
+    training of one uptime that is kept on average. On average, an uptime begins M + R seconds after
+    the previous one:
+    failures during a restart do not count.
 
     Args:
       interval_secs: T, wall time from one snapshot to the next.
-      blocking_secs: b, seconds that a save blocks the training thread.
-      durable_secs: P, seconds from the snapshot to the commit; b if saves are synchronous.
-      mtbf_secs: M, mean time between failures of the whole run.
-      restart_secs: R, seconds from a failure until training continues, which includes reading the
-        checkpoint.
-      slowdown: s, the fraction by which steps take longer while a save is in flight.
+      blocking_secs, durable_secs, mtbf_secs, slowdown: as for ``best_interval``.
+      restart_secs: R, seconds from a failure until training continues, with the restore.
 
     Raises:
       PlanError: a time is negative, P is less than b, or T is less than P.

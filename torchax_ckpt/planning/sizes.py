@@ -53,17 +53,17 @@ def state_bytes(
 ) -> StateBytes:
     """Returns the size of the state of a model whose parameters are all trained.
 
-    The default is 12 bytes per parameter, for a float32 weight and AdamW's two float32 moments. For
-    weights in bfloat16 with moments in float32, use ``param_bytes=2, moment_bytes=4``. If bfloat16
-    weights also have float32 master weights, use ``param_bytes=6, moment_bytes=4``.
+    The default is 12 bytes per parameter: a float32 weight and AdamW's two float32 moments. For
+    bfloat16 weights and float32 moments, use ``param_bytes=2, moment_bytes=4``; with float32 master
+    weights besides, ``param_bytes=6, moment_bytes=4``.
 
     Args:
       num_params: the number of parameters.
       optimizer: a key of ``sizes.MOMENTS``, or the number of values that the optimizer keeps per
         parameter (Adafactor's factored moments: about 0).
       param_bytes: bytes of one weight and its master copy, if there is one.
-      moment_bytes: bytes of one value of the optimizer; None for ``param_bytes``, because
-        torch.optim keeps moments in the parameter's dtype.
+      moment_bytes: bytes of one value of the optimizer; None for ``param_bytes``, as in
+        torch.optim.
 
     Raises:
       PlanError: a number is out of range, or the optimizer is unknown.
@@ -89,14 +89,10 @@ def module_state_bytes(
 ) -> StateBytes:
     """Returns the size of a module's training state: parameters, moments and persistent buffers.
 
-    Frozen parameters have no moments.
-
     Args:
-      module: a module on any device. A module built under ``torch.device("meta")`` takes no memory.
-      optimizer: as for ``state_bytes``. The optimizer trains all parameters that require a
-        gradient.
-      moment_bytes: bytes of one value of the optimizer; None for the bytes of one value of the
-        parameter.
+      module: a module on any device, also on ``"meta"``. Frozen parameters have no moments.
+      optimizer: as for ``state_bytes``.
+      moment_bytes: bytes of one value of the optimizer; None for those of the parameter's dtype.
 
     Raises:
       PlanError: ``module`` is no module, or the optimizer is unknown.
@@ -127,15 +123,14 @@ def module_state_bytes(
 def ramdisk_bytes_per_host(total_bytes: int, *, hosts_per_slice: int, num_copies: int = 2) -> int:
     """Returns the bytes that two-tier saving needs on the ramdisk of each host.
 
-    Each slice holds the whole state, spread over the hosts of the slice. The ramdisks of a slice
-    hold ``num_copies`` checkpoints at a time, because a checkpoint is deleted only after the next
-    checkpoint is complete. The result has 15 % on top, for metadata and for hosts that hold more
-    than their share: the makers of Orbax published 1.15 times the bytes of two checkpoints.
+    Each slice holds the whole state, spread over its hosts. The result has 15 % on top, for
+    metadata and for hosts that hold more than their share, as the makers of Orbax published.
 
     Args:
       total_bytes: bytes of one checkpoint.
       hosts_per_slice: number of hosts over which one checkpoint is spread.
-      num_copies: number of checkpoints that exist at the same time; 3 with ``LocalTier(keep=2)``.
+      num_copies: number of checkpoints that exist at the same time, one of which is being written:
+        3 with ``LocalTier(keep=2)``.
 
     Raises:
       PlanError: a number is out of range.

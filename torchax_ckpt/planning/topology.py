@@ -1,10 +1,8 @@
 """Loads the devices of a TPU topology from libtpu, the TPU's compiler, on a machine without TPUs.
 
-The devices compile programs for the chips of the topology, but run none, and hold no arrays.
-
-The memory of a chip is published: https://cloud.google.com/tpu/docs/v4, /v5e, /v5p and /v6e.
-``usable_bytes`` comes from the TPU compiler (libtpu 0.0.42): it refuses programs that need more. It
-is the whole number of MiB below that limit.
+The devices compile programs for the chips of the topology, but run none, and hold no arrays. The
+memory of a chip is published: https://cloud.google.com/tpu/docs/v4, /v5e, /v5p and /v6e. libtpu
+0.0.42 refuses programs that need more than ``usable_bytes``, in whole MiB.
 """
 
 from __future__ import annotations
@@ -34,26 +32,16 @@ _EXAMPLES = '"v5e:16x16" (256 chips), "v6e:8x8" (64 chips) or "v5p:4x4x4" (64 ch
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """A generation of TPU chips.
+    """A generation of TPU chips."""
 
-    Attributes:
-      name: the name of the generation in the names of topologies: ``v5e``.
-      product_names: how the names of products begin: ``v5litepod`` in ``v5litepod-16``.
-      named_cores_per_chip: how many units of the number in a product's name one chip has. A v5p
-        chip has two cores, and ``v5p-128`` counts cores; ``v5e-256`` counts chips.
-      num_dims: the number of dims of a topology.
-      hbm_bytes, usable_bytes: the memory of a chip, and how much of it programs can use.
-      config: the name of the chip's configuration in libtpu; None for libtpu's default. By
-        default, libtpu describes each core of a v4 chip as a device, but JAX on a v4 has one
-        device per chip.
-    """
-
-    name: str
-    product_names: tuple[str, ...]
-    named_cores_per_chip: int
-    num_dims: int
+    name: str  # as in the names of topologies: ``v5e``
+    product_names: tuple[str, ...]  # how product names begin: ``v5litepod`` in ``v5litepod-16``
+    named_cores_per_chip: int  # ``v5p-128`` counts cores, two for a chip; ``v5e-256`` counts chips
+    num_dims: int  # of a topology
     hbm_bytes: int
     usable_bytes: int
+    # The chip's configuration in libtpu. By default, libtpu describes each core of a v4 chip as a
+    # device, but JAX on a v4 has one device per chip.
     config: str | None = None
 
 
@@ -75,15 +63,14 @@ def devices(
 ) -> tuple[jax.Device, ...]:
     """Returns the chips of a topology, slice by slice, as devices for which JAX can compile.
 
-    This process is the first host of the topology: the devices of that host are addressable. The
-    function loads libtpu, which stays loaded until the process ends. It reads the environment
-    variables that JAX reads for libtpu, such as TPU_LIBRARY_PATH, and sets none.
+    This process is the first host of the topology: the devices of that host are addressable. Loads
+    libtpu until the process ends, and reads the variables that JAX reads for it (TPU_LIBRARY_PATH).
 
     Args:
       topology: the generation of the chips and the lengths of the topology: ``v5e:16x16``.
       num_slices: the number of slices, each with this topology.
-      one_chip_per_host: whether each host has one chip only, in place of four as by default. The
-        programs of a chip are the same then, but JAX compiles them for one chip in place of four.
+      one_chip_per_host: whether each host has one chip in place of four; the programs of a chip are
+        the same then, but JAX compiles them for one chip in place of four.
 
     Raises:
       PlanError: libtpu is not installed or cannot be used, another program uses it, or it does not
@@ -108,15 +95,7 @@ def devices(
 
 
 def mesh(devices: Sequence[jax.Device], axes: Mapping[str, int]) -> Mesh:
-    """Returns a mesh of all the devices, in their order.
-
-    Args:
-      devices: the devices, as ``devices`` returns them.
-      axes: name -> length of each mesh axis, the axis of slices first.
-
-    Raises:
-      PlanError: the mesh has more or fewer positions than there are devices.
-    """
+    """Returns a mesh of all the devices, in their order; PlanError if there are more or fewer."""
     for name, length in axes.items():
         arguments.count(f"axis {name!r} of the mesh", length, "give the length of the mesh axis")
     found = math.prod(axes.values())
@@ -131,11 +110,7 @@ def mesh(devices: Sequence[jax.Device], axes: Mapping[str, int]) -> Mesh:
 
 
 def chip_of(topology: str) -> Chip:
-    """Returns the generation of chips that the name of a topology begins with.
-
-    Raises:
-      PlanError: the name is not the name of a topology.
-    """
+    """Returns the generation of chips that a topology's name begins with, or raises PlanError."""
     return _parsed(topology)[0]
 
 

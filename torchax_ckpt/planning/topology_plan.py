@@ -1,8 +1,4 @@
-"""Plans the saves of a training state on a TPU topology, with the TPU's compiler and without TPUs.
-
-"Compiled" means here: the compiler reported it, for the programs that a save runs. Nothing is
-measured on a TPU.
-"""
+"""Plans the saves of a training state on a TPU topology, with the TPU's compiler, without TPUs."""
 
 from __future__ import annotations
 
@@ -25,44 +21,27 @@ from torchax_ckpt.snapshot.forecast import Forecast, forecast
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TopologyPlan:
-    """What saves of a training state need on a topology.
+    """What saves of a training state need on a topology. Sizes are in bytes, per chip by default.
 
-    Sizes are in bytes. All chips hold equally much. The fields from ``copy_bytes`` on are None if
-    the state does not fit, because no program of a save is compiled then.
+    The compiler reported the sizes of the programs; nothing is measured. The fields from
+    ``copy_bytes`` on are None if the state does not fit.
 
     Attributes:
-      topology, num_slices: as given.
-      axes: name -> length of the mesh axes.
-      num_chips: the chips of all slices.
-      num_hosts: the hosts of all slices.
-      chips_per_host: the chips of the first host.
+      topology, num_slices, axes, training_bytes, host_memory_bytes: as given, or their defaults.
+      num_chips, num_hosts, chips_per_host: of all slices; of the first host.
       versions: the versions of jax and libtpu.
-      num_leaves: the leaves of the state.
-      state_bytes: the elements of the whole state.
-      chip_bytes: compiled: the state's part on a chip, in tiles.
-      chip_elements_bytes: the elements of that part, without tiles.
-      replicated_bytes: compiled: the part of ``chip_bytes`` that all chips hold alike, because no
-        mesh axis shards these leaves.
-      training_bytes, host_memory_bytes: as given.
-      hbm_bytes: published: the memory of a chip.
-      usable_bytes: compiled: how much of it programs can use.
-      free_bytes: ``usable_bytes`` less ``chip_bytes`` and ``training_bytes``; negative if the state
-        does not fit.
-      fits: whether the state and the training fit.
-      advice: what would do if the state does not fit, in words; "" if it fits.
-      copy_bytes: compiled: what the copies and stacks of a save take on a chip beside the state;
-        None also if the compiler refuses them, because they exceed the chip.
-      wanted_bytes: the free bytes that ``snapshot="auto"`` wants on a chip to make these copies.
-      snapshot: how ``CheckpointOptions(snapshot="auto")`` takes snapshots, if training steps donate
-        the state and peak at ``chip_bytes`` and ``training_bytes``.
-      part_bytes: compiled: what this snapshot takes on a chip beside the state: ``copy_bytes`` for
-        a copy, the copies of the arrays that fit for an offload, 0 for a transfer.
-      offload_host_bytes: compiled: the most memory of a host that the offloaded arrays take: pinned
-        memory, in tiles, and ordinary memory; 0 if nothing is offloaded. Of several hosts, each is
-        assumed to offload a replicated leaf from each of its chips, although one suffices.
-      num_programs: how many different programs copy, stack and offload the state.
-      compile_secs: how long compiling them took on this machine, or how long JAX took to find them
-        if this process has compiled them before.
+      num_leaves, state_bytes: the leaves of the state, and all their elements.
+      chip_bytes, chip_elements_bytes: the state's part on a chip, in tiles; without tiles.
+      replicated_bytes: the part of ``chip_bytes`` that no mesh axis shards.
+      hbm_bytes, usable_bytes: the published memory of a chip, and what programs can use of it.
+      free_bytes: ``usable_bytes`` less ``chip_bytes`` and ``training_bytes``; may be negative.
+      fits, advice: whether state and training fit; what would do if not, in words, else "".
+      copy_bytes: what copies and stacks of a save take; None also if they exceed the chip.
+      wanted_bytes: the free bytes that ``snapshot="auto"`` wants to make these copies.
+      snapshot: how ``snapshot="auto"`` takes snapshots, if training steps donate the state.
+      part_bytes: what this snapshot takes: ``copy_bytes``, less for an offload, 0 for a transfer.
+      offload_host_bytes: the most that offloaded arrays take on a host, each replica counted.
+      num_programs, compile_secs: the programs of a save, and how long compiling them took here.
     """
 
     topology: str
@@ -116,22 +95,20 @@ def on_topology(
 ) -> TopologyPlan:
     """Returns what saves of a state need on a TPU topology, and whether the state fits there.
 
-    Needs libtpu, the TPU's compiler (extra ``tpu-check``), but no TPU. Nothing is measured.
+    Needs libtpu, the TPU's compiler (extra ``tpu-check``), but no TPU.
 
     Args:
       abstract_state: name of each leaf on devices -> a value with its ``shape`` and ``dtype``, such
-        as ``jax.ShapeDtypeStruct``. If the leaf has a ``NamedSharding``, its partition spec is used
-        on the mesh of the topology. Else the mesh axis ``tp`` shards the last dim that it divides,
-        of leaves with two dims or more, and ``fsdp`` the first other dim that it divides.
+        as ``jax.ShapeDtypeStruct``. The partition spec of its ``NamedSharding`` is used on the mesh
+        of the topology. Without one, the mesh axis ``tp`` shards the last dim that it divides, of
+        leaves with two dims or more, and ``fsdp`` the first other dim that it divides.
       topology_name: the generation of the chips and the lengths of a slice: ``v5e:16x16``.
       num_slices: the number of slices.
-      axes: name -> length of the mesh axes, slices first; their lengths multiply to the chips of
-        all slices. None for the axis ``fsdp`` over the chips of a slice, before it, if there are
-        several slices, the axis ``slice``, along which the state is replicated.
-      training_bytes: the memory that training needs on a chip besides the state, at its peak:
-        activations, gradients, code. The default 0 assumes that it needs none.
-      host_memory_bytes: the memory that a host has available for a save. None assumes that it
-        suffices.
+      axes: name -> length of the mesh axes, slices first; their product is the number of chips.
+        None for ``fsdp`` over the chips of a slice, after ``slice`` (replicas) if there are
+        several.
+      training_bytes: what training needs on a chip besides the state, at its peak.
+      host_memory_bytes: the memory that a host has for a save; None assumes that it suffices.
 
     Raises:
       PlanError: libtpu is missing or cannot be used, the topology is unknown, the mesh does not fit

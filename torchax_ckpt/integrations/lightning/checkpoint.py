@@ -37,21 +37,19 @@ class TorchaxCheckpoint(Checkpoint):
 
     ``fit`` restores the newest step of the directory: modules, optimizers, schedulers, the loops,
     stateful loaders, random state, and the state of other callbacks, the datamodule and the
-    module's ``on_save_checkpoint``. The number of a step is ``trainer.global_step``. The callback
-    asks the save policy about a step after all hooks and the validation of the step's batch; if the
-    batch is the last of an epoch, the callback asks after the end of the epoch. After a batch in
-    which no optimizer steps, the callback does not ask. Whatever the policy says, the callback
-    saves the last step of the training; each step for which validation or the end of an epoch
-    logged the monitored metric; and the last completed step on SIGTERM or, if the run has one
-    process, on an exception.
+    module's ``on_save_checkpoint``. A step's number is ``trainer.global_step``. The policy is asked
+    after all hooks and the validation of a batch in which an optimizer stepped, and after the end
+    of the epoch if it is the last batch. Saved whatever the policy says: the last step of the
+    training; each step for which validation or the end of an epoch logged the monitored metric; and
+    the last completed step on SIGTERM or, if the run has one process, on an exception.
 
     Args:
       directory: a local path or ``gs://bucket/prefix``, one per run.
       monitor: the name under which the metric that ranks steps is logged.
       mode: "min" if small values of the metric are better, "max" if large values are better.
-      num_best: how many of the best steps to keep.
-      save_decision_policy, preservation_policy, options: see ``TorchaxCheckpointer``. The best
-        steps are kept in addition to those that ``preservation_policy`` keeps.
+      num_best: how many of the best steps to keep, besides those that ``preservation_policy``
+        keeps.
+      save_decision_policy, preservation_policy, options: see ``TorchaxCheckpointer``.
       shardings, init: see ``TorchaxCheckpointer.attach``.
 
     Attributes:
@@ -96,13 +94,7 @@ class TorchaxCheckpoint(Checkpoint):
     # --- hooks ---------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: Trainer, pl_module: torch.nn.Module) -> None:
-        """Attaches the module and its optimizers, and restores the newest step if there is one.
-
-        Raises:
-          MisconfigurationException: ``fit`` was given a Lightning checkpoint, or a callback has
-            state that only a Lightning checkpoint would contain.
-          MismatchError, CorruptCheckpointError, ...: see ``TorchaxCheckpointer.attach``.
-        """
+        """Attaches the module and its optimizers, and restores the newest step if there is one."""
         self._seen, self._warned = {}, set()
         self._is_validated = self._was_validated = False
         ckpt = self.checkpointer = self._make()
@@ -147,11 +139,8 @@ class TorchaxCheckpoint(Checkpoint):
     ) -> None:
         """Saves the last completed step if its values are unchanged; closes the checkpointer.
 
-        Does not save after an error of this package, nor if the run has several processes.
-        The values of a completed step are unchanged until an optimizer steps again. If the
-        exception comes in the middle of an optimizer step, only the steps that were saved before
-        the exception remain. ``on_exception`` logs its own errors and does not raise them, so
-        that the caller sees the exception that ended the training.
+        Does not save after an error of this package, nor if the run has several processes. Logs its
+        own errors, so that the caller sees the exception that ended the training.
         """
         if self._position is None:
             return  # Not in a fit, but in validation, test or prediction.
@@ -176,11 +165,7 @@ class TorchaxCheckpoint(Checkpoint):
             exception.code = _SIGTERM_EXIT_CODE
 
     def teardown(self, trainer: Trainer, pl_module: torch.nn.Module, stage: str) -> None:
-        """Closes this fit's checkpointer; SIGTERM is handled as before the fit.
-
-        Raises:
-          SaveError: the newest save failed.
-        """
+        """Closes this fit's checkpointer, which may raise SaveError; hands SIGTERM back."""
         try:
             if self._position is not None:
                 self._position.unwatch()
@@ -253,11 +238,9 @@ class TorchaxCheckpoint(Checkpoint):
         return {n: v for n, v in logged.items() if n not in seen or not _is_same(v, seen[n])}
 
     def _rankable(self, metrics: dict[str, Any], *, waits: bool = False) -> dict[str, Any]:
-        """Returns the metrics, without the monitored metric if its value is NaN.
-
-        Waits for a metric on a device only if ``waits`` is true. Otherwise the checkpointer fetches
-        it in the background, and does not rank the step if it is NaN.
-        """
+        """Returns the metrics without the monitored one if it is known to be NaN."""
+        # Without ``waits``, the checkpointer fetches a metric on a device in the background, and
+        # does not rank the step if it is NaN.
         monitored = metrics.get(self.monitor or "")
         if monitored is None or (_is_on_device(monitored) and not waits):
             return metrics

@@ -1,10 +1,9 @@
 """Saves and restores the position of a Trainer in Lightning's loops.
 
-Training can resume bit for bit only from a point between two batches: after everything that belongs
-to one batch, including module hooks, schedulers and validation, and before Lightning fetches the
-next batch, which advances the loader and may draw random numbers. Lightning calls no hook
-between the end of one batch and the fetch of the next batch. During a fit, this module therefore
-wraps ``on_run_start`` and ``on_advance_end`` of the Trainer's loops, which return between batches.
+Training can resume bit for bit only from a point between two batches: after all hooks, schedulers
+and validation of one batch, and before the next is fetched, which advances the loader and may draw
+random numbers. Lightning calls no hook there, so during a fit this module wraps ``on_run_start``
+and ``on_advance_end`` of the Trainer's loops, which return between batches.
 
 Source: Lightning 2.6, ``loops/fit_loop.py`` and ``loops/training_epoch_loop.py``.
 """
@@ -39,11 +38,7 @@ class Moment(enum.StrEnum):
 
 
 class CompletedStep:
-    """What a save needs of a completed step until the next step begins.
-
-    Tensors are not copied: a change of one is detected. Schedulers, hyperparameters and random
-    state are copied, because they can change before the next step.
-    """
+    """What a save needs of a completed step until the next step begins; no copies of tensors."""
 
     def __init__(
         self,
@@ -52,6 +47,8 @@ class CompletedStep:
         schedulers: Sequence[Any],
     ) -> None:
         self._module, self._optimizers, self._schedulers = module, optimizers, schedulers
+        # Tensors are not copied: a change of one is detected. The others may change before the next
+        # step, such as a scheduler in a batch that only accumulates gradients.
         self._versions = [(weakref.ref(value), number) for value, number in self._present_tensors()]
         self._settings = copy.deepcopy(self._present_settings())
         self.random_state = RandomState().state_dict()
@@ -120,16 +117,10 @@ class CompletedStep:
 
 
 class LoopPosition:
-    """The position of a Trainer after its last optimizer step.
+    """The position of a Trainer after its last optimizer step, stored as ``stateful/lightning``.
 
-    A checkpoint stores the position under the name ``stateful/lightning``. Between two optimizer
-    steps Lightning fetches batches, accumulates gradients and ends epochs, while the tensors of
-    modules and optimizers do not change. A save therefore stores loops, loaders and callbacks as
-    the last call of ``record`` found them, not as they are at the save.
-
-    Attributes:
-      step: ``trainer.global_step`` at the last ``record``.
-      moment: the moment of the last ``record``.
+    Until the next optimizer step, Lightning fetches batches, accumulates gradients and ends epochs.
+    A save stores loops, loaders and callbacks as the last call of ``record`` found them.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -188,10 +179,7 @@ class LoopPosition:
 
     @contextlib.contextmanager
     def as_recorded(self) -> Iterator[None]:
-        """In the block, the live objects that a save reads have their recorded state.
-
-        A scheduler, for example, may have stepped since in a batch that only accumulates gradients.
-        """
+        """In the block, the live objects that a save reads have their recorded state."""
         assert self._completed is not None
         with self._completed.restored():
             yield
@@ -220,11 +208,7 @@ class LoopPosition:
         self._restored = state_dict
 
     def resume(self) -> None:
-        """Moves the Trainer to the restored position, when Lightning would restore its loops.
-
-        Lightning restores the loaders later, when it creates them. Its set-up draws random numbers,
-        so the random state is restored immediately before the first batch.
-        """
+        """Moves the Trainer to the restored position, when Lightning would restore its loops."""
         trainer, restored = self._trainer, self._restored
         self._completed = self._completed_step()
         self.moment = Moment(restored["moment"])
@@ -260,6 +244,7 @@ class LoopPosition:
             validation._restart_stage = "restarted_mid_evaluation"
         if self._fetched_ahead and self.moment is not Moment.AFTER_EPOCH:
             self._fetch_ahead(fit._data_fetcher)
+        # This late, because Lightning's set-up draws random numbers.
         RandomState().load_state_dict(self._completed.random_state)
 
     def _fetch_ahead(self, fetcher: Any) -> None:

@@ -1,9 +1,4 @@
-"""Runs a Lightning Trainer on JAX devices through torchax.
-
-torchax computes gradients of functions, not of tensors. Modules must therefore use Lightning's
-manual optimization, and cannot call ``manual_backward``. Lightning cannot write its own
-checkpoints, because ``torch.save`` cannot store torchax tensors.
-"""
+"""Runs a Lightning Trainer on JAX devices through torchax."""
 
 from __future__ import annotations
 
@@ -31,12 +26,13 @@ _HOW_TO_TRAIN = (
 class TorchaxStrategy(SingleDeviceStrategy):
     """Trains a module on JAX devices through torchax.
 
-    One process drives all of its JAX devices. Lightning sees all devices of a process as one
-    device; the shardings of the module's arrays decide which device holds which data. The strategy
-    moves a module from the CPU to the default device; parameters stay the same objects, and tied
-    parameters stay tied. The strategy leaves a module on ``"jax"`` as it is, sharded or not, and
-    leaves a module on ``"meta"`` for ``TorchaxCheckpoint`` to fill. After training the module stays
-    on its devices. The strategy enables torchax globally if the program has not done so.
+    torchax computes gradients of functions, not of tensors, so modules must use Lightning's manual
+    optimization, and cannot call ``manual_backward``. One process drives all of its JAX devices,
+    which Lightning sees as one; the shardings of the module's arrays decide which device holds
+    which data. The strategy moves a module from the CPU to the default device; parameters stay the
+    same objects, and tied parameters stay tied. It leaves a module on ``"jax"`` as it is, sharded
+    or not, and one on ``"meta"`` for ``TorchaxCheckpoint`` to fill. After training the module stays
+    on its devices. Enables torchax globally if the program has not done so.
 
     Raises:
       MisconfigurationException: the module to train uses automatic optimization.
@@ -56,11 +52,7 @@ class TorchaxStrategy(SingleDeviceStrategy):
         super().setup_environment()
 
     def setup(self, trainer: Trainer) -> None:
-        """Moves the module to its device and creates its optimizers.
-
-        Raises:
-          MisconfigurationException: the module uses automatic optimization.
-        """
+        """Moves the module to its device and creates its optimizers."""
         assert self.lightning_module is not None
         if trainer.state.fn == TrainerFn.FITTING and self.lightning_module.automatic_optimization:
             raise MisconfigurationException(
@@ -99,19 +91,11 @@ class TorchaxStrategy(SingleDeviceStrategy):
         return super().process_dataloader(dataloader)
 
     def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuses ``manual_backward``: torchax computes gradients of functions, not of tensors.
-
-        Raises:
-          MisconfigurationException: always.
-        """
+        """Refuses ``manual_backward``: torchax computes gradients of functions, not of tensors."""
         raise MisconfigurationException(f"manual_backward cannot work: {_HOW_TO_TRAIN}")
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuses ``trainer.save_checkpoint`` and ``ModelCheckpoint``.
-
-        Raises:
-          MisconfigurationException: always.
-        """
+        """Refuses ``trainer.save_checkpoint``: ``torch.save`` cannot store torchax tensors."""
         raise MisconfigurationException(
             "Lightning writes its own checkpoints with torch.save, which cannot store torchax "
             "tensors: to save, give the Trainer callbacks=[TorchaxCheckpoint(directory)]; to "
@@ -181,12 +165,9 @@ def _patch_torchax() -> None:
 
 
 def _empty(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """Returns an uninitialized tensor on the requested device, as torch does.
-
-    torchax returns a tensor on ``"jax"`` even if one on the CPU is requested. Metrics, including
-    those of ``self.log``, deep-copy their initial values, and ``copy.deepcopy`` of a CPU tensor
-    requests a new tensor on the CPU.
-    """
+    """Returns an uninitialized tensor on the requested device, as torch does."""
+    # torchax returns a tensor on "jax" even if one on the CPU is requested, as copy.deepcopy does
+    # of the initial values of metrics, including those of self.log.
     device = kwargs.get("device")
     with no_dispatch(), torch._C.DisableTorchFunction():
         plain = _EMPTY(*args, **{**kwargs, "device": "cpu", "pin_memory": None})
