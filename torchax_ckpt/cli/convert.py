@@ -84,11 +84,11 @@ def export(
         texts = form.texts_of(stored)
         has_config = None if texts is None else texts.has_config or format == "peft"
         paths, leaves = _write_files(stored, weights, texts, out, form)
-    _tell(stored, weights, paths, leaves, has_config, as_json=as_json)
+    _print_export(stored, weights, paths, leaves, has_config, as_json=as_json)
     return OK
 
 
-def _tell(
+def _print_export(
     stored: StoredStep,
     weights: Weights,
     paths: Sequence[Path],

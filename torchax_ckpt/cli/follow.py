@@ -70,10 +70,10 @@ def follow(
     from torchax_ckpt.publishing.published_folders import Published
     from torchax_ckpt.storage.medium import location
 
-    def tell(new: Published | None) -> None:
+    def show(new: Published | None) -> None:
         if json:
-            said = (None, None, None) if new is None else (new.step, str(new.path), new.metrics)
-            content = dict(zip(("step", "folder", "metrics"), said, strict=True))
+            values = (None, None, None) if new is None else (new.step, str(new.path), new.metrics)
+            content = dict(zip(("step", "folder", "metrics"), values, strict=True))
             print(json_format.dumps(content), flush=True)
         else:
             text = "no step is due" if new is None else f"step {new.step}: published as {new.path}"
@@ -103,9 +103,9 @@ def follow(
         with follower:
             new = follower.publish_due()  # an error ends the command: its arguments may be wrong
             if new is not None or (once and not received):
-                tell(new)
+                show(new)
             for later in () if once else follower.follow(DirectoryError, OutOfMemoryError):
-                tell(later)
+                show(later)
     except (MismatchError, SelectionError) as error:
         raise UsageError(f"follow: {error}") from error
     finally:

@@ -198,18 +198,18 @@ def _require_libtpu() -> None:
 
 
 def _refused(topology: str, error: Exception) -> PlanError:
-    said = " ".join(str(error).split())
-    if "lockfile" in said:
+    message = " ".join(str(error).split())
+    if "lockfile" in message:
         return PlanError(
             "libtpu is in use: another program on this machine, such as a training on TPUs or "
             "another plan, has loaded libtpu, and only one program at a time may; wait until it "
             "has ended, plan on another machine, or, if no program uses TPUs here, set the "
-            f"environment variable ALLOW_MULTIPLE_LIBTPU_LOAD=1. libtpu says: {said}"
+            f"environment variable ALLOW_MULTIPLE_LIBTPU_LOAD=1. libtpu says: {message}"
         )
-    if said.startswith(("INVALID_ARGUMENT", "NOT_FOUND")):
+    if message.startswith(("INVALID_ARGUMENT", "NOT_FOUND")):
         return PlanError(
             f"unknown TPU topology: libtpu does not know {topology!r}; expected a topology that "
-            f"exists, such as {_EXAMPLES}. libtpu says: {said}"
+            f"exists, such as {_EXAMPLES}. libtpu says: {message}"
         )
     return unusable(error)
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from torchax_ckpt.errors import PolicyError
-from torchax_ckpt.policies.nested import with_children
 from torchax_ckpt.runtime.lazily import orbax
 
 if TYPE_CHECKING:
@@ -63,6 +62,13 @@ class BestN:
 def default_preservation_policy() -> PreservationPolicy:
     """Returns the default policy, which keeps the latest three steps."""
     return orbax.v1.training.preservation_policies.LatestN(3)
+
+
+def with_children(policy: Any) -> Iterator[Any]:
+    """Yields a policy and, recursively, all policies inside it."""
+    yield policy
+    for child in getattr(policy, "policies", None) or ():
+        yield from with_children(child)
 
 
 def keeps_one(policy: Any) -> bool:

@@ -22,13 +22,13 @@ from orbax.checkpoint import v1 as ocp
 
 from torchax_ckpt.errors import PolicyError
 from torchax_ckpt.planning import save_cost_secs, young_interval_secs
-from torchax_ckpt.policies.nested import with_children
 from torchax_ckpt.policies.orbax_policies import (
     AnySavePolicy,
     DecisionContext,
     PreemptionCheckpointingPolicy,
     SaveDecisionPolicy,
 )
+from torchax_ckpt.policies.preservation import with_children
 
 _MULTIPROCESSING = ocp.options.MultiprocessingOptions()
 _SAVES_PER_PAUSE = 20

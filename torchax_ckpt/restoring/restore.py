@@ -76,7 +76,7 @@ def restore_attached(
     committed = source.committed
     findings, selection = Findings(), selection or Selection()
     restores_rng = "rng" in attached.components and "rng" in source.document
-    with about(committed), random_state.left_alone(on_success=not restores_rng):
+    with about(committed), random_state.reset_after(on_success=not restores_rng):
         document = per_process_state.document_of(
             source.document,
             processes.index,

@@ -167,7 +167,7 @@ def _check(state: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def left_alone(*, on_success: bool) -> Iterator[None]:
+def reset_after(*, on_success: bool) -> Iterator[None]:
     """Resets the random state after the block; if ``on_success`` is false, only if it raises.
 
     User code may draw in unexpected places: ``state_dict()`` of a data loader draws its seeds.
