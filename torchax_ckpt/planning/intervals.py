@@ -135,12 +135,11 @@ def expected_goodput(
 ) -> float:
     """Returns the goodput, a fraction of wall time, of a long run that saves periodically.
 
-    (T - b) exp(-(P - b) / M) / ((M + R) (exp(T / M) - 1)): the k-th snapshot after a restart is
-    durable k T + P - b seconds after it. So exp(-(k T + P - b) / M) is the probability that no
-    failure undoes the T - b seconds of training before that snapshot, and the sum over all k is the
-    training of one uptime that is kept on average. On average, an uptime begins M + R seconds after
-    the previous one:
-    failures during a restart do not count.
+    The formula is (T - b) exp(-(P - b) / M) / ((M + R) (exp(T / M) - 1)): the k-th snapshot after a
+    restart is durable k T + P - b seconds after it. So exp(-(k T + P - b) / M) is the probability
+    that no failure undoes the T - b seconds of training before that snapshot, and the sum over all
+    k is the training of one uptime that is kept on average. On average, an uptime begins M + R
+    seconds after the previous one: failures during a restart do not count.
 
     Args:
       interval_secs: T, wall time from one snapshot to the next.

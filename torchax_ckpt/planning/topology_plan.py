@@ -209,7 +209,6 @@ def snapshot_forecast(
 
 
 def _placed(abstract_state: Mapping[str, Any], mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the leaves with shardings on the mesh."""
     if not abstract_state:
         raise PlanError(
             "abstract_state: expected at least one leaf on devices, found none; give name -> "

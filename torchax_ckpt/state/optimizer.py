@@ -380,7 +380,7 @@ def _other_state(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
 
 
 def _fits(node: Node, live: Any, where: str, findings: Findings) -> bool:
-    """Records a mismatch unless the stored value can replace the live one."""
+    """Returns whether a stored value can replace the live one; if not, records a mismatch."""
     if not isinstance(live, torch.Tensor) or not (isinstance(node, dict) and "array" in node):
         return True
     expected = describe(live, where)

@@ -185,7 +185,6 @@ class LoopPosition:
             yield
 
     def _other_states(self) -> dict[str, Any]:
-        """Returns the states of callbacks, datamodule and module, and the Trainer's metrics."""
         trainer = self._trainer
         datamodule = getattr(trainer, "datamodule", None)
         module: dict[str, Any] = {}

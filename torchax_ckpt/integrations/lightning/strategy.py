@@ -157,7 +157,6 @@ _EMPTY = torch.ops.aten.empty.memory_format
 
 @functools.cache
 def _patch_torchax() -> None:
-    """Patches torchax for the whole process."""
     torchax.default_env().override_op_definition(_EMPTY, _empty)
     for name, method in (("__format__", _format), ("__deepcopy__", _deepcopy)):
         if name not in vars(Tensor):

@@ -153,7 +153,6 @@ class ModuleComponent:
             )
 
     def _refresh(self) -> None:
-        """Collects the names and tensors again if the module has changed."""
         live = registered(self.module)
         if same_objects(live, self._registered):
             return
