@@ -24,8 +24,7 @@ _LOCAL_HEADER = struct.Struct("<26xHH")  # the lengths of the name and of the ex
 class Section(io.RawIOBase):
     """A section of a file, as a file of its own; refuses a read of more bytes than ``max_bytes``.
 
-    zipfile and torch read an archive's list of files with one call, into a buffer of the size that
-    the archive states.
+    zipfile and torch read an archive's list of files at once, into as much memory as it states.
     """
 
     def __init__(self, file: Any, offset: int, length: int, max_bytes: int) -> None:

@@ -1,8 +1,7 @@
 """Reads checkpoints of ``torch.distributed.checkpoint`` (DCP).
 
-DCP stores its metadata as a pickle, and each chunk of a tensor as an archive of ``torch.save``.
-``_MetadataReader`` reads the metadata; ``torch.load(weights_only=True)`` says of a chunk how its
-elements lie, and the chunk's bytes are read when they are needed.
+DCP stores its metadata as a pickle, and each chunk of a tensor as an archive of ``torch.save``,
+which says how the elements lie; the chunk's bytes are read when they are needed.
 
 Source: torch 2.12, ``distributed/checkpoint/metadata.py`` and ``filesystem.py``; for the archives,
 the documentation of ``torch.save``.
@@ -124,11 +123,11 @@ _INSTRUCTIONS = (
 
 
 class _MetadataReader(pickle._Unpickler):
-    """Reads DCP's metadata, which is a pickle, without calling anything that the pickle names.
+    """Reads DCP's metadata, a pickle, without calling anything that the pickle names.
 
-    ``find_class`` knows the names that DCP writes, and answers with stand-ins. The base is Python's
-    own unpickler, because C's takes memory for the greatest index that a pickle states. Tuples are
-    no keys of dicts: to hash a tuple that has the same parts many times may take forever.
+    ``find_class`` answers the names that DCP writes with stand-ins. The base is Python's own
+    unpickler, because C's takes memory for the greatest index that a pickle states. Tuples are no
+    keys of dicts: to hash one that has the same parts many times may take forever.
     """
 
     stack: list[Any]
@@ -187,7 +186,7 @@ def is_dcp(path: Path) -> bool:
 def open_dcp(path: Path, at: str | None = None) -> TensorFiles:
     """Opens a checkpoint of torch's DCP, without reading a tensor; see ``open_files``.
 
-    If ``at`` is None, the tensors under the key ``model`` are taken, or all without such a key.
+    By default, the tensors under the key ``model``, or all without such a key.
     """
     with reading_file(path / METADATA, _EXPECTED, max_bytes=MAX_METADATA_BYTES):
         root = _MetadataReader(io.BytesIO((path / METADATA).read_bytes())).load()
@@ -302,8 +301,7 @@ def _tensor(key: str, described: dict[str, Any], chunks: dict[Any, Any]) -> File
 def _are_separable(parts: Sequence[FilePart]) -> bool:
     """Returns whether repeated cuts, each at an index of one dim, can separate all parts.
 
-    Separable parts do not overlap, and the parts into which a mesh divides a tensor are always
-    separable. A search for cuts is faster than comparing each of many parts with every other.
+    Then they do not overlap; parts made by a mesh always are. Faster than comparing all pairs.
     """
     if len(parts) < 2:
         return True

@@ -1,7 +1,6 @@
 """Imports weights from files of other programs, as the first step of a new run.
 
-The weights are mapped into memory and never read all at the same time, so the host needs no memory
-for the whole model.
+The weights are mapped into memory, so the host needs no memory for the whole model.
 """
 
 from __future__ import annotations
@@ -45,15 +44,8 @@ def import_weights(
 ) -> CommittedStep:
     """Writes weights as the first step of a directory; ``attach`` can then continue from the step.
 
-    Integers of 64 bits are stored as integers of 32 bits, as ``.to("jax")`` would convert them.
-    ``ties``, alias -> name of a weight, are added to those that the files state. ``assets`` say
-    what the model is.
-
-    Raises:
-      DirectoryError: the directory contains a step already, or cannot be written.
-      LeaseError: another program writes to the directory.
-      UnsupportedLeafError: the files lack the name of a tie or contain its alias, a tensor is
-        float64, or an integer does not fit into 32 bits.
+    64-bit integers become 32-bit ones, as with ``.to("jax")``; UnsupportedLeafError if one does not
+    fit, or a tensor is float64. ``ties``, alias -> name, are added to those that the files state.
     """
     options = CheckpointOptions()
     tied = {**source.ties, **ties}

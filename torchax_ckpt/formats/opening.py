@@ -26,9 +26,7 @@ def open_files(path: Path, at: str | None = None) -> TensorFiles:
       CorruptCheckpointError: a file is damaged, or names a file outside of its directory.
       DirectoryError: a file cannot be read at the moment.
       MismatchError: there are no tensors under ``at``.
-      UnsupportedLeafError: a tensor is not plain, is compressed or of a dtype that cannot be
-        stored; two tensors would get the same name; or a file of torch contains objects of other
-        classes.
+      UnsupportedLeafError: a tensor or an object cannot be stored, or two would get one name.
       ImportError: the safetensors library is not installed.
     """
     if is_dcp(path):

@@ -18,23 +18,15 @@ OPTIMIZER = "optimizer"
 
 @dataclasses.dataclass(frozen=True)
 class Optimizers:
-    """The optimizers that were attached when a step was saved.
-
-    Attributes:
-      nodes: name of an optimizer -> its node in the manifest. A single attached optimizer has the
-        name "".
-      leaves: the leaves that contain the optimizers' state.
-    """
+    """The optimizers attached at the save, by name -> node; a single one has the name ""."""
 
     nodes: Mapping[str, Node]
     leaves: tuple[StoredLeaf, ...]
 
     def state_dicts(self, tensor: Callable[[str], Any], *, by_name: bool) -> dict[str, Any]:
-        """Returns the optimizers' state as ``Optimizer.state_dict`` does.
+        """Returns what ``Optimizer.state_dict`` does, or a dict by name if optimizers have names.
 
-        Several optimizers, or one with a name, give a dict from name to state dict. ``tensor``
-        returns the tensor of a leaf, given its name. Parameters are keyed by name, as in torch's
-        DCP, or by position, as ``optimizer.load_state_dict`` expects.
+        Parameters are keyed by name, as in torch's DCP, or by position, as in ``load_state_dict``.
         """
         state_dicts = {
             name: _state_dict(node, OPTIMIZER, tensor, by_name=by_name)

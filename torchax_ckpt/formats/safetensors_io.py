@@ -1,8 +1,7 @@
 """Reads and writes safetensors files.
 
-The writer writes the header first, then the tensors piece by piece, in any order, and needs memory
-only for these pieces; the safetensors library needs memory for all tensors. The reader has the
-library check the header, offsets and sizes of a file.
+The writer writes the header first, then the tensors piece by piece, in any order; the safetensors
+library would need memory for all tensors. The reader has the library check header, offsets, sizes.
 
 Source: the format in https://huggingface.co/docs/safetensors, and the library's ``save_model`` for
 the names of tied weights in the metadata.
@@ -100,13 +99,12 @@ def export_safetensors(
     texts: Mapping[Path, str] | None = None,
     on_bytes: Callable[[int], None] = lambda nbytes: None,
 ) -> list[Path]:
-    """Writes weights to safetensors files, with Hugging Face's file names, index and metadata.
+    """Writes weights with Hugging Face's file names, index and metadata; returns all paths.
 
-    If the name of ``out`` does not end in ``.safetensors``, it is a directory, for one file or,
-    with ``max_shard_bytes``, for several and an index; a larger tensor has a file to itself. A tied
-    weight is written once, under its name in ``weights.leaves``. Each file of tensors has a
-    temporary name until it is complete. The index, and ``texts`` (path -> content), are written
-    last. Returns the paths of all files.
+    ``out`` is a ``.safetensors`` file, or a directory for one file or, with ``max_shard_bytes``,
+    for several; a larger tensor has a file to itself. A tied weight is written once, under its name
+    in ``weights.leaves``. A file has a temporary name until it is complete; the index and ``texts``
+    (path -> content) are last.
 
     Raises:
       UnsupportedLeafError: safetensors lacks the dtype of a leaf, or reserves its name; or a value

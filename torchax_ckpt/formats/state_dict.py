@@ -1,6 +1,6 @@
 """Reads steps as state dicts of plain CPU tensors, and writes them to files of torch.
 
-torch writes pickles. This module writes only dicts of plain tensors and numbers, which
+torch writes pickles: only dicts of plain tensors and numbers are written, which
 ``torch.load(weights_only=True)`` reads.
 """
 
@@ -88,11 +88,7 @@ def named_weights(weights: Weights, tensors: Mapping[str, torch.Tensor]) -> dict
 def read_tensors(
     stored: StoredStep, leaves: Iterable[StoredLeaf], allocate: Allocate | None = None
 ) -> dict[str, torch.Tensor]:
-    """Reads leaves as plain CPU tensors, by leaf name; ``allocate`` as for ``StoredStep.read``.
-
-    Raises:
-      UnsupportedLeafError: torch lacks the dtype of a leaf.
-    """
+    """Reads leaves as plain CPU tensors, by leaf name; ``allocate`` as for ``StoredStep.read``."""
     dtypes = {}
     for leaf in leaves:
         dtypes[leaf.name] = getattr(torch, leaf.dtype, None)
@@ -132,20 +128,13 @@ def native_torch() -> Iterator[None]:
 
 
 def save_torch_file(state: Mapping[str, Any], out: Path) -> None:
-    """Writes a dict of tensors, or of such dicts, for ``torch.load(weights_only=True)``.
-
-    Raises:
-      DirectoryError: the file exists already, or cannot be written.
-    """
+    """Writes nested dicts of tensors to a new file, for ``torch.load(weights_only=True)``."""
     with _written(out) as partial, open(partial, "xb") as file, native_torch():
         torch.save(dict(state), file)
 
 
 def save_dcp(state: Mapping[str, Any], out: Path) -> None:
-    """Writes a nested state dict of plain CPU tensors as a DCP checkpoint, from one process.
-
-    ``state`` is as torch's ``get_state_dict`` returns it. Raises as ``save_torch_file`` does.
-    """
+    """Writes a state dict as torch's ``get_state_dict`` returns it, as DCP from one process."""
     import torch.distributed.checkpoint as dcp
 
     with _written(out) as partial, warnings.catch_warnings(), native_torch():
@@ -185,12 +174,9 @@ def room_for(
 ) -> Iterator[Allocate | None]:
     """Provides room for leaves that torch writes in one call, and that are therefore all read.
 
-    Yields None if they do not exceed ``max_host_bytes``: they are then read into memory. Otherwise
-    yields a function that allocates arrays in a temporary file without a name in the folder, whose
-    pages the operating system keeps in memory or evicts.
-
-    Raises:
-      DirectoryError: the disk has no room for the leaves.
+    Yields None if they fit into ``max_host_bytes``; otherwise a function that allocates arrays in
+    an unnamed file in the folder, whose pages the system can evict. DirectoryError if the disk is
+    full.
     """
     nbytes = sum(leaf.nbytes for leaf in leaves)
     if nbytes <= (options.max_host_bytes or read_arrays.STREAMED_BYTES):

@@ -1,7 +1,6 @@
 """Describes where files of other programs contain tensors, and reads regions of the tensors.
 
-Opening a file reads no tensor; a later request reads the bytes of one region of a tensor. A restore
-therefore needs host memory for the regions that this host's devices hold, not for the whole model.
+A restore needs host memory for the regions that this host's devices hold, not for the whole model.
 """
 
 from __future__ import annotations
@@ -27,16 +26,10 @@ NARROWED = {"int64": "int32", "uint64": "uint32"}
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FilePart:
-    """A rectangular part of a tensor, stored in one file.
+    """A rectangular part of a tensor, stored in one file from byte ``offset``.
 
-    Attributes:
-      path: the file.
-      start: index of the part's first element in the tensor, for each dim.
-      shape: dims of the part.
-      offset: offset of the part's first byte in the file.
-      strides: distance between two neighboring indices along each dim, in elements; None for C
-        order.
-      array: the part, if it is mapped into memory already; ``offset`` then says nothing.
+    ``start`` is its place in the tensor; ``strides`` are in elements, None for C order. ``array``
+    is the part if it is mapped into memory already; ``offset`` then says nothing.
     """
 
     path: Path
@@ -73,10 +66,7 @@ class FilePart:
         return np.frombuffer(pages, dtype, num_elements, skipped)
 
     def read_into(self, result: np.ndarray, index: Index) -> bool:
-        """Reads a region of the part into an array, if it is one run of bytes in file and array.
-
-        Returns whether it did. Raises EOFError if the file is too short.
-        """
+        """Reads a region if it is one run of bytes in file and array; returns whether it did."""
         is_run = self.strides is None and self.array is None
         if not is_run or not result.flags.c_contiguous:
             return False
@@ -100,13 +90,7 @@ class FilePart:
 
 @dataclasses.dataclass(frozen=True)
 class FileTensor:
-    """A tensor that is stored in one or more parts of files.
-
-    Attributes:
-      dtype: name of its dtype in numpy or ml_dtypes.
-      shape: its dims.
-      parts: the stored parts, which do not overlap and together cover the tensor.
-    """
+    """A tensor that is stored in parts, which do not overlap and together cover it."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -125,9 +109,7 @@ class FileTensor:
     def read(self, index: Index) -> np.ndarray:
         """Reads a region of the tensor, slices with step 1, into new memory.
 
-        Raises:
-          CorruptCheckpointError: a file is too short, or the parts overlap or leave gaps.
-          DirectoryError: a file cannot be read at the moment.
+        Raises CorruptCheckpointError, also if the parts overlap or leave gaps, or DirectoryError.
         """
         bounds = [s.indices(n)[:2] for s, n in zip(index, self.shape, strict=True)]
         result = empty(tuple(b - a for a, b in bounds), np.dtype(self.dtype))
@@ -180,13 +162,7 @@ def _reading(part: FilePart) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class TensorFiles:
-    """The weights that files of another program contain.
-
-    Attributes:
-      tensors: torch's name -> the tensor and its place in the files.
-      ties: alias of a tied weight -> its name in ``tensors``; empty unless the files state ties.
-      paths: the files.
-    """
+    """The weights that files of another program contain, and ties: alias -> name in ``tensors``."""
 
     tensors: Mapping[str, FileTensor]
     ties: Mapping[str, str]

@@ -1,8 +1,4 @@
-"""Reads files of ``torch.save`` that contain a state dict, or nested dicts of state dicts.
-
-``torch.load(weights_only=True)`` reads the file, which runs no code that the file contains, and
-maps the tensors into memory.
-"""
+"""Reads files of ``torch.save`` that contain state dicts, mapped and without running their code."""
 
 from __future__ import annotations
 
@@ -45,9 +41,9 @@ def is_torch_file(path: Path) -> bool:
 def open_torch_file(path: Path, at: str | None = None) -> TensorFiles:
     """Opens a file of ``torch.save`` without reading a tensor; see ``open_files``.
 
-    Tensors with the same storage, offset, shape and strides become one tensor, and their names are
-    tied. Values that are neither tensors nor dicts of tensors are left out. If ``at`` is None, the
-    dict under ``model`` or ``state_dict`` is taken, or the whole file without such a dict.
+    Tensors with the same storage, offset, shape and strides are tied. Values that are neither
+    tensors nor dicts of tensors are left out. The default place is ``model``, ``state_dict``, or
+    the file.
     """
     with reading_file(path, "a file of torch.save", may_be_link=True):
         root = _loaded(path)

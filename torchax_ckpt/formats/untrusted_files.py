@@ -48,8 +48,7 @@ def reading_file(
 ) -> Iterator[None]:
     """Checks a file with ``require_regular``, and turns errors of the block, which reads the file.
 
-    Every OSError becomes a DirectoryError (not now), and any other error a CorruptCheckpointError,
-    which says which kind of file was expected.
+    An OSError becomes a DirectoryError (not now), another error a CorruptCheckpointError.
     """
     try:
         require_regular(path, may_be_link=may_be_link, max_bytes=max_bytes)

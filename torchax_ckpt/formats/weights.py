@@ -20,13 +20,10 @@ _FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """The weights of one model.
+    """The weights of one model: torch's name -> leaf, in the model's order.
 
-    Attributes:
-      leaves: torch's name -> the leaf that contains the weight, in the model's order. A leaf may
-        have another dtype than in the step: writers then cast it.
-      ties: alias of a tied weight -> its name in ``leaves``.
-      left_out: names of leaves of the same model that are not weights: a module's extra state.
+    A leaf may have another dtype than in the step; writers then cast it. ``ties`` is alias -> name
+    in ``leaves``; ``left_out`` names the model's other leaves, of a module's extra state.
     """
 
     leaves: Mapping[str, StoredLeaf]
@@ -38,11 +35,8 @@ def weights_at(stored: StoredStep, at: str | None = None) -> Weights:
     """Returns the leaf at one key path of a step, or the leaves below it, as weights.
 
     Keys of functional state are joined with ``.``. ``at`` is None for the one attached model.
-
-    Raises:
-      MismatchError: there are no leaves, or no single model; the message lists places of leaves.
-      CorruptCheckpointError: the manifest's node does not have the form that this package writes.
-      UnsupportedLeafError: two leaves would get the same name.
+    Raises MismatchError, which lists the places of leaves, if there are no leaves or no single
+    model.
     """
     place = at or MODEL
     node = _node_at(stored, place)
@@ -122,10 +116,7 @@ def as_dtype(content: np.ndarray, dtype: np.dtype[Any], name: str) -> np.ndarray
 
 
 def _node_at(stored: StoredStep, place: str) -> Any:
-    """Returns the manifest's node at a key path; None if no leaf is at or below the key path.
-
-    If the path passes through a node that is not a dict, it has no node itself: {}.
-    """
+    """Returns the node at a key path, {} if it has none; None if no leaf is there or below."""
     if not any(name == place or name.startswith(f"{place}/") for name in stored.leaves):
         return None
     component, *rest = names.split(place)

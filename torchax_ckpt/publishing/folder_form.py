@@ -24,8 +24,7 @@ _DTYPES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "fl
 class FolderForm:
     """What is written of a step, and in which format; the words are those of the commands' options.
 
-    Raises:
-      ValueError: the attributes contradict each other.
+    Raises ValueError if the attributes contradict each other.
     """
 
     format: Format = "hf"
@@ -56,8 +55,7 @@ class FolderForm:
     def weights_of(self, stored: StoredStep) -> Weights:
         """Returns the weights of a step, selected, renamed and cast.
 
-        Raises SelectionError if a pattern matches nothing or two tensors would get one name, and
-        what ``weights_at`` raises.
+        Raises SelectionError if a pattern matches nothing or two tensors get one name.
         """
         weights = weights_at(stored, self.at)
         selection = self._selection()
@@ -80,11 +78,10 @@ class FolderForm:
         out: Path,
         on_bytes: Callable[[int], None] = lambda nbytes: None,
     ) -> tuple[list[Path], list[StoredLeaf]]:
-        """Writes the results of ``weights_of`` and ``texts_of`` to a folder ``out``.
+        """Writes ``weights_of`` and ``texts_of``; returns the files, and the leaves in them.
 
-        For the format safetensors, ``out`` may also name a file. Calls ``on_bytes`` with the number
-        of bytes of each piece. Returns the written files, and the leaves in them. Raises
-        MismatchError if the format needs adapters or allows none.
+        For the format safetensors, ``out`` may also name a file. Raises MismatchError if the format
+        needs adapters or allows none.
         """
         max_shard_bytes = self.max_shard_bytes
         if texts is None:

@@ -53,12 +53,9 @@ class _Aborted(Exception):  # noqa: N818 - ends a publication from inside, and i
 class Follower:
     """Publishes steps of a run as folders, one at each look; ``Publisher`` has the same arguments.
 
-    Each folder appears at once or not at all, also if this program is killed. At its next start it
-    goes on where it was. ``OUT/latest`` names the folder that was published last.
-
-    Attributes:
-      stopped: a flag that ends ``follow``.
-      aborted: a flag that also ends a publication in flight, which leaves nothing.
+    A folder appears at once or not at all, also if this program is killed; its next start goes on
+    where it was. ``stopped`` ends ``follow``; ``aborted`` also a publication in flight, which
+    leaves nothing.
     """
 
     def __init__(
@@ -100,8 +97,8 @@ class Follower:
         """Publishes what is due until ``stopped`` is set; yields each new folder.
 
         Errors of the kinds ``passing`` are logged, once while they repeat, and the next look tries
-        again. If ``publishes_last``, the newest step is published at the end, even if fewer steps
-        than ``every`` have passed, unless ``aborted`` is set.
+        again. ``publishes_last`` publishes the newest step at the end, whatever ``every``, unless
+        ``aborted``.
         """
         logged, is_at_end = "", False
         while not is_at_end:
@@ -123,17 +120,11 @@ class Follower:
                 yield new
 
     def publish_due(self, *, is_at_end: bool = False) -> Published | None:
-        """Publishes the step that is due, and deletes folders whose grace has passed.
+        """Publishes the step that is due, if any, and deletes folders whose grace has passed.
 
         The first call locks ``out`` until ``close``. If ``is_at_end``, ``every`` counts as 1.
-        Returns None if no step is due, or ``aborted`` was set meanwhile.
-
-        Raises:
-          LeaseError: another program publishes to ``out``.
-          DirectoryError: the run cannot be read, or ``out`` cannot be written, at the moment; or
-            ``out`` has folders of another run or format.
-          MismatchError, SelectionError: the step does not have what the form needs.
-          OutOfMemoryError: this host has too little memory.
+        Raises LeaseError if another program publishes to ``out``, DirectoryError (also if ``out``
+        has folders of another run or format), MismatchError, SelectionError and OutOfMemoryError.
         """
         self._folders.open()
         self._folders.retire(self._keep, GRACE_SECS)
@@ -199,8 +190,8 @@ class Follower:
     def _of_same_branch(self, steps: Sequence[CommittedStep]) -> list[Published]:
         """Returns the published folders, less those of steps that the run is known to have left.
 
-        On one branch, later commits have greater numbers. A step that was committed after a
-        published one, with the same number or a lower one, is on another branch.
+        A step that was committed after a published one with the same or a higher number is on
+        another branch.
         """
         return [
             folder

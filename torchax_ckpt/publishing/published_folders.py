@@ -55,12 +55,9 @@ _now_secs = time.time
 
 @dataclasses.dataclass(frozen=True)
 class Published:
-    """A published folder.
+    """A published folder; the commit time tells its step from others of the same number.
 
-    Attributes:
-      commit_timestamp_nsecs: of the step, which it tells from others of the same number.
-      replaced_secs: since when the folder is no longer among those to keep, in seconds since 1970;
-        None if it is.
+    ``replaced_secs`` is since when it is not among those to keep, in seconds since 1970, or None.
     """
 
     path: Path
@@ -136,11 +133,7 @@ class PublishedFolders:
 
     @contextlib.contextmanager
     def writing(self, committed: CommittedStep, metrics: dict[str, Any]) -> Iterator[Path]:
-        """Publishes the folder that the ``with`` block writes; removes it if the block raises.
-
-        Yields where to write the folder, which does not exist yet. Raises DirectoryError if OUT
-        cannot be written.
-        """
+        """Publishes the folder that the block writes to the yielded path, unless it raises."""
         step = committed.step
         draft = self._unique(f"writing-step-{step}")
         try:
@@ -159,10 +152,7 @@ class PublishedFolders:
             _remove(draft)
 
     def retire(self, keep: int, grace_secs: float) -> None:
-        """Deletes folders that ceased to be among the newest ``keep`` ones ``grace_secs`` ago.
-
-        Raises DirectoryError if OUT cannot be written.
-        """
+        """Deletes folders that ceased to be among the newest ``keep`` ones ``grace_secs`` ago."""
         now = _now_secs()
         kept = self.published[-keep:]
         known = [

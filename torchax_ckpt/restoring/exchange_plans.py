@@ -1,12 +1,10 @@
 """Plans which host sends what to which other host, in a restore from a local tier.
 
-A host that lacks the part of the leaves that it needs receives this part from one other host;
-``move_shards`` transfers the parts. The exchange neither sums nor gathers values, and a host that
-receives nothing keeps its part.
+A host that lacks the part of the leaves that it needs receives it from one other host, through
+``move_shards``. The exchange neither sums nor gathers values.
 
 The state of a process is in the copy of its own host, and in those of a few others. That a copy is
-damaged in this state shows only when the copy is read. The next host that has the state is then
-asked, so a step is lost only if all copies of a state are.
+damaged in this state shows only when it is read; the next host that has the state is then asked.
 """
 
 from __future__ import annotations
@@ -23,17 +21,11 @@ Runs = list[list[tuple[int, int, int]]]
 def routes(needs: Sequence[str], holds: Sequence[str | None], slices: Sequence[int]) -> Rounds:
     """Returns permutes that, executed one after another, give each process the part that it needs.
 
-    A permute is a tuple of pairs (sender, receiver); a process sends to at most one, and receives
-    from at most one. A received part replaces the receiver's. No part that is needed is lost: a
-    process that has the part that it needs receives no other, and can send it in the next permute.
-
-    Args:
-      needs: for each process, the part that it needs.
-      holds: for each process, the part that it has; None if it has no part.
-      slices: for each process, the index of its slice: the connection to another slice is slower.
-
-    Raises:
-      LookupError: no process has a part that is needed.
+    A permute is a tuple of pairs (sender, receiver), with each process at most once on each side;
+    what is received replaces the receiver's part. No needed part is lost: a process that has the
+    part that it needs receives no other. ``needs``, ``holds`` and ``slices`` have a value for each
+    process; the connection to another slice is slower. Raises LookupError if no process has a
+    needed part.
     """
     if not set(needs) <= set(holds):
         raise LookupError(
@@ -87,8 +79,7 @@ process sends a state, so that all processes report again whether they lack thei
 class StateSenders:
     """Decides, on process 0, who sends which process its state; call ``answers`` until none lacks.
 
-    ``hosts`` has, for each process, the processes whose hosts have its state, in the order in which
-    they are asked; ``lacking``, whether its own host lacks it.
+    ``hosts`` has, for each process, the processes to ask for its state, in this order.
     """
 
     def __init__(self, hosts: Sequence[Sequence[int]], lacking: Sequence[bool]) -> None:
@@ -117,11 +108,9 @@ class StateSenders:
     def answers(self, lacking: Sequence[int]) -> list[Answer]:
         """Returns the answer for each process, given whether it lacks its state.
 
-        A process that was sent its state and still lacks it was sent a damaged one. That host then
-        ignores its whole copy, so it is asked for no other state either.
-
-        Raises:
-          LookupError: no host has the state of a process undamaged; has the index of the process.
+        A process that still lacks its state was sent a damaged one. The sender ignores its whole
+        copy from then on, so it is asked for no other state. Raises LookupError, with the index of
+        a process whose state no host has undamaged.
         """
         asked = zip(self._senders, lacking, strict=True)
         self._damaged.update(sender for sender, lacks in asked if lacks and sender is not None)

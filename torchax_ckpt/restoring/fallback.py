@@ -28,14 +28,9 @@ def newest_readable(
 ) -> tuple[T, tuple[int, ...]]:
     """Returns ``attempt``'s result for the newest readable step, and the numbers of skipped steps.
 
-    ``candidates`` are ordered, oldest first. A UserWarning about each skipped step is issued; older
-    steps are tried even if a filter turns it into an error.
-
-    Raises:
-      CorruptCheckpointError: no candidate can be read; the error is that of the newest candidate.
-      UnusableStateError: no candidate can be read, and an attempt has already deleted the state
-        that it was to replace.
-      StepNotFoundError: no candidate can be read, and the newest was deleted after it was listed.
+    ``candidates`` are ordered, oldest first. Each skipped step is a UserWarning; older ones are
+    tried even if a filter makes it an error. If none can be read, raises the newest one's error,
+    but UnusableStateError if an attempt has already deleted the state that it was to replace.
     """
     first_error: CheckpointError | None = None
     skipped: list[int] = []
@@ -63,12 +58,9 @@ def reading(
     """Runs the ``with`` block, which reads a step, within a round of the processes.
 
     Damage is recorded in ``directory.verified``, also for the steps that share the damaged file,
-    which the error's message names, as it does the other steps of the directory. If each host has
-    its own directory, nothing is recorded or listed, because the failure of another host does not
-    mean that this host's copy is damaged.
-
-    Raises:
-      StepNotFoundError: the step was deleted while it was read.
+    and the error names these. Not if each host has its own directory: the failure of another host
+    does not mean that this host's copy is damaged. A step deleted meanwhile raises
+    StepNotFoundError.
     """
     existing = contextlib.nullcontext() if processes.is_per_host else still_there(committed)
     try:

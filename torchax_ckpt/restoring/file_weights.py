@@ -45,9 +45,9 @@ _MAX_READERS = 8
 
 @dataclasses.dataclass(frozen=True)
 class _Piece:
-    """A region of a tensor: ``read`` reads it, on a reader's thread, in the dtype of the devices.
+    """A region of a tensor, which ``read`` reads in the devices' dtype, on a reader's thread.
 
-    ``arrived`` takes the result, and returns the arrays that move to devices. Until they are there,
+    ``arrived`` takes the result and returns the arrays that move to devices; until they are there,
     the region takes ``nbytes`` on the host.
     """
 
@@ -84,8 +84,8 @@ class FileWeights:
     def read_leaves(self, reads: Mapping[str, Read]) -> dict[str, Any]:
         """Returns name -> tensor on its placement; reads the parts for this process's devices.
 
-        What is read and not yet on its devices takes at most ``max_host_bytes`` (1 GiB if that is
-        not set). A single part of a device that is larger is in transit alone.
+        At most ``max_host_bytes`` are read and not yet on devices; a larger part of a device is
+        alone.
         """
         leaves: dict[str, Any] = {}
         empty_leaves: dict[str, Any] = {}

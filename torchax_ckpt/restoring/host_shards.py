@@ -17,11 +17,7 @@ from torchax_ckpt.state.leaf import Spec
 
 
 def as_saved(reads: Mapping[str, Read], specs: Mapping[str, Any]) -> dict[str, Read]:
-    """Returns the reads, with each leaf's sharding at the save in place of the requested sharding.
-
-    The sharding uses the current mesh. A read keeps the requested sharding if ``specs`` lacks the
-    leaf, or if the current mesh does not allow the sharding that the leaf had at the save.
-    """
+    """Returns the reads, each with the sharding of the save on the current mesh, if possible."""
     found = dict(reads)
     for name, read in reads.items():
         now = read.placement
@@ -59,8 +55,7 @@ def of_reads(reads: Mapping[str, Read], document: Mapping[str, Node]) -> dict[st
 def needed_starts(reads: Mapping[str, Read]) -> dict[str, list[list[int]]]:
     """Returns the field ``starts`` that this host needs, for each leaf that is to span hosts.
 
-    Raises:
-      ValueError: a leaf's sharding has no mesh, or this host's devices are no block of the mesh.
+    Raises ValueError if a sharding has no mesh, or this host's devices are no block of it.
     """
     return {
         name: [list(start) for start in host_part(read.placement, read.spec.shape).starts]
@@ -72,14 +67,10 @@ def needed_starts(reads: Mapping[str, Read]) -> dict[str, list[list[int]]]:
 def stored_starts(
     reads: Mapping[str, Read], document: Mapping[str, Node]
 ) -> dict[str, list[list[int]]]:
-    """Returns, as ``needed_starts`` does, the starts that this host's copy of the step has.
+    """Returns the starts that this host's copy of the step has, in the form of ``needed_starts``.
 
-    They differ if the host had another position in the mesh at the save. A leaf that is stored
-    whole satisfies any request.
-
-    Raises:
-      ValueError: a stored part has another shape than the needed one, or is divided differently
-        among the host's devices; or the step has only a part of a leaf that is requested whole.
+    They differ if the host had another position in the mesh at the save. Leaves stored whole
+    satisfy any request. Raises ValueError if a part does not fit the one that is needed.
     """
     found, nodes = needed_starts(reads), nodes_of(document)
     for name in reads:

@@ -1,18 +1,13 @@
 """Restores from a local tier, in which each host has saved the shards of its own devices.
 
-All slices have equal data. If a host has lost its copy of a step, the host at the same position in
-another slice has the same data. After a restart, a host may have another position in the mesh than
-at the save. The manifest of a host's copy says which part of the state the copy holds. The current
-shardings determine which part the host needs. Each host reads its own copy. If a host needs a part
-that its copy lacks, the host receives this part from another host over the device network. A
-restore from a local tier reads nothing from shared storage. If each host has the part that it
-needs, no host sends anything. If a leaf's sharding has changed since the save, the leaf is first
-restored with the sharding of the save, and then the devices reshard it.
+All slices have equal data, so a host whose copy is lost, or lacks the part that the current
+shardings need of it (after a restart, a host may have another position in the mesh), receives this
+part over the device network from the host at that position in another slice. Shared storage is not
+read. A leaf whose sharding has changed is restored with that of the save, then resharded.
 
-Each host's copy holds the per-process state of its own process, and those of a few others. A host
-receives what it lacks of the per-process state and of the leaves that do not span hosts as messages
-between the processes. Process 0 decides who sends what, so that no process gets a message about
-every other process.
+Each host's copy holds the per-process state of its own process and of a few others. What a host
+lacks of it, and leaves that do not span hosts, it receives as messages; process 0 decides who sends
+what, so that no process gets a message about every other process.
 """
 
 from __future__ import annotations
@@ -55,16 +50,11 @@ _NO_COPY = (
 
 
 class HostSteps:
-    """One step in the local tiers of all hosts; a host's copy holds the shards of its own devices.
+    """One step in the local tiers of all hosts, read like a ``StoredStep``.
 
-    It is read like a ``StoredStep``; all processes must call its methods in the same order, within
-    a round. Some hosts may have no copy: the path of ``committed`` need not exist. A host receives
-    its part from its own slice, along the mesh axis ``replica_axis``, if possible. ``verified``
-    records damage of this host's copy only.
-
-    Raises:
-      CorruptCheckpointError: no host can read the step's manifest.
-      ForeignCheckpointError: this package did not write the step.
+    All processes must call its methods in the same order, within a round. Hosts may have no copy:
+    the path of ``committed`` need not exist. A host receives its part from its own slice, along
+    ``replica_axis``, if possible. ``verified`` records damage of this host's copy only.
     """
 
     def __init__(
@@ -129,10 +119,9 @@ class HostSteps:
     def _first_answers(self, told: Sequence[bytes]) -> list[bytes]:
         """Decides on process 0 which processes send a document or a per-process state to which.
 
-        Each process has told what its copy has: the digest of the document, the number of processes
-        that saved it, and the indices of those whose states it has. Each is answered: the number of
-        processes that saved; who sends the document, whether it receives it, and whether it sends
-        it; and the answer of ``StateSenders``.
+        A message has the digest of a copy's document, the number of processes that saved it, and
+        the indices of those whose states it has. An answer has this number; who sends the document;
+        whether this process receives, and sends it; and the answer of ``StateSenders``.
         """
         digests, counts, held = zip(*map(json.loads, told), strict=True)
         if not any(digests):
@@ -308,8 +297,8 @@ class HostSteps:
     def _routes(self, messages: Sequence[bytes]) -> bytes:
         """Decides on process 0 which process sends its part to which.
 
-        Each process tells digests of the part that it needs and of the part that it has (null if it
-        has none), and the index of its slice.
+        A message has digests of the needed part and of the present one, or null, and the slice's
+        index.
         """
         needs, holds, slices = zip(*map(json.loads, messages), strict=True)
         try:

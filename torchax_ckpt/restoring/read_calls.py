@@ -32,8 +32,7 @@ logger = logging.getLogger(__name__)
 class ReadCalls:
     """Implements the methods of one checkpointer that read steps.
 
-    Whatever one process alone can get wrong is checked within a round, so that all processes fail
-    alike.
+    Whatever can go wrong on one process alone is checked within a round, so that all fail alike.
     """
 
     def __init__(self, tiers: Tiers, options: CheckpointOptions) -> None:
@@ -92,8 +91,8 @@ class ReadCalls:
     def _verify(self, committed: CommittedStep, tier: RunTier) -> None:
         """Compares every byte of a step with its digests, and records whether the step is intact.
 
-        Each process verifies a share of the step, or, in a local tier, its own host's part. Process
-        0 also marks the result in the directory, for later programs.
+        Each process verifies a share or, in a local tier, its own host's part. Process 0 also marks
+        the result in the directory, for later programs.
         """
         # In a local tier another host may have a step that this host lacks.
         is_here = not tier.processes.is_per_host or committed.path.exists()
@@ -163,11 +162,7 @@ class ReadCalls:
         return state
 
     def _opened(self, committed: CommittedStep, tier: RunTier) -> StoredStep | HostSteps:
-        """Opens a step for reading; all processes call it, within a round.
-
-        Raises:
-          ForeignCheckpointError, CorruptCheckpointError: the step cannot be read.
-        """
+        """Opens a step for reading; all processes call it, within a round."""
         options, hosts = self._options, tier.processes
         if isinstance(hosts, PerHostProcesses) and hosts.is_per_host:
             axis, verified = self._tiers.replica_axis, tier.directory.verified

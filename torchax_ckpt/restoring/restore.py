@@ -168,8 +168,7 @@ def _apply_in_budget(
 def _part_bytes(reads: Iterable[Read]) -> int:
     """Returns how much a restore frees and reads at a time: half of the free memory of a device.
 
-    Only memory beyond the device's peak usage so far counts as free, because a restore must not
-    need more memory than the training that follows.
+    Only memory beyond a device's peak so far is free: a restore must not need more than training.
     """
     placements = {read.placement for read in reads}
     devices: set[Any] = {

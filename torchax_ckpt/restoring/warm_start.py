@@ -1,7 +1,6 @@
 """Warm starts: a model's initial weights come from another run's checkpoint or from files.
 
-A ``StoredModule`` lists the tensors that a source has. A ``StoredStep``, or ``FileWeights``, reads
-them. Restores use the same code to compare and write leaves.
+Compared and written by the code of restores, read by ``StoredStep`` or ``FileWeights``.
 """
 
 from __future__ import annotations

@@ -16,27 +16,16 @@ from torchax_ckpt.storage.medium.assets import Assets
 
 @dataclasses.dataclass(frozen=True)
 class Capture:
-    """The captured state that one save writes, as it was when ``save`` was called.
-
-    Attributes:
-      step: completed optimizer steps.
-      snapshot: the values of the leaves, except those in ``per_process``.
-      document: component -> node, see ``layout/manifest.py``.
-      per_process: this process's values of the state that differs between processes; None in a run
-        of one process.
-      fetch_metrics: returns the metrics as JSON, and an error of the metrics that does not prevent
-        the save, or None; may wait for devices.
-      began: ``time.perf_counter()`` when the training thread began this save.
-      kept: the arrays that the save takes over from an earlier step; not in ``snapshot``.
-      assets: text files that say what the model is; None if there are none.
-    """
+    """The captured state that one save writes, as it was when ``save`` was called."""
 
     step: int
     snapshot: Snapshot
     document: Mapping[str, Node]
-    per_process: PerProcessState | None
+    per_process: PerProcessState | None  # None in a run of one process
+    # may wait for devices; returns an error that does not prevent the save
     fetch_metrics: Callable[[], tuple[dict[str, Any], CheckpointError | None]]
-    began: float
+    began: float  # ``time.perf_counter()`` on the training thread
+    # taken over from an earlier step; not in ``snapshot``
     kept: Kept = dataclasses.field(default_factory=Kept)
     assets: Assets | None = None
 
@@ -51,10 +40,7 @@ class Capture:
         return error
 
     def state(self, document: Mapping[str, Node]) -> bytes:
-        """Returns the per-process state of this process, with its nodes from ``document``.
-
-        Returns nothing in a run of one process.
-        """
+        """Returns this process's per-process state with its nodes; b"" in a run of one process."""
         if self.per_process is None:
             return b""
         nodes = {name: document[name] for name in self.per_process.nodes}

@@ -1,8 +1,7 @@
 """Ends a checkpointer's background work: on ``close``, on garbage collection, or at program exit.
 
-If a checkpointer is garbage-collected without ``close``, a separate thread closes it. If a new
-checkpointer of the same process and directory makes its first save before that thread has finished,
-the new checkpointer first closes the garbage-collected one itself.
+If a checkpointer is garbage-collected without ``close``, a separate thread closes it. A new
+checkpointer of the same process and directory first closes the collected one itself.
 """
 
 from __future__ import annotations
@@ -51,17 +50,9 @@ class _Decisions(Protocol):
 class Closing:
     """Ends the background work of one checkpointer: saves, leases, threads, SIGTERM handling.
 
-    A ``Closing`` refers to parts of the checkpointer, never to the checkpointer itself. If a
-    ``Closing`` referred to the checkpointer, the threads and exit hooks that use the ``Closing``
-    would prevent the garbage collection of the checkpointer.
-
-    Attributes:
-      is_asked: whether ``close`` was called or the checkpointer was garbage-collected.
-
-    Args:
-      savers: the savers of the tiers.
-      decisions: the save decisions of the tiers; closed before the wait for saves in flight.
-      last: a function that is called after everything has ended, maybe repeatedly.
+    Refers to parts of the checkpointer, never to the checkpointer itself: the threads and exit
+    hooks that use this object would prevent its garbage collection. ``last`` is called after
+    everything has ended, maybe repeatedly.
     """
 
     def __init__(
@@ -82,12 +73,7 @@ class Closing:
             _unfinished.add(self)
 
     def close(self) -> None:
-        """Ends the background work.
-
-        Raises:
-          SaveTimeoutError: a save is still in flight. Everything else has ended. A thread, or
-            another call, finishes the rest when that save has ended.
-        """
+        """Ends the background work; after a SaveTimeoutError only the save in flight goes on."""
         self.is_asked = True
         try:
             background.run_whole("closing", self._close_parts)
@@ -104,11 +90,10 @@ class Closing:
                 closing.callback(saver.close)
 
     def drop(self, hook: Hook | None) -> None:
-        """Starts a thread that waits for saves in flight and then closes the checkpointer.
+        """Starts a thread that waits for saves in flight and then closes, if there is any work.
 
-        Starts no thread if the checkpointer has no background work. The garbage collector calls
-        ``drop`` when it collects the checkpointer, at any point of the program and on any thread.
-        The user's event hook gets the remaining events.
+        The garbage collector calls this at any point of the program, on any thread. The user's
+        event hook gets the remaining events.
         """
         if self._has_ended or self._pid != os.getpid():
             return
@@ -120,11 +105,7 @@ class Closing:
             self._finish_later()
 
     def concerns(self, saver: _Saver) -> bool:
-        """Returns whether this object's checkpointer has not ended and writes where ``saver`` does.
-
-        Args:
-          saver: a saver of the checkpointer that asks; its directory is the one in question.
-        """
+        """Returns whether this checkpointer has not ended and writes where ``saver`` does."""
         return (
             not self._has_ended
             and not any(other is saver for other in self._savers)
@@ -141,11 +122,7 @@ class Closing:
         return [f"step {s.saving_step} of {s.path}" for s in self._savers if s.is_saving]
 
     def finish_at_exit(self) -> None:
-        """Closes the savers of all tiers; called at program exit.
-
-        Closing a saver waits for its save in flight. If this save exceeds ``save_timeout_secs``,
-        ``finish_at_exit`` logs an error, and the program ends without waiting longer.
-        """
+        """Closes all savers at program exit; a save beyond ``save_timeout_secs`` is logged only."""
         was_closed = self.is_asked and not self._is_dropped
         how = "before close() could finish" if was_closed else "without close()"
         for saver in self._savers:
@@ -208,10 +185,9 @@ def _is_same(path: Any, other: Any) -> bool:
 
 
 def take_over(saver: _Saver) -> None:
-    """Closes unused checkpointers of this process that may still write to the saver's directory.
+    """Closes collected or half-closed checkpointers of this process that may still write there.
 
-    A checkpointer is unused if it was garbage-collected, or if its ``close`` was called but has not
-    finished. Raises SaveTimeoutError if a save of one takes too long; it continues.
+    Raises SaveTimeoutError if a save of one takes too long; it continues.
     """
     with _lock:
         others = [c for c in {*_unfinished, *_dropped} if c.concerns(saver)]

@@ -20,11 +20,7 @@ logger = logging.getLogger(__name__)
 class Decisions:
     """Decides which steps to save to one tier, by asking the save decision policy.
 
-    Args:
-      policy: the policy to ask.
-      history: the steps of the run, which the policy gets.
-      saver: knows the costs of saves, and whether a save is in flight.
-      processes: the processes of the run, with a channel for save decisions only.
+    ``processes`` is a channel for save decisions only.
     """
 
     def __init__(
@@ -44,16 +40,14 @@ class Decisions:
     def should_save(self, step: int) -> bool:
         """Returns whether to save the step.
 
-        In a run of several processes, all processes must call ``should_save`` with the same steps
-        in the same order. All processes then get the same answer.
+        All processes must call it with the same steps in the same order; they get the same answer.
         """
         return self._ask(step) if self._windows is None else self._windows.ask(step)
 
     def tell_preemption(self, step: int) -> None:
         """Tells the policy, on process 0, that a step is saved because of a preemption.
 
-        Calls the policy's ``should_save``, and ignores its answer and its errors: the step is saved
-        in any case, because the process may end before another save.
+        The policy's answer and errors are ignored, because the process may end before another save.
         """
         if not self._is_first:
             return
@@ -68,12 +62,10 @@ class Decisions:
             )
 
     def begun(self) -> None:
-        """Records that the last step for which ``should_save`` was called is now being saved.
+        """Records that the step of the last ``should_save`` is being saved.
 
-        In a run of several processes, ``should_save`` asks the policy once for each step, and
-        returns this answer again at further calls for the step; after ``begun``, further calls for
-        the step return False. In a run of one process, ``begun`` does nothing, because
-        ``should_save`` asks the policy at each call.
+        With several processes, the policy is asked once for each step and its answer repeated; from
+        now on, the answer for the step is False. One process asks the policy at each call.
         """
         if self._windows is not None:
             self._windows.keep()
@@ -91,13 +83,7 @@ class Decisions:
     def _ask(
         self, step: int, coming: Sequence[int] = (), *, reached_preemption: bool = False
     ) -> bool:
-        """Asks the policy whether to save a step, and returns the answer.
-
-        Args:
-          step: completed optimizer steps.
-          coming: earlier steps that will be saved, but whose saves have not begun.
-          reached_preemption: whether the run got a preemption notice.
-        """
+        """Returns the policy's answer; the saves of steps ``coming`` are decided, not begun."""
         while self._saver.finished:
             cost = self._saver.finished.popleft()
             for observer in self._observers:

@@ -30,10 +30,7 @@ from torchax_ckpt.snapshot.snapshotter import Stored
 def described(
     document: Mapping[str, Node], plan: Plan, arrays: Mapping[str, Stored]
 ) -> Mapping[str, Node]:
-    """Returns a copy of the document in which nodes describe this host's parts of the leaves.
-
-    ``arrays`` has the arrays over all hosts, by stored name.
-    """
+    """Returns the document with nodes that describe this host's parts of the global ``arrays``."""
     document = copy.deepcopy(dict(document))
     located = plan.locate()
     for component in document.values():

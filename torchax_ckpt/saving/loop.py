@@ -20,11 +20,9 @@ class SaveStep(Protocol):
 
 
 class Loop:
-    """The position (last step) and the recorded metrics of one training loop.
+    """The position and the recorded metrics of one training loop.
 
-    Attributes:
-      position: the last step that was saved, restored or completed in ``steps``; None if the run
-        started without a checkpoint.
+    ``position`` is the last step saved, restored or completed; None without a checkpoint.
     """
 
     def __init__(self) -> None:
@@ -39,23 +37,11 @@ class Loop:
         self._recorded = {}
 
     def record(self, metrics: Mapping[str, Any]) -> None:
-        """Keeps metrics of the current step for the next call of ``save``.
-
-        This call stores the metrics if it saves the step, and discards them if it does not.
-
-        Raises:
-          MetricsError: a metric is neither a number nor JSON.
-        """
+        """Keeps metrics of the current step for the next ``save``, which stores or drops them."""
         self._recorded.update(step_metrics.check_metrics(metrics))
 
     def take_metrics(self, more: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the recorded metrics and ``more`` in one dict, and clears the recorded metrics.
-
-        If both have a metric of the same name, the result has the one in ``more``.
-
-        Raises:
-          MetricsError: a metric is neither a number nor JSON.
-        """
+        """Returns and clears the recorded metrics, updated with ``more``."""
         pending = {**self._recorded, **step_metrics.check_metrics(more)}
         self._recorded = {}
         return pending
@@ -73,11 +59,10 @@ class Loop:
     def steps(
         self, total: int, save: SaveStep, reached_preemption: Callable[[], bool]
     ) -> Iterator[int]:
-        """Yields the step numbers from the one after ``position`` up to and including ``total``.
+        """Yields the steps after ``position`` up to ``total``, and saves each after the loop body.
 
-        After each loop body, calls ``save`` for the step, with ``force=True`` at step ``total``. If
-        the body restored a step, does not call ``save``, and next yields the number after the
-        restored step. If the run got a preemption notice, the iteration ends after ``save``.
+        A body that restored a step is not saved; the restored step's successor is next. After a
+        preemption notice, the iteration ends with the save.
         """
         step = self.position or 0
         if step >= total:

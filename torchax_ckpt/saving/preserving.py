@@ -18,16 +18,9 @@ logger = logging.getLogger(__name__)
 
 
 class Preserving:
-    """Knows which steps of a tier are kept; used by process 0 only.
+    """Decides, on process 0, which steps of a tier are kept.
 
     A durable tier keeps its newest verified step besides those that the policy keeps.
-
-    Args:
-      directory: the directory of the steps.
-      policy: the preservation policy.
-      options: whether saves verify their steps (``read_back``), and whether steps share files.
-      processes: the processes that save together.
-      is_local: whether the tier is a local one.
     """
 
     def __init__(
@@ -54,25 +47,17 @@ class Preserving:
             )
 
     def kept(self, steps: Sequence[CommittedStep]) -> list[bool]:
-        """Returns for each step, oldest first, whether it is kept.
-
-        Raises:
-          PolicyError: see ``preserved``.
-        """
+        """Returns for each step, oldest first, whether it is kept; raises as ``preserved`` does."""
         infos = [*map(self._directory.info, steps)]
         return self._spared(steps, preserved(self._policy, infos, self._damaged(steps)))
 
     def kept_before(
         self, steps: Sequence[CommittedStep], step: int, metrics: Mapping[str, Any]
     ) -> CommittedStep | None:
-        """Returns the newest of some steps that will be kept once another step is saved.
+        """Returns the newest of some steps that will be kept once ``step`` is saved.
 
-        If none will be, or if that is not known because the policy raises an error, the result is
-        the newest of the steps, which exists until the other step is durable; None without steps.
-
-        Args:
-          steps: the steps of the run, oldest first.
-          step, metrics: of the step to be saved.
+        Without one, or if the policy raises an error, the newest step, which exists until ``step``
+        is durable; None without steps.
         """
         if len(steps) < 2:
             return steps[-1] if steps else None

@@ -18,18 +18,7 @@ from torchax_ckpt.telemetry.recorder import Telemetry
 
 @dataclasses.dataclass(frozen=True)
 class RunTier:
-    """One tier and its parts.
-
-    Attributes:
-      name: "durable" or "local".
-      directory: the directory of the steps.
-      history: the steps of this run.
-      saver: writes the steps.
-      decisions: decides which steps are saved.
-      telemetry: records events.
-      processes: the processes of the run, for messages about this tier between training threads.
-      reuse: knows what earlier steps store; None if every save writes all arrays.
-    """
+    """One tier and its parts. Its ``processes`` are a channel between training threads."""
 
     name: TierName
     directory: RunDirectory
@@ -43,13 +32,7 @@ class RunTier:
     def restored(
         self, committed: CommittedStep, compared: Compared | None, *, is_verified: bool
     ) -> None:
-        """Records that this run restored a step of this tier.
-
-        Args:
-          committed: the step.
-          compared: the leaves that the restore has compared; see ``StoredStep``.
-          is_verified: whether the restore compared every stored byte of the step with its digest.
-        """
+        """Records that this run restored a step of this tier, having compared these leaves."""
         if is_verified:
             self.directory.verified.note(committed, is_sound=True)
         if self.reuse is not None:

@@ -30,18 +30,7 @@ from torchax_ckpt.state.training_state import TrainingState
 class SaveCalls:
     """Implements ``save`` and ``should_save`` of one checkpointer.
 
-    Args:
-      tiers: the tiers to save to.
-      loop: the training loop; each save moves its position.
-      preemption: whether the run got a preemption notice.
-      snapshotter: takes the snapshot of each step that is saved.
-      keep_policy: the preservation policy of the durable tier. Its best-N rules name the metrics
-        that must be numbers.
-      options: what to do with errors of earlier saves.
-
-    Attributes:
-      snapshotter: the argument ``snapshotter``.
-      model_files: the text files of the attached models, which each step stores.
+    The best-N rules of ``keep_policy`` name the metrics that must be numbers.
     """
 
     def __init__(
@@ -102,10 +91,8 @@ class SaveCalls:
     ) -> bool:
         """Implements ``save`` for a step that the run has not passed.
 
-        A forced save, or a save at a preemption, goes to the durable tier only.
-
-        In a run of several processes, a process that cannot save the step takes part in all that
-        the others do before they begin the save, and then makes their saves fail.
+        A process that cannot save the step takes part in all that the others do before they begin
+        the save, and then makes their saves fail.
         """
         self._preemption.listen()
         is_preempted = self._preemption.decide(step)
@@ -171,8 +158,7 @@ class SaveCalls:
     ) -> list[RunTier]:
         """Returns the tiers that lack the step and whose save decision policies want to save it.
 
-        For a forced save, or a save at a preemption, the result is the durable tier, whatever the
-        policies want, or no tier if the durable tier has the step already.
+        A forced save, or one at a preemption, goes to the durable tier only.
         """
         self._tiers.open()
         if is_forced or is_preempted:
@@ -196,10 +182,7 @@ class SaveCalls:
         fetch_metrics: Callable[[], Any],
         began: float,
     ) -> list[Capture]:
-        """Captures the current value of each leaf, and a description of each component.
-
-        The captures of the tiers differ in what each tier takes over from its own earlier steps.
-        """
+        """Captures the state for each tier; each takes over what its own earlier steps have."""
         captured = attached.capture(state)
         names = [name for part in captured.values() for name in part.form.names]
         arrays = [array for part in captured.values() for array in part.arrays]
@@ -231,10 +214,7 @@ class SaveCalls:
                 raise
 
     def _finish(self, capture: Capture) -> bool:
-        """Waits for the durable tier's save, and repeats it once if it failed.
-
-        Returns whether the step is durable.
-        """
+        """Waits for the durable save, repeats it once if it failed; returns if it is durable."""
         self._durable.saver.wait()
         if not self._durable.history.has(capture.step):
             self._durable.saver.begin(capture)  # now, because no later save will try again
@@ -243,10 +223,7 @@ class SaveCalls:
 
 
 class _Refusal:
-    """Keeps the first error of ``with`` blocks, until this process may raise it.
-
-    In a run of one process, the blocks raise their errors at once.
-    """
+    """Keeps the first error of ``with`` blocks until this process may raise it; alone, at once."""
 
     def __init__(self, *, is_alone: bool) -> None:
         self._is_alone = is_alone
@@ -278,10 +255,7 @@ def _require_state(attached: TrainingState | None, state: Any, step: int) -> Non
 
 
 def _abstain(step: int, tiers: Sequence[RunTier], error: BaseException) -> None:
-    """Makes the save of a step fail in each tier, because this process could not begin the save.
-
-    The other processes have begun or will begin this save; it fails on all processes.
-    """
+    """Makes the save of a step, which the other processes begin, fail on all of them."""
     for tier in tiers:
         tier.decisions.begun()
         tier.saver.abstain(step, error)

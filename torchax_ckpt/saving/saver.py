@@ -1,13 +1,8 @@
-"""The saver of one tier: writes captured states as durable steps, one after another.
+"""The saver of one tier: a thread that writes captured states as durable steps, one at a time.
 
-The training thread passes a captured state to the saver and continues; a separate thread writes the
-state. A tier has at most one save in flight. At exit, the program waits until this save ends.
-
-A failed save leaves earlier steps intact. The next save tries again. If saves fail in a row for the
-same reason, only the first failure is logged as an error. The next success is logged as a warning.
-
-In a run of several processes, each process writes the data of its devices; process 0 commits. A
-save succeeds on all processes or fails on all processes. This module does not use torchax.
+At exit, the program waits for the save in flight. A failed save leaves earlier steps intact, and
+the next save tries again; of failures in a row for one reason, only the first is logged as an
+error. With several processes, a save succeeds on all or fails on all, and process 0 commits.
 """
 
 from __future__ import annotations
@@ -53,20 +48,8 @@ _HAND_OVER_SECS = 5.0
 class Saver:
     """Writes captured states one after another, and deletes the steps that no policy preserves.
 
-    Args:
-      directory: the directory to write steps to.
-      history: the steps of this run; each save adds one.
-      preserving: knows which steps are kept.
-      options: how steps are written.
-      telemetry: records events.
-      calls, saves: the processes of the run; ``calls`` for messages between training threads,
-        ``saves`` for messages between the threads of saves.
-      on_donated: called if a save fails because a buffer held by reference was donated.
-      reuse: knows what earlier steps store; None if every save writes all arrays.
-
-    Attributes:
-      path: the path of the directory.
-      newest_failure: why the newest save failed; None if it did not fail.
+    ``calls`` is the channel between training threads, ``saves`` the one between threads of saves.
+    ``on_donated`` is called if a save fails because a buffer held by reference was donated.
     """
 
     def __init__(
@@ -122,14 +105,10 @@ class Saver:
         return self._has_tried or self._telemetry.has_thread
 
     def claim(self, step: int | None = None) -> None:
-        """Unless this run has the directory's lease, acquires it and tests that writing works.
+        """Acquires the directory's lease and tests writing, unless done already.
 
-        Args:
-          step: the step to be saved; None if the call does not save.
-
-        Raises:
-          LeaseError: another program writes to the directory, or has saved this step or newer ones
-            since this run listed the directory.
+        Raises LeaseError if another program writes there, or has saved ``step`` or newer ones since
+        this run listed the directory.
         """
         # The training thread acquires the directory once. After a failed save, the thread of the
         # next save acquires it, because a slow medium would block the training thread.
@@ -182,9 +161,9 @@ class Saver:
             self._is_recovered = True
 
     def announce(self, step: int) -> None:
-        """Tells the other processes that this process is about to save the step.
+        """Tells the other processes that this one is about to save the step.
 
-        Call ``announce`` before ``begin`` or ``abstain``, and before a wait for the save in flight.
+        Must precede ``begin`` or ``abstain``, and a wait for the save in flight.
         """
         lane = "local" if self._saves.is_per_host else "durable"
         self._call = self._saves.log.publish(lane, f"save({step})", Kind.SAVE, step)
@@ -231,9 +210,8 @@ class Saver:
     def wait(self, timeout_secs: float | None = None) -> None:
         """Waits until no save is in flight; ``check_for_errors`` raises the failures of saves.
 
-        Raises:
-          SaveTimeoutError: the wait took ``timeout_secs``, or the save took ``save_timeout_secs``
-            in total; the save continues.
+        Raises SaveTimeoutError after ``timeout_secs`` of waiting or ``save_timeout_secs`` of
+        saving; the save continues.
         """
         save = self._in_flight
         if save is None:
@@ -243,12 +221,9 @@ class Saver:
             raise overdue.timeout_error(save, self.path)
 
     def close(self) -> None:
-        """Waits for the save in flight, then releases the lease of the directory.
+        """Waits for the save in flight, then releases the lease; may be called repeatedly.
 
-        ``close`` may be called more than once, and on several threads at the same time.
-
-        Raises:
-          SaveTimeoutError: the save takes too long. The save continues and keeps the lease.
+        Raises SaveTimeoutError if the save takes too long. The save continues and keeps the lease.
         """
         self._wait_showing_progress()
         self._telemetry.close()
@@ -268,10 +243,9 @@ class Saver:
         self.wait()
 
     def check_for_errors(self, kind: type[CheckpointError] = CheckpointError) -> None:
-        """Raises the oldest unraised failure; if none, SaveTimeoutError once per overdue save.
+        """Raises the oldest unraised failure of this class, else SaveTimeoutError once a save.
 
-        Only failures of the class ``kind`` count: a metric that could not be ranked is a
-        MetricsError, and did not cost its step.
+        A metric that could not be ranked is a MetricsError, and did not cost its step.
         """
         self._failures.raise_oldest(kind)
         save = self._in_flight

@@ -20,11 +20,7 @@ Pending = Mapping[str, Any]
 
 
 def check_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the checked metrics as JSON values or device scalars; does not wait for devices.
-
-    Raises:
-      MetricsError: a metric is neither a number nor JSON; the error names the first such metric.
-    """
+    """Returns the metrics as JSON values or device scalars, unfetched; raises MetricsError."""
     if not isinstance(metrics, Mapping):
         raise MetricsError(
             f"metrics: expected a mapping of names to numbers, found {metrics!r:.80}"
@@ -110,20 +106,10 @@ def fetching(
 ) -> Callable[[], tuple[dict[str, Any], MetricsError | None]]:
     """Returns a function that fetches a step's metrics and checks those that a best-N rule ranks.
 
-    ``fetching`` itself copies device scalars, because a jitted step could donate their buffers
-    before the returned function fetches them. The problem of a metric that cannot be ranked is an
-    error of the call if that costs only a save that the policy can make up for at a later step.
-    Otherwise the returned function returns it, as it does for every device scalar.
-
-    Args:
-      pending: the metrics.
-      ranked: names of the metrics that a best-N rule ranks.
-      step: completed optimizer steps.
-      must_save: whether the save is forced, or made at a preemption.
-
-    Raises:
-      MetricsError: unless ``must_save``, a metric in ``ranked`` that needs no fetch cannot be
-        ranked.
+    Copies device scalars at once, because a jitted step could donate their buffers before the
+    fetch. A host metric that cannot be ranked raises MetricsError here, unless ``must_save``: the
+    policy can make up for the save at a later step. Otherwise the returned function returns the
+    error.
     """
     if not must_save:
         require_ranking(pending, ranked, step)
@@ -143,11 +129,7 @@ def fetch_ranked(
 
 
 def require_ranking(metrics: Mapping[str, Any], ranked: Iterable[str], step: int) -> None:
-    """Raises MetricsError if a metric that a best-N rule ranks is NaN or not a number.
-
-    Accepts absent metrics. Does not check metrics that are still on a device; ``fetch_ranked``
-    checks these metrics after the fetch.
-    """
+    """Raises MetricsError if a fetched metric that a best-N rule ranks is NaN or not a number."""
     for name in ranked:
         value = metrics.get(name)
         if value is None or isinstance(value, jax.Array):

@@ -1,9 +1,7 @@
 """The tiers of a run: its durable directory, and optionally a local one for more frequent saves.
 
-The durable and the local tier work in the same way, each with its own steps, history, saver and
-policies. The tiers belong to one run. The run resumes from its newest step that is not abandoned,
-whichever tier has this step. If both tiers have this step, the run resumes from the local tier,
-because local storage is closer to the host.
+Both work alike, each with its own steps, history, saver and policies. The run resumes from its
+newest step that is not abandoned; if both tiers have it, from the local tier, which is closer.
 """
 
 from __future__ import annotations
@@ -37,26 +35,11 @@ from torchax_ckpt.telemetry.recorder import Telemetry
 class Tiers:
     """The tiers of a run; iteration yields the durable tier, then the local tier if there is one.
 
-    Args:
-      directory: the path of the durable tier.
-      save_decision_policy, preservation_policy: the policies of the durable tier.
-      local: the settings of the local tier; None without one.
-      options: how steps are written and read.
-      on_event: called with each event of the durable tier.
-      on_donated: called if a save fails because a buffer held by reference was donated.
-      on_still: called with the names of the leaves that do not change, when they change.
+    ``on_event`` gets the events of the durable tier; ``on_still`` the names of the leaves that do
+    not change, when they change. ``replica_axis`` is the mesh axis along which slices lie.
 
-    Attributes:
-      processes: the processes of the run, for messages between training threads.
-      call_log: the calls that the processes make, on all channels of the run.
-      durable: the durable tier.
-      local: the local tier, or None.
-      replica_axis: the mesh axis along which slices lie, if there is a local tier.
-
-    Raises:
-      PolicyError: a policy lacks ``should_save`` or ``should_preserve``.
-      TierError: the options do not allow a restore from a local tier.
-      DirectoryError: a path cannot be used as a directory.
+    Raises PolicyError, TierError (options that do not allow a restore from a local tier) and
+    DirectoryError.
     """
 
     def __init__(
@@ -162,11 +145,9 @@ class Tiers:
     def candidates(
         self, step: int | None = None, name: TierName | None = None
     ) -> list[CommittedStep]:
-        """Returns the steps that a restore or load may read, in ascending order of their numbers.
+        """Returns the steps to read, ascending; of equal steps, the local tier's last.
 
-        If both tiers have a step with the same number, the step of the local tier comes after the
-        step of the durable tier. Callers try the steps from the end of the list to its start.
-        Raises StepNotFoundError or TierError if there is no such step or tier.
+        Callers try them from the end. Raises StepNotFoundError or TierError if there is none.
         """
         found = self.steps(name)
         if chosen := [s for s in found if step is None or s.step == step]:
@@ -179,11 +160,7 @@ class Tiers:
         raise StepNotFoundError(text, step=step, path=self._selected_tiers(name)[0].directory.path)
 
     def steps(self, name: TierName | None = None) -> list[CommittedStep]:
-        """Returns all steps of the tier ``name``, or of all tiers if ``name`` is None.
-
-        The steps are in ascending order of their numbers. If both tiers have a step with the same
-        number, the step of the local tier comes after the step of the durable tier.
-        """
+        """Returns the steps of one tier or all, ascending; of equal steps, the local one last."""
         tiers, local_steps = self._selected_tiers(name), self._compare_local_steps()
         found = []
         for tier in tiers:
@@ -194,22 +171,17 @@ class Tiers:
         return sorted(found, key=lambda s: s.step)  # stable: the local one stays last
 
     def find(self, step: int) -> CommittedStep:
-        """Returns the step with this number; prefers the local tier to the durable tier.
-
-        Searches only directories that this process can read, and sends no messages to other
-        processes.
-        """
+        """Returns a step, preferably local, from readable directories, without messages."""
         for tier in reversed(self._tiers[1:]):
             if step in (s.step for s in tier.directory.steps()):
                 return tier.directory.find(step)
         return self.durable.directory.find(step)
 
     def _compare_local_steps(self) -> dict[tuple[int, int], CommittedStep]:
-        """Returns each step that at least one host has in its local tier and that is not abandoned.
+        """Returns the steps, not abandoned, of any host's local tier, by number and commit time.
 
-        The result maps keys (step number and commit time) to steps. If this host lacks a step, the
-        step's path does not exist. The hosts tell each other which steps are abandoned. Sets
-        ``_on_all`` to the keys of the steps that all hosts have.
+        If this host lacks a step, its path does not exist. The hosts tell each other which steps
+        are abandoned. Sets ``_on_all`` to the keys of the steps that all hosts have.
         """
         if self.local is None or self.processes.count == 1:
             return {}
@@ -228,11 +200,7 @@ class Tiers:
         return {key: here[key] for key in on_any & here.keys()} | elsewhere
 
     def numbers(self, name: TierName | None = None) -> list[int]:
-        """Returns the numbers of the steps in the directories of the tiers, in ascending order.
-
-        Searches only directories that this process can read, and sends no messages to other
-        processes.
-        """
+        """Returns step numbers, ascending, from readable directories only, without messages."""
         return sorted(
             {s.step for tier in self._selected_tiers(name) for s in tier.directory.steps()}
         )
@@ -262,19 +230,12 @@ class Tiers:
             tier.directory.require_writable()
 
     def claim(self, step: int | None = None) -> None:
-        """Acquires the lease of each tier's directory, unless this run has the lease already.
-
-        Raises an error if a directory cannot be written.
-        """
+        """Acquires the tiers' leases, unless held; raises if a directory cannot be written."""
         for tier in self._tiers:
             tier.saver.claim(step)
 
     def prepare(self, step: int) -> None:
-        """Prepares a save of ``step``: on all processes, or on none.
-
-        Acquires the leases of all tiers and stores the run's name, unless this run has done so
-        already.
-        """
+        """Acquires leases and stores the run's name, unless done, on all processes or on none."""
         if not all(tier.saver.is_claimed for tier in self._tiers):
             self._name, self._is_named = run_identity.new(), False
         self.claim(step)
@@ -282,11 +243,10 @@ class Tiers:
             self._name_run()
 
     def _name_run(self) -> None:
-        """Stores a new name of the run in both tiers.
+        """Stores a new name of the run in both tiers; without a local tier, removes the old name.
 
-        Without a local tier, removes the run's name from the durable tier. A run never resumes from
-        a local tier that lacks the name which is in the durable tier. For the reasons, see
-        ``storage/directory/run_identity.py``.
+        A run never resumes from a local tier that lacks the durable tier's name. For the reasons,
+        see ``storage/directory/run_identity.py``.
         """
         with self.processes.round("naming the run"):
             durable = self.durable.directory
@@ -306,10 +266,7 @@ class Tiers:
             tier.saver.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
     def check_for_errors(self, kind: type[CheckpointError] = CheckpointError) -> None:
-        """Raises the durable tier's oldest unraised failure; if none, the local tier's.
-
-        ``kind`` is as for ``Saver.check_for_errors``.
-        """
+        """Raises the durable tier's oldest unraised failure; if none, the local tier's."""
         for tier in self._tiers:
             tier.saver.check_for_errors(kind)
 
@@ -333,31 +290,22 @@ class Tiers:
         self._is_open = True
 
     def _forget_what_others_lack(self) -> None:
-        """Leaves out the steps of the local tier that at least one host lacks.
+        """Leaves out local steps that a host lacks, so that all hosts decide alike.
 
-        All hosts then have the same steps in their local tiers, and so make the same decisions on
-        which steps to save and to keep. The steps left out are removed once a new step is on all
-        hosts.
+        They are removed once a new step is on all hosts.
         """
         if self.local is not None and self.processes.count > 1:
             self.local.history.keep_only(self._on_all)
 
     def delete(self, step: int, name: TierName | None = None) -> None:
-        """Deletes a step from the tier ``name``, or from all tiers if ``name`` is None.
-
-        Raises the errors that ``candidates`` raises if the step or the tier does not exist.
-        """
+        """Deletes a step from one tier or all; raises as ``candidates`` does."""
         found = self.candidates(step, name)
         self.claim()  # after the search, so that a missing step does not create a directory
         for committed in found:
             self.holding(committed).saver.delete(step)
 
     def take_over(self) -> None:
-        """Closes unused checkpointers of this process that may still write to a tier's directory.
-
-        A checkpointer is unused if it was garbage-collected, or if its ``close`` was called but has
-        not finished.
-        """
+        """Closes collected or half-closed checkpointers of this process that may write here."""
         for tier in self._tiers:
             take_over(tier.saver)
 

@@ -1,9 +1,8 @@
 """The writer of one save: writes a captured state as a durable step, on all processes of the run.
 
-Each process writes the shards of its devices. Process 0 also writes the data that is equal on all
-processes. Only process 0 chooses the name of the step's folder, commits the step, and deletes the
-step if reading the step back shows damage. In a local tier of a run of several processes, each
-process does the work of process 0 in its own directory.
+Each process writes the shards of its devices; process 0 writes what is equal on all, names the
+folder, commits, and deletes a step that reads back damaged. In a local tier, each process does
+the work of process 0 in its own directory.
 """
 
 from __future__ import annotations
@@ -53,11 +52,7 @@ from torchax_ckpt.stored.stored_step import StoredStep
 
 
 class Progress(Protocol):
-    """The interface of an object that records which stage a save is in.
-
-    Attributes:
-      transferred: set once all arrays are on the host.
-    """
+    """Records which stage a save is in; ``transferred`` is set once all arrays are on the host."""
 
     transferred: Flag
 
@@ -69,16 +64,9 @@ class Progress(Protocol):
 class Draft:
     """A step that is about to be written, as the processes have agreed.
 
-    Attributes:
-      path: the folder that the step is written to.
-      document: component -> node; complete on process 0.
-      plan: which stored array holds each leaf; complete on process 0.
-      arrays: stored name -> array, for the arrays that this process writes, or takes over.
-      seal: the digest of the step's assets; None if it has none.
-      division: which arrays are in databases of unchanged arrays.
-      digests: stored name -> digests, for the arrays that are taken over; known on process 0.
-      unchanged: stored name -> shape, dtype and sharding over the devices of all processes, for the
-        arrays in databases of unchanged arrays whose identity may prove their values later.
+    ``document`` and ``plan`` are complete on process 0. ``arrays`` are those that this process
+    writes or takes over; ``digests``, of those taken over, are known on process 0. ``seal`` is the
+    digest of the step's assets.
     """
 
     path: epath.Path
@@ -97,15 +85,9 @@ class Draft:
 
 
 class Writer:
-    """Writes captures to a directory.
+    """Writes captures to a directory; ``processes`` write each step in one round.
 
-    Args:
-      directory: the directory to write steps to.
-      history: the steps of this run.
-      options: how steps are written.
-      processes: the processes that write each step together, in one round per step.
-      failures: gets the problems that do not prevent a save.
-      reuse: knows what earlier steps store; None if every save writes all arrays.
+    ``failures`` gets the problems that do not prevent a save.
     """
 
     def __init__(
@@ -138,9 +120,8 @@ class Writer:
     def write(self, capture: Capture, progress: Progress, recover: Callable[[], None]) -> Any:
         """Writes a captured state as a durable step; on process 0, returns it for ``committed``.
 
-        All processes have written before process 0 commits, and write nothing more afterwards. In a
-        local tier, each process commits its own part. Process 0 calls ``recover``, which cleans up
-        the directory.
+        All processes have written before process 0 commits, and write nothing more afterwards.
+        ``recover`` cleans up the directory on process 0.
         """
 
         def on_host(is_last: bool) -> None:
@@ -222,11 +203,7 @@ class Writer:
             )
 
     def committed(self, described: Any) -> tuple[CommittedStep, dict[str, Any]]:
-        """Returns the step of the newest save, and its summary, if the processes have saved it.
-
-        Args:
-          described: the result of ``write`` on process 0.
-        """
+        """Returns the newest save's step and summary, given process 0's result of ``write``."""
         steps, self._still = described
         (durable,) = committed_step.named(steps, self._directory.path)
         self._history.landed(durable)
@@ -316,8 +293,8 @@ class Writer:
     ) -> tuple[Any, Plan, Mapping[str, Stored], list[bytes]]:
         """Stacks the arrays, and exchanges what the processes must know before they write.
 
-        Returns what ``prepare`` returned on process 0, the storage plan, the arrays, and on
-        process 0 the per-process states of all processes.
+        Returns what ``prepare`` returned (process 0), the plan, the arrays, and the per-process
+        states of all processes (process 0).
         """
         processes = self._processes
         state = capture.state(capture.document) if self._hosts is None else b""
@@ -351,10 +328,7 @@ class Writer:
         offers: Sequence[Any],
         progress: Progress,
     ) -> tuple[Mapping[str, Node], Plan, Mapping[str, Stored], list[bytes]]:
-        """Returns the manifest's document, the storage plan, and the arrays this process writes.
-
-        The last result is, on process 0, what each process answers to the offers.
-        """
+        """Returns the document, plan, this process's arrays and (process 0) answers to offers."""
         plan = Plan({**plan.stacks, **capture.kept.stacks}, plan.empty)
         arrays = {**arrays, **capture.kept.arrays}
         if capture.per_process is None:
@@ -389,10 +363,9 @@ class Writer:
     def _here(self, arrays: Mapping[str, Stored]) -> dict[str, Stored]:
         """Returns the arrays that this process writes, given those over the devices of all.
 
-        In a run of several processes, an array all of whose devices belong to one process is stored
-        as a host array, by process 0, because the sharding means nothing to other processes. An
-        array on devices of several processes is written by these processes together. But if each
-        host writes a directory of its own, each process writes an array of its own shards only.
+        An array on one process's devices is stored as a host array, by process 0: its sharding
+        means nothing to others. If each host has its own directory, it writes arrays of its own
+        shards.
         """
         if self._processes.count == 1 and self._hosts is None:
             return dict(arrays)
@@ -426,9 +399,8 @@ class Writer:
     def _commit_part(self, step: int, path: epath.Path) -> CommittedStep:
         """Commits this host's part of a step; deletes the part if another host failed to commit.
 
-        So the step stays on all hosts or on none, with one exception: if another host dies before
-        it reports its commit, this host keeps its part, because the host that died may have
-        committed its part too.
+        If another host dies before it reports, this host keeps its part: the other may have
+        committed.
         """
         hosts = self._hosts
         assert hosts is not None
@@ -447,8 +419,8 @@ class Writer:
     def read_back(self, durable: CommittedStep) -> None:
         """Reads the new step back, compares digests, and deletes the step if it is damaged.
 
-        Each process reads some of the step's data. If the data cannot be read at present, or if a
-        process has died, the step is not deleted, because it may be intact.
+        Each process reads a share. Data that cannot be read now, or a dead process, deletes
+        nothing, because the step may be intact.
         """
         try:
             stored = StoredStep(durable, self._options, allow_part=True)

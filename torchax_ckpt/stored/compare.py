@@ -1,7 +1,6 @@
 """Compares two stored steps: finds leaves and values that differ, or that one step lacks.
 
-Leaves are arrays. Values are the parts of the state that are not arrays, such as hyperparameters.
-Only a few leaves of the two steps are read at a time.
+Values are the parts of the state that are not arrays. A few leaves are read at a time.
 """
 
 from __future__ import annotations
@@ -31,14 +30,10 @@ _PAIRS = ("dict", "OrderedDict", "Counter", "namedtuple", "pytree")
 class Difference:
     """How one leaf, or one value that is not an array, differs between two steps.
 
-    Attributes:
-      what: "only_in_a" or "only_in_b" if the other step lacks it; "form" if kind, dtype or shape
-        differs; "content" if values differ; "bits" if equal values have different bits (-0.0 and
-        0.0, or two NaNs).
-      a, b: the forms of the leaf, or the values; None for the step that lacks it.
-      num_elements: how many elements differ in value; two NaNs count as equal.
-      num_nan: how many of these are NaN in one step only.
-      max_abs: the largest absolute difference of the other differing elements; None if none.
+    ``what`` is "only_in_a" or "only_in_b"; "form" if kind, dtype or shape differs; "content" if
+    values differ; "bits" if equal values have different bits (-0.0 and 0.0, or two NaNs).
+    ``num_elements`` differ in value, two NaNs being equal; ``num_nan`` of them are NaN in one step
+    only, ``max_abs`` is of the others.
     """
 
     name: str

@@ -39,16 +39,10 @@ def copy_steps(
 ) -> list[CommittedStep]:
     """Copies steps under the lease of ``target``, oldest first; marks the copies as verified.
 
-    A copy becomes visible only after every byte of it was compared with the digests taken at the
-    save. A step that is damaged, or that another program deletes meanwhile, is not copied, and
-    ``on_left_out`` gets the error; the other steps are. A file that several steps share is copied
-    once, and their copies share it too, except on a bucket.
-
-    Raises:
-      DirectoryError: the target has one of the steps or cannot be written, or a step cannot be read
-        now.
-      ForeignCheckpointError: bare Orbax wrote a step, without digests.
-      LeaseError: another program writes to the target.
+    A copy becomes visible only after every byte of it was compared with the digests of the save. A
+    step that is damaged or deleted meanwhile goes to ``on_left_out``. A file that several steps
+    share is copied once and shared again, except on a bucket. Raises DirectoryError, LeaseError,
+    and ForeignCheckpointError for a step without digests.
     """
     copied: list[CommittedStep] = []
 

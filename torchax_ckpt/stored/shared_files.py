@@ -1,7 +1,6 @@
 """Finds the files that several steps of a run share, and counts the bytes of the steps.
 
-A step may have hard links to files of earlier steps, see ``layout/unchanged.py``. A bucket has no
-links, so there each object belongs to one step.
+A step may have hard links to files of earlier steps (``layout/unchanged.py``); not in a bucket.
 """
 
 from __future__ import annotations
@@ -50,11 +49,7 @@ class Usage:
         self.update(steps)
 
     def update(self, steps: Iterable[CommittedStep]) -> None:
-        """Counts these steps in place of those before; lists the files of steps that are new.
-
-        Raises:
-          OSError: storage does not answer. Bucket clients also raise errors of their own.
-        """
+        """Counts these steps in place of those before; lists the files of new steps only."""
         wanted = {committed.key: committed for committed in steps}
         for key in wanted.keys() - self._num_bytes.keys():
             num_bytes, linked = _listed(wanted[key])

@@ -1,8 +1,7 @@
 """Opens a stored step, and reads its leaves, compared with their digests: onto the host or devices.
 
-Opening a step, and reading it onto the host, needs neither torch, JAX nor Orbax. A program that
-inspects a checkpoint therefore starts within a second, and can run beside a training program that
-uses the accelerators.
+To open it and read onto the host needs neither torch, JAX nor Orbax: a program that inspects a
+checkpoint starts within a second, and can run beside one that uses the accelerators.
 """
 
 from __future__ import annotations
@@ -79,9 +78,7 @@ def still_there(committed: CommittedStep) -> Iterator[None]:
 def parse_manifest(committed: CommittedStep) -> Manifest:
     """Returns the manifest of a step; does not check that its leaves can be rebuilt.
 
-    Raises:
-      ForeignCheckpointError: the step has no manifest: bare Orbax wrote it.
-      CorruptCheckpointError: the manifest is not one that this package wrote.
+    Raises ForeignCheckpointError if bare Orbax wrote the step.
     """
     with about(committed):
         with step_files.as_corrupt(committed, "folders"):
@@ -92,15 +89,10 @@ def parse_manifest(committed: CommittedStep) -> Manifest:
 
 @dataclasses.dataclass(frozen=True)
 class StoredLeaf:
-    """A leaf, as the manifest of a step describes it.
+    """A leaf, as the manifest describes it; a random key has one more dim than the saved key.
 
-    Attributes:
-      name: for example ``model/encoder.0.weight``.
-      kind: the kind of the saved leaf: ``torchax``, ``torch``, ``jax``, ``numpy``, ``numpy_scalar``
-        or ``key``.
-      dtype: the name of its dtype in numpy or ml_dtypes.
-      shape: its shape, as stored: a random key has one more dim than the saved key had.
-      stack: the name of the stack that has the leaf as a row; None if no stack does.
+    ``kind`` is ``torchax``, ``torch``, ``jax``, ``numpy``, ``numpy_scalar`` or ``key``; ``stack``
+    is the stack that has the leaf as a row.
     """
 
     name: str
@@ -117,27 +109,17 @@ class StoredLeaf:
 
 @dataclasses.dataclass(frozen=True)
 class Compared:
-    """The leaves that were read from a step and compared with its digests.
-
-    ``references`` has those that became JAX arrays, by name.
-    """
+    """The leaves that were read from a step and compared; ``references`` are those on devices."""
 
     manifest: Manifest
     references: dict[str, weakref.ref[Any]] = dataclasses.field(default_factory=dict)
 
 
 class StoredStep:
-    """One step, open for reading. Reading a step changes no files in the step's directory.
+    """One step, open for reading; reading changes no files.
 
-    ``options.max_host_bytes`` bounds the bytes of arrays in memory at one time; a single piece of
-    an array may exceed this bound. ``agree`` raises if another process has failed; ``read_leaves``
-    calls it before devices communicate.
-
-    Attributes:
-      committed: the step.
-      manifest: its manifest.
-      leaves: every leaf by name, in the manifest's order.
-      compared: what ``read_leaves`` has compared, if other steps may share arrays of the step.
+    ``options.max_host_bytes`` bounds the bytes of arrays in memory; a single piece may exceed it.
+    ``agree`` raises if another process failed; ``read_leaves`` calls it before devices communicate.
 
     Raises:
       ForeignCheckpointError: bare Orbax wrote the step.
@@ -214,16 +196,10 @@ class StoredStep:
     # --- onto the host ---
 
     def stream(self, names: Iterable[str]) -> Iterator[tuple[str, Index, np.ndarray]]:
-        """Yields leaves piece by piece, in the order in which they are stored.
+        """Yields (leaf's name, piece's index in the leaf, content), in the order of storage.
 
-        Of a stack, only the pieces that have rows of these leaves are read.
-
-        Yields:
-          The leaf's name, the index of the piece in the leaf, and the piece's content.
-
-        Raises:
-          CorruptCheckpointError: a leaf is damaged; the message names it and, if known, the file.
-          DirectoryError: the step cannot be read now.
+        Of a stack, only the pieces that have rows of these leaves are read. Raises
+        CorruptCheckpointError, which names the leaf and, if known, the file; or DirectoryError.
         """
         asked = set(names)
         with still_there(self.committed), about(self.committed):
@@ -251,11 +227,9 @@ class StoredStep:
         names: Iterable[str],
         allocate: Callable[[tuple[int, ...], np.dtype[Any]], np.ndarray] | None = None,
     ) -> dict[str, np.ndarray]:
-        """Returns whole leaves, by name.
+        """Returns whole leaves, by name, in arrays that ``allocate`` (shape, dtype) returns.
 
-        ``allocate`` returns an array to read into, given its shape and dtype; by default an array
-        in this host's memory. Raises as ``stream`` does, and OutOfMemoryError if this host's memory
-        cannot hold the leaves.
+        Raises as ``stream`` does, and OutOfMemoryError if the host's memory cannot hold the leaves.
         """
         leaves = [self.leaves[name] for name in names]
         total = sum(leaf.nbytes for leaf in leaves)
@@ -309,10 +283,8 @@ class StoredStep:
     def require_plausible(self, reads: Mapping[str, Read]) -> None:
         """Checks the stored arrays and this host's memory, before memory is allocated for leaves.
 
-        Raises:
-          CorruptCheckpointError: a stored array contradicts the manifest; or the leaves exceed this
-            host's memory, and the bytes on storage are too few to expand to the leaves' size.
-          OutOfMemoryError: the leaves exceed this host's memory, and nothing shows damage.
+        Raises CorruptCheckpointError if an array contradicts the manifest, or the bytes on storage
+        cannot expand to leaves that exceed the memory; OutOfMemoryError if nothing shows damage.
         """
         least = self._require_stored(reads)
         memory = host_memory.host_memory_bytes()
@@ -328,13 +300,7 @@ class StoredStep:
                 raise containment.beyond_memory(path, step, total, least, largest)
 
     def read_leaves(self, reads: Mapping[str, Read]) -> dict[str, Any]:
-        """Reads each leaf onto its devices or the host; returns leaf name -> array.
-
-        Call ``require_plausible`` before.
-
-        Raises:
-          CorruptCheckpointError: a leaf is damaged, or not stored as the manifest says.
-        """
+        """Reads each leaf onto devices or the host, by name; call ``require_plausible`` before."""
         from torchax_ckpt.snapshot.move_shards import put
 
         placements = {name: read.placement for name, read in reads.items()}
@@ -358,8 +324,8 @@ class StoredStep:
     def is_whole(self, reads: Mapping[str, Read], num_processes: int) -> bool:
         """Returns whether a restore with ``reads`` compares every stored byte of the step.
 
-        ``reads`` are those of one process; the other processes are taken to have corresponding
-        ones. Reads the assets, which no restore uses.
+        The other processes are taken to have corresponding reads. Reads the assets, which no
+        restore uses.
         """
         from torchax_ckpt.state import per_process_state
 

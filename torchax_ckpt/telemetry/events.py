@@ -1,8 +1,7 @@
 """Defines the events of a run, and converts each event to and from a line of JSON.
 
-Lines are untrusted, because anybody may have written to the directory from which they are read.
-``Event.of_line`` returns None for a line that is not a valid event, and leaves out the invalid
-values of a valid event. It raises an error in neither case.
+Lines are untrusted. ``Event.of_line`` returns None for a line that is not a valid event, and leaves
+out the invalid values of a valid event; it raises in neither case.
 """
 
 from __future__ import annotations

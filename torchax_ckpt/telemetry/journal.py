@@ -104,11 +104,8 @@ class Journal:
 def read_events(directory: epath.Path) -> dict[str, list[Event]]:
     """Returns each run's name and its events, in the order in which they were recorded.
 
-    The runs are in the order in which they began. If there are more events than runs write, the
-    oldest files are left out.
-
-    Raises:
-      OSError: storage failed. Bucket clients also raise errors of their own.
+    If there are more events than runs write, the oldest files are left out. Raises OSError, and
+    bucket clients' own errors.
     """
     files: list[tuple[str, dict[bytes, Event]]] = []
     num_bytes = num_lines = 0

@@ -1,8 +1,7 @@
 """Takes events from the threads of a checkpointer, and handles them on a thread of its own.
 
-``Telemetry.emit`` counts an event and puts it into a queue, which takes the caller some
-microseconds. The thread calls the user's function and writes the journal, so neither a slow
-function nor stalled storage delays training or a save.
+``Telemetry.emit`` takes microseconds; the thread calls the user's function and writes the journal,
+so neither a slow function nor stalled storage delays training or a save.
 """
 
 from __future__ import annotations
@@ -67,10 +66,8 @@ def _logs_errors(method: Callable[_Params, None]) -> Callable[_Params, None]:
 class Telemetry:
     """Takes and counts the events of one checkpointer.
 
-    Args:
-      directory: the directory of the run. It is written to only between ``open`` and ``close``.
-      on_event: called with each event, in order, on one separate thread.
-      keeps: the rules of the preservation policy as data, for reports on the directory.
+    The directory is written to only between ``open`` and ``close``; ``on_event`` is called in
+    order, on one thread. ``keeps`` are the rules of the preservation policy as data, for reports.
     """
 
     def __init__(
@@ -113,7 +110,7 @@ class Telemetry:
     def saving(self, step: int, began: float) -> None:
         """Records that a save began at ``began``, of ``time.perf_counter()``.
 
-        On the training thread, ``saving`` would make training wait while other threads wake up.
+        Not called on the training thread, which would wait while other threads wake up.
         """
         num_skipped = self._num_skipped
         values: dict[str, Any] = {"num_skipped": num_skipped - self._num_reported}
@@ -127,10 +124,7 @@ class Telemetry:
 
     @_logs_errors
     def durable(self, cost: SaveCost, reused_bytes: int, steps: Sequence[CommittedStep]) -> None:
-        """Records that a step was committed; ``steps`` are those of the run now.
-
-        The save took ``reused_bytes`` of the step over from an earlier step.
-        """
+        """Records that a step was committed, with ``reused_bytes`` taken over from earlier ones."""
         values = {"blocking_secs": cost.blocking_secs, "durable_secs": cost.durable_secs}
         self._take("durable", cost.step, values, steps, reused_bytes)
 
@@ -311,11 +305,8 @@ class Telemetry:
 class Hook:
     """The user's ``on_event`` function, to which only the checkpointer holds a strong reference.
 
-    ``on_event`` may be a method of an object that refers to the checkpointer. A thread with a
-    strong reference to it would keep the checkpointer alive after the program has dropped its own.
-
-    Attributes:
-      call: the function that threads call.
+    It may be a method of an object that refers to the checkpointer; a thread with a strong
+    reference would keep the checkpointer alive.
     """
 
     def __init__(self, on_event: Callable[[Event], None]) -> None:

@@ -15,15 +15,10 @@ _ENDS: Mapping[str, SaveOutcome] = {"durable": "durable", "failed": "failed"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Save:
-    """One save, as the recorded events describe it.
+    """One save, as the recorded events describe it; times are in seconds since the epoch.
 
-    Attributes:
-      began_secs: time of the snapshot, in seconds since the epoch.
-      ended_secs: time of the commit or the failure; for a save that was cut off or is in flight,
-        time of the last event of its run.
-      outcome: how the save ended; ``cut off`` if its program ended during the save.
-      blocking_secs, durable_secs, num_bytes, new_bytes: costs of a durable save, as in its event.
-      interval_secs, interval_steps: since the previous snapshot of the same run.
+    A save that was cut off (its program ended) or is in flight ends with the last event of its run.
+    The intervals are since the previous snapshot of the same run.
     """
 
     step: int
@@ -43,11 +38,8 @@ class Save:
 class RecordedRun:
     """The events and saves of one program that wrote to the directory, in their order.
 
-    Attributes:
-      ended: True if the run closed its checkpointer; otherwise it was killed or still runs.
-      is_running: True if the run holds the directory's lease.
-      lost_steps: lower bound of the steps that the next run repeated, because no checkpoint had
-        them; None if not known.
+    ``ended`` is False if it was killed or still runs; ``is_running`` if it holds the lease.
+    ``lost_steps`` is a lower bound of the steps that the next run repeated, or None.
     """
 
     name: str
@@ -88,10 +80,7 @@ class RecordedRun:
 
 
 def runs_of(events: Mapping[str, Sequence[Event]], *, is_running: bool) -> list[RecordedRun]:
-    """Groups the events of each run; returns the runs in the order in which they began.
-
-    If ``is_running``, the newest run still runs, unless it closed its checkpointer.
-    """
+    """Groups events by run; the newest runs still if ``is_running``, unless it was closed."""
     in_order = sorted((item for item in events.items() if item[1]), key=lambda i: i[1][0].time_secs)
     runs: list[RecordedRun] = []
     for index, (name, of_run) in enumerate(in_order):

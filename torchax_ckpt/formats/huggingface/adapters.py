@@ -51,8 +51,7 @@ def _is_stored_too(parts: list[str], layers: set[str], bias: str) -> bool:
 def names_in_file(names: Iterable[str], adapter: str, config: Mapping[str, Any]) -> dict[str, str]:
     """Returns name in PEFT's file -> name in the model, for the tensors of an adapter.
 
-    ``names`` are those of all tensors of the model. Raises UnsupportedLeafError if the adapter's
-    method, in its config, is not one of ``PREFIXES``.
+    Raises UnsupportedLeafError if the adapter's method is not one of ``PREFIXES``.
     """
     method = str(getattr(config.get("peft_type"), "value", config.get("peft_type")))
     if method not in PREFIXES:

@@ -1,8 +1,7 @@
 """Collects the text files that say what an attached model is; steps store them as assets.
 
-The files are those that transformers and PEFT write beside the weights: the config and the
-generation config of a model, the config of each adapter, and the files of a tokenizer. This module
-recognizes the objects by their methods, and imports neither library.
+They are the configs of models, generation and adapters and the files of tokenizers, as transformers
+and PEFT write them. Objects are recognized by their methods, without importing either library.
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ class ModelFiles:
     def encoded(self, form: Any) -> Assets | None:
         """Returns the files as they are now; None if there are none.
 
-        ``form`` is another object after a change of the models' tensors in number, name, shape or
-        dtype. Only then are the configs read again: each takes a millisecond of a blocking save.
+        The configs are read again, which takes a blocking save a millisecond each, only if ``form``
+        is another object: the models' tensors changed in number, name, shape or dtype.
         """
         if form is not self._form:
             found = dataclasses.replace(
@@ -152,10 +151,7 @@ def _config(config: Any, base: Any) -> bytes:
 
 
 def _adapter_config(config: Any, base: Any) -> bytes:
-    """Returns an adapter's config as JSON, with the changes that PEFT makes when it saves one.
-
-    Source: ``PeftModel.save_pretrained`` of peft 0.21.2.
-    """
+    """Returns an adapter's config as JSON, changed as by ``save_pretrained`` of peft 0.21.2."""
     config = copy.copy(config)
     config.inference_mode = True
     if config.base_model_name_or_path is None:

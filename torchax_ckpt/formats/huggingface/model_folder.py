@@ -47,12 +47,7 @@ class FolderFiles:
 
 
 def files_of(stored: StoredStep, at: str | None, config: Path | None = None) -> FolderFiles:
-    """Returns the text files of a model: those in its step, replaced by those in ``config``.
-
-    Raises:
-      CorruptCheckpointError: the step's assets are damaged.
-      DirectoryError: the folder ``config`` cannot be read.
-    """
+    """Returns the text files of a model: those in its step, replaced by those in ``config``."""
     component, *keys = names.split(at or MODEL)
     place = "/".join([MODEL, *map(assets.part_of, keys if component == MODEL else ())])
     texts: dict[str, str] = {}
@@ -117,12 +112,9 @@ def export_model(
 ) -> tuple[list[Path], list[StoredLeaf]]:
     """Writes a folder for ``from_pretrained``; returns its files and the leaves in them.
 
-    The config gets the dtype of the weights. If the config says that the model is not tied, tied
-    weights are written under each of their names.
-
-    Raises:
-      MismatchError: the weights contain tensors of adapters.
-      DirectoryError, UnsupportedLeafError, CorruptCheckpointError: as for ``export_safetensors``.
+    The config gets the dtype of the weights. If it says that the model is not tied, tied weights
+    are written under each of their names. Raises MismatchError if the weights contain adapters, and
+    as ``export_safetensors`` does.
     """
     if adapters := adapters_among(weights.leaves):
         raise MismatchError(
@@ -159,8 +151,8 @@ def export_adapters(
 ) -> tuple[list[Path], list[StoredLeaf]]:
     """Writes each adapter as PEFT does: ``default`` into the folder, others into subfolders.
 
-    Returns as ``export_model`` does. Raises MismatchError also if there is no adapter, or no config
-    of one, and UnsupportedLeafError if PEFT's method of an adapter is not known.
+    Returns and raises as ``export_model`` does; MismatchError also without an adapter or its
+    config, UnsupportedLeafError if PEFT's method is not known.
     """
     found = sorted(adapters_among(weights.leaves))
     if not found:

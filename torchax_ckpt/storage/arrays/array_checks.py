@@ -1,9 +1,7 @@
 """Checks, before stored arrays are opened, that their metadata matches the manifest.
 
-A directory from an unknown source is untrusted data. Orbax and TensorStore build file paths from
-names in a step's metadata. Orbax and TensorStore also allocate memory for whatever shape and chunks
-an array's metadata states, and too large an allocation kills the process. This module therefore
-reads the metadata of arrays before any code opens the arrays.
+A directory from an unknown source is untrusted: Orbax and TensorStore build paths from the names in
+a step's metadata, and allocate whatever shapes and chunks it states, which could kill the process.
 """
 
 from __future__ import annotations
@@ -40,17 +38,10 @@ _MAX_UNPACKED = 1 << 15
 def require_stored(
     step_path: epath.Path, step: int, wanted: Mapping[str, tuple[tuple[int, ...], str]]
 ) -> int:
-    """Raises if the metadata of an array contradicts the manifest; reads no array data.
+    """Raises CorruptCheckpointError if an array's metadata is absent or contradicts the manifest.
 
-    Args:
-      step_path, step: the step.
-      wanted: stored name -> shape and dtype.
-
-    Returns:
-      The fewest bytes that these arrays can occupy on storage.
-
-    Raises:
-      CorruptCheckpointError: an array is missing, or has another shape, dtype or layout.
+    ``wanted`` is stored name -> (shape, dtype). Returns the fewest bytes that these arrays can
+    occupy on storage. Reads no array data.
     """
     if not wanted:
         return 0
@@ -123,11 +114,7 @@ def _zarr_dtype(name: str) -> str:
 
 
 def require_names_within(step_path: epath.Path, step: int) -> None:
-    """Raises if an array name in a step's pytree metadata is a path that leaves the step.
-
-    Raises:
-      CorruptCheckpointError: the message names the metadata file and the array.
-    """
+    """Raises CorruptCheckpointError if an array name in the metadata is a path out of the step."""
     for folder in (step_path, *(p for p in step_path.iterdir() if p.is_dir())):
         path = folder / _PYTREE_METADATA
         if not path.exists():
@@ -147,16 +134,8 @@ def require_names_within(step_path: epath.Path, step: int) -> None:
 def require_modest(step_path: epath.Path, step: int, leaves: Mapping[str, Any]) -> None:
     """Raises if a read of a step's arrays would need more memory than this host has.
 
-    Checks the total size of the arrays, and the size of each chunk that is larger than its array.
-
-    Args:
-      step_path, step: the step.
-      leaves: name -> Orbax's metadata of an array.
-
-    Raises:
-      OutOfMemoryError: the host has too little memory. The message names the array.
-      CorruptCheckpointError: the files on storage are too small to hold these arrays, or a chunk
-        is larger than its array and than this host's memory. The message names the array.
+    ``leaves`` is name -> Orbax's metadata. CorruptCheckpointError if the files are too small to
+    hold the arrays, or a chunk exceeds both its array and this memory; otherwise OutOfMemoryError.
     """
     memory, total = host_memory.host_memory_bytes(), 0
     for name, leaf in leaves.items():

@@ -1,11 +1,9 @@
 """Computes block digests: one 64-bit number for each block of stored bytes, to detect damage.
 
-An array is cut into equal blocks (``chunking.py``). In a stack (several leaves stored as one
-array), each block has data of one leaf, so a wrong digest tells which leaf is damaged. The host
-computes the digests from the same bytes that go to storage. A read compares the bytes that come
-back from storage with the digests, whatever mesh the array is read onto. Digests do not cover
-devices: they cannot detect changes in a device's memory, or on the way between the device and the
-host.
+An array is cut into equal blocks (``chunking.py``); a block of a stack has data of one leaf, so a
+wrong digest names the damaged leaf. The host digests the bytes that go to storage, and compares
+those that come back, whatever the mesh. Changes in a device's memory, or between device and host,
+are not detected.
 
 Source: xxh3 (https://xxhash.com), 64 bits, seed 0, of a block's elements in C order.
 """
@@ -34,14 +32,7 @@ Index = tuple[slice, ...]
 def take(
     array: AnyArray, parts: Mapping[Start, np.ndarray], *, is_stack: bool, with_long: bool = False
 ) -> Digests:
-    """Returns an array's digests; the digest of a block that this process does not store is 0.
-
-    Args:
-      array: the array.
-      parts: where each part that this process stores begins -> the part.
-      is_stack: whether the array is a stack.
-      with_long: whether to take the long digests as well.
-    """
+    """Returns an array's digests, given start -> part; 0 for blocks this process does not store."""
     block = chunking.block_shape(array, is_stack=is_stack)
     values = np.zeros(grid_shape(array.shape, block), np.uint64)
     for start, host in parts.items():
@@ -57,14 +48,9 @@ def take(
 def take_long(
     shape: Sequence[int], block: tuple[int, ...], parts: Mapping[Start, np.ndarray]
 ) -> bytes:
-    """Returns the long digests of an array: xxh3, 128 bits, big-endian, seed 0, for each block.
+    """Returns the long digests of blocks: xxh3, 128 bits, big-endian, seed 0; 0 outside of parts.
 
-    The digests of blocks that lie in no part are 0.
-
-    Args:
-      shape: the shape of the array.
-      block: the shape of the blocks.
-      parts: where each part begins -> the part, which consists of whole blocks.
+    ``parts`` is start -> part, each of whole blocks.
     """
     grid = grid_shape(shape, block)
     values = np.zeros((*grid, 16), np.uint8)
@@ -80,18 +66,9 @@ def take_long(
 def gathered(
     taken: Mapping[str, Digests], arrays: Mapping[str, AnyArray], processes: Processes
 ) -> Mapping[str, Digests]:
-    """On process 0, returns the digests of all processes; on other processes, returns ``taken``.
+    """Returns the digests of all processes on process 0, which writes the manifest; else ``taken``.
 
-    Only process 0 writes the manifest, and therefore needs the digests of all blocks.
-
-    Args:
-      taken: stored name -> what ``take`` returned on this process.
-      arrays: stored name -> array, for all arrays in ``taken``. All processes share the arrays
-        that are on devices.
-      processes: the processes of the run.
-
-    Raises:
-      ProcessError: the processes do not save the same arrays.
+    Raises ProcessError if the processes do not save the same arrays.
     """
     if processes.count == 1:
         return taken
@@ -191,14 +168,7 @@ def _region(cell: Sequence[int], block: Sequence[int]) -> Index:
 def mismatches(
     host: np.ndarray, start: Sequence[int], known: Digests, shape: Sequence[int]
 ) -> list[tuple[int, ...]]:
-    """Returns the blocks whose digests differ from ``known``, as indices in the grid of blocks.
-
-    Args:
-      host: a part of the array that consists of whole blocks.
-      start: where the part starts in the array.
-      known: the digests of the whole array.
-      shape: shape of the whole array.
-    """
+    """Returns the blocks of a part, from ``start``, whose digests differ, as grid indices."""
     found = of_blocks(host, known.block)
     first = [s // b for s, b in zip(start, known.block, strict=True)]
     expected = np.frombuffer(known.values, "<u8").reshape(grid_shape(shape, known.block))

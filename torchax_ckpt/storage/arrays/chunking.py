@@ -1,10 +1,8 @@
 """Computes how stored arrays are cut into chunks (units of storage) and blocks (units of digests).
 
 A read takes whole chunks and whole blocks. To keep reads small, the length of a block along each
-dim divides the length of a chunk along that dim, or is a multiple of it. Orbax cuts the chunks, and
-torchax_ckpt sets the limit on the size of a chunk. This module computes which chunks Orbax will
-choose, and cuts the blocks to match. This module also says which parts of an array each process
-stores.
+dim divides that of a chunk, or is a multiple of it. Orbax cuts the chunks, below a limit that is
+set here; this module predicts them, cuts the blocks to match, and says which process stores what.
 """
 
 from __future__ import annotations
@@ -34,12 +32,10 @@ _MIN_FRACTION = 16
 def chunk_shape(array: AnyArray) -> tuple[int, ...]:
     """Returns the shape of the chunks into which Orbax cuts what one device or host writes.
 
-    This function repeats Orbax's own computation, which starts with the shape that one device or
-    host writes (``written_shape``). As long as a chunk exceeds ``chunk_limit``, Orbax shortens one
-    dim to its next smaller divisor: the longest dim among those in which the written shape is
-    smaller than the array. If all of those dims have length 1, Orbax shortens the longest of the
-    remaining dims. A caller of Orbax can set the size at which Orbax stops, but cannot exclude a
-    dim from the cutting.
+    Repeats Orbax's computation: from ``written_shape``, while a chunk exceeds ``chunk_limit``, the
+    longest dim gets its next smaller divisor; first among dims in which the written shape is
+    smaller than the array, then among the rest. Callers of Orbax can set the limit, not exclude a
+    dim.
     """
     written = written_shape(array)
     if _nbytes(written, array) <= MAX_BYTES:
@@ -65,11 +61,9 @@ def chunk_limit(array: AnyArray) -> int:
 
 
 def block_shape(array: AnyArray, *, is_stack: bool) -> tuple[int, ...]:
-    """Returns the shape of an array's blocks. A block of a stack has data of only one member.
+    """Returns the shape of an array's blocks: what one device or host writes, or a smaller chunk.
 
-    A block has the shape that one device or host writes (``written_shape``), or the shape of a
-    chunk if the former has more than ``MAX_BYTES`` bytes. The first dim of a stack's block has
-    length 1.
+    A block of a stack has data of only one member, so its first dim has length 1.
     """
     written, first = written_shape(array), int(is_stack)
     block = (1,) * first + written[first:]
@@ -81,22 +75,17 @@ def block_shape(array: AnyArray, *, is_stack: bool) -> tuple[int, ...]:
 def is_shared(array: AnyArray) -> bool:
     """Returns whether the replicas of a shard share the work of writing the shard.
 
-    If an array spans several processes, and the number of replicas divides a dim of the shard, each
-    replica writes an equal part of the shard; if it divides no dim, one replica writes the shard.
-    If an array is on one process, the first replica writes the whole shard: the bytes that are
-    fetched for the shard's digest are then also the bytes that are written, so the bytes leave the
-    device only once.
+    They do if an array spans processes and the number of replicas divides a dim of the shard. On
+    one process, the first replica writes all: the bytes fetched for the digest are then those that
+    are written, and leave the device only once.
     """
     return not isinstance(array, np.ndarray) and not array.is_fully_addressable
 
 
 class StoredPart(NamedTuple):
-    """A part of an array that this process stores.
+    """A part of an array that this process stores; it begins at ``start`` in the array.
 
-    Attributes:
-      start: where the part begins in the array.
-      device: the device whose shard holds the part.
-      within: where the part lies in the shard; None for the whole shard.
+    ``within`` is where the part lies in the shard of ``device``; None for the whole shard.
     """
 
     start: Start
@@ -124,10 +113,7 @@ def stored_parts(array: jax.Array | HostArray) -> Iterator[StoredPart]:
 
 
 def storing_processes(array: AnyArray) -> frozenset[int]:
-    """Returns the indices of the processes that store a part of an array, see ``is_shared``.
-
-    Process 0 stores the host arrays.
-    """
+    """Returns the processes that store a part of an array (``is_shared``); 0 for host arrays."""
     if isinstance(array, np.ndarray):
         return frozenset({0})
     shape = tuple(array.shape)

@@ -1,10 +1,8 @@
 """The codecs of array data, as metadata of Zarr.
 
-The high bits of floating-point numbers, which hold the sign and the exponent, differ little from
-number to number; the low bits are nearly random. Blosc therefore rearranges the bits or the bytes
-of the numbers before it compresses them, so that equal bits of many numbers lie together. A step
-with Blosc is standard Zarr version 2: Orbax and TensorStore read it without this package.
-``benchmarks/compressing.py`` measures sizes and speeds of all codecs.
+The high bits of floating-point numbers differ little from number to number; Blosc puts these
+together before it compresses. A step with Blosc is standard Zarr version 2, readable without this
+package. ``benchmarks/compressing.py`` measures sizes and speeds of all codecs.
 """
 
 from __future__ import annotations
@@ -46,10 +44,10 @@ def codec_of(option: bool | Codec) -> Codec | None:
 
 
 def zarr_compressor(codec: Codec, chunk: Sequence[int]) -> dict[str, Any]:
-    """Returns Zarr's metadata of a compressor for an array with chunks of shape ``chunk``.
+    """Returns Zarr's metadata of a compressor for chunks of this shape.
 
-    The compressor is Zstandard if a chunk might be too large for Blosc. Such a chunk is one that
-    ``chunking`` cannot cut, because the dims of its array have no small divisors.
+    Zstandard if a chunk might be too large for Blosc: ``chunking`` cannot cut dims without small
+    divisors.
     """
     is_too_large = math.prod(chunk) * _MAX_ITEM_BYTES > _MAX_BLOSC_BYTES
     return dict(_METADATA["zstd" if is_too_large else codec])

@@ -20,15 +20,9 @@ _one_at_a_time = threading.RLock()
 
 
 def load_foreign(committed: CommittedStep, abstract_state: Any, options: CheckpointOptions) -> Any:
-    """Returns the content of a step that Orbax wrote without this package.
+    """Returns the content of a step that Orbax wrote alone; all host arrays without abstract state.
 
-    Args:
-      committed: the step.
-      abstract_state: a pytree of ShapeDtypeStructs; None to load everything as host arrays.
-      options: memory bounds.
-
-    Raises:
-      CorruptCheckpointError: Orbax cannot read the step as the abstract state requests.
+    Raises CorruptCheckpointError if Orbax cannot read the step as requested.
     """
     metadata = foreign_metadata(committed)
     context = ocp.Context()
@@ -73,10 +67,7 @@ def _host_abstract(leaf: Any) -> Any:
 def abstract_array(
     shape: tuple[int, ...], dtype: str | np.dtype[Any], sharding: Sharding | None
 ) -> Any:
-    """Returns the abstract leaf that makes Orbax read one array.
-
-    If ``sharding`` is given, Orbax reads a sharded JAX array; if it is None, a numpy array.
-    """
+    """Returns the abstract leaf of a sharded JAX array or, without sharding, a numpy array."""
     dtype = np.dtype(dtype)
     if sharding is not None:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)

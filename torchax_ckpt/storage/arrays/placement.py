@@ -1,9 +1,8 @@
 """Puts pieces of stored arrays together into leaves, and moves the leaves to their devices.
 
-A piece is the unit of reads. A piece consists of whole chunks and whole blocks, so that its bytes
-can be compared with digests. The part of an array that a device will hold goes to the device as
-soon as all pieces of the part have been read. The members of a stack (several leaves stored as one
-array) go to their devices together, once all pieces of the stack have been read.
+A piece, the unit of reads, consists of whole chunks and whole blocks, so that its digests can be
+compared. A device's part goes to the device once its pieces are read; the members of a stack
+(several leaves stored as one array) go together, once all pieces of the stack are.
 """
 
 from __future__ import annotations
@@ -34,15 +33,10 @@ _LARGE_BYTES = 4 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """A stored array to read.
+    """A stored array to read; ``shape`` includes the leading axis of a stack.
 
-    Attributes:
-      shape: its dims, including the leading axis of a stack.
-      dtype: name of its dtype in numpy or ml_dtypes.
-      placements: leaf -> where the leaf goes. The leaf is the array itself, or one of the requested
-        members of a stack.
-      digests: digests to compare its bytes with; None for no comparison.
-      members: names of all members of a stack, in the order of its leading axis.
+    ``placements`` is leaf -> where it goes, for the array itself or the requested members of a
+    stack; ``members`` are all of the stack, in order. Nothing is compared if ``digests`` is None.
     """
 
     shape: tuple[int, ...]
@@ -120,13 +114,7 @@ class _Region:
 class Target:
     """Receives the pieces of one array; adds each leaf to ``leaves`` when the leaf is complete.
 
-    Args:
-      name: the stored name.
-      wanted: the expected array, and where its leaves go.
-      leaves: a dict from name to leaf, to which this object adds its leaves.
-
-    Attributes:
-      nbytes: bytes of all parts of the array that are put together from pieces.
+    ``nbytes`` are those of all parts of the array that are put together from pieces.
     """
 
     nbytes = 0
@@ -142,22 +130,16 @@ class Target:
         raise NotImplementedError
 
     def awaits(self, piece: Piece) -> tuple[int, int]:
-        """Announces a piece that will be read; returns the host memory that it will take, in bytes.
+        """Announces a piece that will be read; returns two sizes in bytes.
 
-        Returns:
-          Two numbers: the bytes of the buffer for the piece itself, which is freed when the piece
-          has arrived; and the bytes of the buffers for those parts of the array of which no piece
-          was announced before, which are freed when the parts are on their devices.
+        Of the buffer for the piece, which is freed when it has arrived; and of the buffers for the
+        parts that the piece is the first to touch, which are freed when the parts are on their
+        devices.
         """
         return piece.nbytes, 0
 
     def arrived(self, piece: Piece, host: np.ndarray) -> tuple[int, list[jax.Array]]:
-        """Receives the content of a piece that was read.
-
-        Returns:
-          The bytes of the parts that this piece completes, and the arrays in which these parts
-          move to devices.
-        """
+        """Takes a read piece; returns the bytes and the moving arrays of parts it completes."""
         raise NotImplementedError
 
     def _unit(self, chunk: Sequence[int]) -> list[int]:
@@ -206,12 +188,7 @@ class SingleLeaf(Target):
         return self._pieces(self._unit(chunk), (region for region, _ in self._regions))
 
     def awaits(self, piece: Piece) -> tuple[int, int]:
-        """Returns the two numbers of bytes that ``Target.awaits`` describes.
-
-        The second number counts the parts that overlap this piece, and no piece announced before
-        it. If the piece is exactly one part, the part uses the piece's memory, so the first number
-        is 0.
-        """
+        """See ``Target``. A piece that is exactly one part lends it its memory: first number 0."""
         nbytes, parts = piece.nbytes, 0
         for region, _ in self._regions:
             if not region.is_awaited and region.overlaps(piece):
@@ -270,11 +247,9 @@ class Stack(Target):
         yield from pieces
 
     def awaits(self, piece: Piece) -> tuple[int, int]:
-        """Returns the two numbers of bytes that ``Target.awaits`` describes.
+        """See ``Target``. The first piece counts the whole array if pieces are copied into one.
 
-        If the pieces are copied into one array, the second number is the size of that array for the
-        first piece, and 0 for all later pieces. If they are not copied, the first number is 0 and
-        the second is the size of the piece.
+        If they are not copied, the first number is 0 and the second is the size of the piece.
         """
         if self._are_parts or self._region.is_piece(piece):
             return 0, piece.nbytes
@@ -334,11 +309,7 @@ class Checked(Target):
 
 
 def _devices(placement: Placement, shape: tuple[int, ...]) -> list[tuple[Any, Bounds]]:
-    """Returns (device, bounds of the device's part) for each of this process's devices with a part.
-
-    A leaf that goes to the host or to the default device gives one pair: its placement, and the
-    bounds of the whole leaf.
-    """
+    """Returns (device, bounds of its part) for this process's devices, or (placement, whole)."""
     if not isinstance(placement, Local):
         memory = placement.memory_kind
         return [
@@ -365,11 +336,9 @@ def bounds_of(index: Index | None, shape: tuple[int, ...]) -> Bounds:
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-    """Returns a new host array, aligned so that JAX can use its memory on CPU without a copy.
+    """Returns a new host array, aligned so that JAX on CPU can use its memory without a copy.
 
-    JAX may then use the memory of this array as the memory of a device array. This is safe, because
-    no other code writes to this array, and because JAX does not reuse donated memory that JAX does
-    not own.
+    Safe, because nothing else writes to it, and JAX does not reuse donated memory it does not own.
     """
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < _LARGE_BYTES:

@@ -1,10 +1,9 @@
 """Reads stored arrays, compares them with their digests, and moves them to devices.
 
-This module reads through TensorStore directly, because Orbax gives no access to the bytes between
-storage and devices. The host compares the bytes of each piece with their digests before the piece
-goes to a device. Each process reads only the parts of arrays that its devices will hold, extended
-to whole blocks. ``CheckpointOptions.max_host_bytes``, or a default, limits the host memory of data
-that was requested from storage and is not on its devices yet.
+Reads through TensorStore, because Orbax gives no access to the bytes between storage and devices.
+Each process reads only what its devices will hold, extended to whole blocks, and compares the bytes
+before they go to a device. ``max_host_bytes``, or a default, limits the host memory of data that
+was requested from storage and is not on its devices yet.
 """
 
 from __future__ import annotations
@@ -212,8 +211,8 @@ def _corrupt(
 class _Arrival:
     """Reads one piece from storage to the host, checks it, and hands it to its target.
 
-    The thread of TensorStore that has read the piece also compares the piece with its digests.
-    Pieces are therefore compared in parallel, while they are still in the processor's caches.
+    TensorStore's thread that read a piece compares it too: in parallel, and while it is in the
+    cache.
     """
 
     def __init__(
@@ -331,8 +330,8 @@ class _Arrival:
 class _Window:
     """Limits the bytes in flight between storage and devices; only a single array can exceed it.
 
-    A piece counts as in flight from its request until it has been read. A part that is put together
-    from pieces counts as in flight from its first piece until the part is on its devices.
+    A piece is in flight from its request until it is read; a part that is put together from pieces,
+    from its first piece until it is on its devices.
     """
 
     def __init__(self, max_bytes: int, on_bytes: Callable[[int], None]) -> None:
@@ -348,10 +347,7 @@ class _Window:
         self._reading.append((piece_bytes, arrival))
 
     def make_room(self, nbytes: int) -> None:
-        """Waits until ``nbytes`` more bytes fit within the limit, or no bytes are in flight.
-
-        Waits for pieces to be read and for parts to reach their devices, oldest first.
-        """
+        """Waits, for the oldest first, until ``nbytes`` more fit or nothing is in flight."""
         while (self._reading or self._moving) and self._bytes + nbytes > self._max_bytes:
             self._finish_oldest()
 

@@ -1,10 +1,8 @@
 """Chooses the leaves that one replica reads from storage and sends to all other replicas.
 
-If a run uses several TPU slices, each slice may hold one data-parallel replica of the arrays. By
-default, each slice then reads the same bytes from storage. With the option
-``single_replica_restore``, only the processes of the first replica read a replicated leaf from
-storage. The module ``snapshot/move_shards.py`` then sends the leaf to the devices of all other
-replicas.
+With several TPU slices, each slice may hold a replica of the arrays, and would read the same bytes.
+With ``single_replica_restore``, only the processes of the first replica read such a leaf;
+``snapshot/move_shards.py`` sends it to the others.
 """
 
 from __future__ import annotations
@@ -27,11 +25,9 @@ _NIBBLES = {"int4", "uint4", "float4_e2m1fn"}
 def split(
     wanted: Mapping[str, Wanted],
 ) -> tuple[dict[str, Wanted], dict[str, jax.ShapeDtypeStruct]]:
-    """Chooses the arrays that this process reads, and the leaves that the first replica sends.
+    """Returns the arrays that this process reads, and the leaves that the first replica sends.
 
-    Returns:
-      The arrays that this process reads from storage, and the leaves that the first replica sends
-      to all other replicas. The second result is the same on all processes.
+    The second result is the same on all processes.
     """
     read_here: dict[str, Wanted] = {}
     spread: dict[str, jax.ShapeDtypeStruct] = {}
