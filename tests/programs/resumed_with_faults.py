@@ -20,7 +20,7 @@ from processes_program import INDEX, report
 from support.damage import flip_bit
 
 from torchax_ckpt import errors
-from torchax_ckpt.storage.arrays import block_digests, locate_chunk
+from torchax_ckpt.storage.arrays import block_digests, read_arrays
 
 
 def told(call: Any, *args: Any) -> list[Any] | None:
@@ -97,7 +97,7 @@ ckpt.delete(8)
 with ckpt._processes.round("damaging"):
     if INDEX == 0:
         stored = epath.Path(directory) / "10" / "state"
-        place = locate_chunk.place_of_chunk(stored, "model.0.weight", [3, 0])
+        place = read_arrays.place_of_chunk(stored, "model.0.weight", [3, 0])
         found = re.fullmatch("(.*), bytes ([0-9]+) to [0-9]+", str(place))
         assert found
         path, first = found.groups()

@@ -20,7 +20,7 @@ from support.training import before_enabling, fsdp_mesh, fsdp_rule, save
 
 from torchax_ckpt import TorchaxCheckpointer, load_torch_state_dict, policies, warm_start
 from torchax_ckpt.cli import exit_codes
-from torchax_ckpt.formats.huggingface.adapters import names_in_file
+from torchax_ckpt.formats.huggingface.model_folder import names_in_file
 
 pytestmark = pytest.mark.slow
 

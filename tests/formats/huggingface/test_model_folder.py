@@ -19,7 +19,7 @@ from torchax_ckpt import TorchaxCheckpointer, policies
 from torchax_ckpt.cli import exit_codes
 from torchax_ckpt.cli.app import app
 from torchax_ckpt.errors import UnsupportedLeafError
-from torchax_ckpt.formats.huggingface.adapters import adapters_among, names_in_file
+from torchax_ckpt.formats.huggingface.model_folder import adapter_names, names_in_file
 
 NAMES = ["m.q.base_layer.weight", "m.q.lora_A.default.weight", "m.q.lora_B.b.weight", "m.k.weight"]
 
@@ -204,7 +204,7 @@ def test_a_config_that_is_no_json_object_is_refused(directory: Path, tmp_path: P
 
 
 def test_adapters_are_told_apart_by_name() -> None:
-    assert adapters_among(NAMES) == {"default", "b"}
+    assert adapter_names(NAMES) == {"default", "b"}
     assert names_in_file(NAMES, "b", {"peft_type": "LORA"}) == {
         "base_model.model.m.q.lora_B.weight": "m.q.lora_B.b.weight"
     }

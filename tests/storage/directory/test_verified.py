@@ -17,7 +17,7 @@ from support.training import mlp
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
 from torchax_ckpt.errors import CorruptCheckpointError, DirectoryError, SaveError, StepNotFoundError
-from torchax_ckpt.storage.arrays import array_checks, locate_chunk
+from torchax_ckpt.storage.arrays import array_checks, read_arrays
 from torchax_ckpt.storage.directory.committed_step import STATE
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.verified import MARK
@@ -54,7 +54,7 @@ def place_of(ckpt: TorchaxCheckpointer, leaf: str) -> tuple[Path, int, int]:
     chunk = [0] * array.rank
     if array.rank == 3:  # a stack, and the leaf its second row
         chunk[0] = 1 // int((array.chunk_layout.read_chunk.shape or ())[0] or 1)
-    found = PLACE.fullmatch(locate_chunk.place_of_chunk(committed.path / STATE, key, chunk) or "")
+    found = PLACE.fullmatch(read_arrays.place_of_chunk(committed.path / STATE, key, chunk) or "")
     assert found is not None
     return Path(found[1]), int(found[2]), int(found[3])
 

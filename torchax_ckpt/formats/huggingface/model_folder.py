@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from torchax_ckpt.errors import DirectoryError, MismatchError, UnsupportedLeafError
-from torchax_ckpt.formats.huggingface.adapters import adapters_among, names_in_file
 from torchax_ckpt.formats.huggingface.model_files import (
     ADAPTER_CONFIG,
     ADAPTERS,
@@ -31,6 +30,17 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _OF_TRAINERS = ("trainer_state.json", "all_results.json", "eval_results.json", "train_results.json")
 # PEFT writes the adapter of this name into the folder itself, and others into subfolders.
 _DEFAULT_ADAPTER = "default"
+PREFIXES: Mapping[str, str] = {
+    "IA3": "ia3_", "LOHA": "hada_", "LOKR": "lokr_", "LORA": "lora_", "OFT": "oft_",
+}  # fmt: skip
+"""Method of PEFT -> what the names of its parameters begin with. PEFT has methods whose tensors
+have names of other forms; ``names_in_file`` refuses these."""
+
+# The names of layers whose base weights PEFT stores with an adapter of them.
+_EMBEDDINGS = ("embed_tokens", "lm_head")
+_TRAINED_COPY, _TRAINED_TOKENS = "modules_to_save", "trainable_tokens_delta"
+# PeftModel holds the base model under this name, and files always have it.
+_BASE = "base_model.model."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +126,7 @@ def export_model(
     are written under each of their names. Raises MismatchError if the weights contain adapters, and
     as ``export_safetensors`` does.
     """
-    if adapters := adapters_among(weights.leaves):
+    if adapters := adapter_names(weights.leaves):
         raise MismatchError(
             f"expected the weights of a model, found tensors of its adapters "
             f"{', '.join(sorted(adapters))}: transformers would load the model without them. "
@@ -154,7 +164,7 @@ def export_adapters(
     Returns and raises as ``export_model`` does; MismatchError also without an adapter or its
     config, UnsupportedLeafError if PEFT's method is not known.
     """
-    found = sorted(adapters_among(weights.leaves))
+    found = sorted(adapter_names(weights.leaves))
     if not found:
         raise MismatchError("expected tensors of PEFT's adapters, found none; omit --format peft")
     paths: list[Path] = []
@@ -215,3 +225,69 @@ def _ties(config: Mapping[str, Any]) -> bool:
 def _untied(weights: Weights) -> Weights:
     leaves = {**weights.leaves, **{a: weights.leaves[n] for a, n in weights.ties.items()}}
     return dataclasses.replace(weights, leaves=leaves, ties={})
+
+
+def adapter_names(fqns: Iterable[str]) -> set[str]:
+    """Returns the names of the adapters that tensors of a model belong to."""
+    return {parts[at] for name in fqns for parts in [name.split(".")] for at in _places(parts)}
+
+
+def _places(parts: list[str]) -> Iterator[int]:
+    # The indices of an adapter's name among the parts of a tensor's name.
+    prefixes = tuple(PREFIXES.values())
+    for at, part in enumerate(parts[:-1], 1):
+        if part.startswith(prefixes) or part in (_TRAINED_COPY, _TRAINED_TOKENS):
+            yield at
+
+
+def _is_stored_too(parts: list[str], layers: set[str], bias: str) -> bool:
+    """Returns whether PEFT stores a tensor of the base model with an adapter of these layers."""
+    if parts[-1] == "bias" and bias == "all":
+        return True
+    layer = ".".join(parts[:-2])
+    if parts[-2:-1] != ["base_layer"] or layer not in layers:
+        return False
+    return bias.endswith("_only") if parts[-1] == "bias" else parts[-3] in _EMBEDDINGS
+
+
+def names_in_file(fqns: Iterable[str], adapter: str, config: Mapping[str, Any]) -> dict[str, str]:
+    """Returns name in PEFT's file -> name in the model, for the tensors of an adapter.
+
+    ``q_proj.lora_A.default.weight`` of a model is ``q_proj.lora_A.weight`` in a file.
+    Source: ``get_peft_model_state_dict`` of peft 0.21.2.
+
+    Raises UnsupportedLeafError if the adapter's method is not one of ``PREFIXES``.
+    """
+    method = str(getattr(config.get("peft_type"), "value", config.get("peft_type")))
+    if method not in PREFIXES:
+        raise UnsupportedLeafError(
+            f"the adapter {adapter!r:.80}: expected one of PEFT's methods {', '.join(PREFIXES)}, "
+            f"found {method!r:.40}, whose tensors only PEFT can name. Restore the step into the "
+            "model, and call its save_pretrained"
+        )
+    prefix = PREFIXES[method]
+    found: dict[str, str] = {}
+    layers: set[str] = set()  # those with tensors of the adapter
+    named = [(name, name.split(".")) for name in fqns]
+    for name, parts in named:
+        for at in _places(parts):
+            kind = parts[at - 1]
+            if parts[at] != adapter:
+                continue
+            if kind.startswith(prefix):
+                layers.add(".".join(parts[: at - 1]))
+                rest = parts[at + 1 :]
+                # PEFT keeps the form of the files of earlier releases, in which this was no module.
+                if config.get("use_dora") and kind == "lora_magnitude_vector":
+                    rest = []
+                found[".".join([*parts[:at], *rest])] = name
+            elif kind == _TRAINED_COPY:
+                found[".".join([*parts[: at - 1], *parts[at + 1 :]])] = name
+            elif kind == _TRAINED_TOKENS:
+                found[".".join(parts[:at])] = name
+    for name, parts in named:
+        if not any(_places(parts)) and _is_stored_too(parts, layers, config.get("bias", "none")):
+            found[name] = name
+    return {
+        file if file.startswith(_BASE) else f"{_BASE}{file}": name for file, name in found.items()
+    }

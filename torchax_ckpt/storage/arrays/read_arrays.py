@@ -9,19 +9,25 @@ was requested from storage and is not on its devices yet.
 from __future__ import annotations
 
 import collections
+import dataclasses
+import functools
 import itertools
+import logging
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorstore as ts
+from etils import epath
 
 from torchax_ckpt.errors import CorruptCheckpointError
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.runtime import progress
 from torchax_ckpt.runtime.background import Flag
 from torchax_ckpt.runtime.lazily import jax
-from torchax_ckpt.storage.arrays import block_digests, locate_chunk
+from torchax_ckpt.snapshot.local import Placement
+from torchax_ckpt.storage.arrays import block_digests
 from torchax_ckpt.storage.arrays.array_checks import stored_key
 from torchax_ckpt.storage.arrays.placement import (
     Checked,
@@ -36,11 +42,18 @@ from torchax_ckpt.storage.directory.committed_step import STATE, CommittedStep
 from torchax_ckpt.storage.directory.step_files import as_corrupt, await_read
 from torchax_ckpt.storage.medium import location, storage_errors
 
+logger = logging.getLogger(__name__)
+
 # The default limit of the bytes in flight between storage and devices, in addition to the largest
 # array that the host puts together from pieces. It is enough to keep storage and devices busy.
 _IN_FLIGHT_BYTES = 1 << 30
 # The default limit for programs that run beside a training program and must not take its memory.
 STREAMED_BYTES = 256 << 20
+# Each process itself reads leaves of these dtypes and of complex dtypes, because they are rare.
+_NIBBLES = {"int4", "uint4", "float4_e2m1fn"}
+# A place in TensorStore's text form: kind, database that first wrote it, file, first byte, number
+# of bytes.
+_PLACE = re.compile(r"(?:value|btreenode):(.*):(.*):(\d+):(\d+)")
 
 
 def read_arrays(
@@ -53,9 +66,7 @@ def read_arrays(
     leaves: dict[str, Any] = {}
     spread: dict[str, jax.ShapeDtypeStruct] = {}
     if options.single_replica_restore:
-        from torchax_ckpt.storage.arrays import replica_reading
-
-        wanted, spread = replica_reading.split(wanted)
+        wanted, spread = _split_replicas(wanted)
     targets = [
         (Stack if want.members else SingleLeaf)(n, want, leaves) for n, want in wanted.items()
     ]
@@ -66,6 +77,58 @@ def read_arrays(
         agree()
         sum_over_replicas(leaves, spread)
     return leaves
+
+
+def _split_replicas(
+    wanted: Mapping[str, Wanted],
+) -> tuple[dict[str, Wanted], dict[str, jax.ShapeDtypeStruct]]:
+    """Returns the arrays that this process reads, and the leaves that the first replica sends.
+
+    With several TPU slices, each may hold a replica of the arrays, and would read the same bytes.
+    The second result is the same on all processes.
+    """
+    read_here: dict[str, Wanted] = {}
+    spread: dict[str, jax.ShapeDtypeStruct] = {}
+    for name, want in wanted.items():
+        placements: dict[str, Placement] = {}
+        shape = want.shape[1:] if want.members else want.shape
+        for leaf, placement in want.placements.items():
+            source = _first_sharding(placement, want.dtype)
+            if source is None:
+                placements[leaf] = placement
+                continue
+            spread[leaf] = jax.ShapeDtypeStruct(shape, np.dtype(want.dtype), sharding=placement)
+            if source.addressable_devices:
+                placements[leaf] = source
+        if placements:
+            read_here[name] = dataclasses.replace(want, placements=placements)
+    return read_here, spread
+
+
+def _first_sharding(placement: Placement, dtype: str) -> jax.sharding.NamedSharding | None:
+    """Returns the first replica's sharding of a leaf; None if every process reads its own part."""
+    if not isinstance(placement, jax.sharding.NamedSharding) or placement.is_fully_addressable:
+        return None
+    if dtype in _NIBBLES or np.dtype(dtype).kind == "c":
+        return None
+    if not isinstance(placement.mesh, jax.sharding.Mesh):
+        return None
+    source, is_everywhere = _first_replica(placement)
+    return None if is_everywhere else source
+
+
+@functools.lru_cache(maxsize=1024)
+def _first_replica(final: jax.sharding.NamedSharding) -> tuple[jax.sharding.NamedSharding, bool]:
+    """Returns the first replica's sharding, and whether that replica spans all processes."""
+    from torchax_ckpt.snapshot.sharding import replicas
+
+    source = replicas(final)[0]
+    return source, _processes_of(source) == _processes_of(final)
+
+
+def _processes_of(sharding: jax.sharding.Sharding) -> set[int]:
+    devices: set[jax.Device] = sharding.device_set
+    return {device.process_index for device in devices}
 
 
 def stream_arrays(
@@ -106,7 +169,7 @@ def _read(committed: CommittedStep, targets: Sequence[Target], options: Checkpoi
         return sum(p.nbytes for t in targets for p in t.pieces(_chunk(stores[t.name])))
 
     with progress.bar(f"reading step {committed.step}", total_bytes) as on_bytes:
-        window = _Window(options.max_host_bytes or largest + _IN_FLIGHT_BYTES, on_bytes)
+        window = _BytesInFlight(options.max_host_bytes or largest + _IN_FLIGHT_BYTES, on_bytes)
         for target, piece in pieces:
             piece_bytes, joined_bytes = target.awaits(piece)
             window.make_room(piece_bytes + joined_bytes)
@@ -317,7 +380,7 @@ class _Arrival:
     def _place(self, chunk: Sequence[int]) -> str | None:
         """Returns the file and the byte range that hold a chunk; None if they are not found."""
         folder = self._committed.path / STATE
-        return locate_chunk.place_of_chunk(folder, stored_key(self._target.name), chunk)
+        return place_of_chunk(folder, stored_key(self._target.name), chunk)
 
     def _about(self, rows: Iterable[int], problem: str) -> CorruptCheckpointError:
         """Returns an error that names the stack members in ``rows``, or the unstacked array."""
@@ -327,7 +390,39 @@ class _Arrival:
         return _corrupt(self._committed, leaves[0], problem, named)
 
 
-class _Window:
+def place_of_chunk(folder: epath.Path, key: str, chunk: Sequence[int]) -> str | None:
+    """Returns the file and byte range that hold a chunk of a database's array, if they are found.
+
+    TensorStore's errors do not name the file. Slow: reads the database's nodes one after another.
+    """
+    wanted = f"{key}/{'.'.join(map(str, chunk)) or '0'}".encode()
+    try:
+        context = location.reading_context()
+        base = ts.KvStore.open(location.kvstore(folder), context=context).result()
+        versions = ts.ocdbt.dump(base).result()["versions"]
+        todo = [versions[-1]["root"]["location"]]
+        while todo:
+            node = todo.pop()
+            for entry in ts.ocdbt.dump(base, node=node).result()["entries"]:
+                if "location" in entry:
+                    todo.append(entry["location"])
+                elif entry["key"] == wanted:
+                    return _file_and_range(folder, entry.get("indirect_value", node))
+    except Exception as error:  # must not replace the error that is being reported
+        logger.info("cannot locate the damaged chunk of %s in %s: %s", key, folder, error)
+    return None
+
+
+def _file_and_range(folder: epath.Path, found: str) -> str | None:
+    """Returns TensorStore's location text as file and byte range; None if it cannot be parsed."""
+    place = _PLACE.fullmatch(found)
+    if place is None:
+        return None
+    database, file, start, length = place.groups()
+    return f"{folder / (database + file)}, bytes {start} to {int(start) + int(length)}"
+
+
+class _BytesInFlight:
     """Limits the bytes in flight between storage and devices; only a single array can exceed it.
 
     A piece is in flight from its request until it is read; a part that is put together from pieces,
