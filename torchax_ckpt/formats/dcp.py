@@ -191,8 +191,8 @@ def open_dcp(path: Path, at: str | None = None) -> TensorFiles:
     with reading_file(path / METADATA, _EXPECTED, max_bytes=MAX_METADATA_BYTES):
         root = _MetadataReader(io.BytesIO((path / METADATA).read_bytes())).load()
         metadata = _state(root, "Metadata")
-        planned = metadata.get("planner_data") or {}
-        places = {_text(key): _place(keys) for key, keys in planned.items()}
+        planner_data = metadata.get("planner_data") or {}
+        places = {_text(key): _place(keys) for key, keys in planner_data.items()}
         chunks = dict(_chunks(metadata["storage_data"], path))
         every = {
             places.get(_text(key), (key,)): _tensor(

@@ -114,10 +114,10 @@ def export_safetensors(
     """
     files = _divide(weights, out, max_shard_bytes)
     index = out / INDEX if len(files) > 1 else None
-    beside = dict(texts or {})
+    text_files = dict(texts or {})
     if index:
-        beside[index] = json.dumps(_index(files), indent=2) + "\n"
-    paths = [*(file.path for file in files), *beside]
+        text_files[index] = json.dumps(_index(files), indent=2) + "\n"
+    paths = [*(file.path for file in files), *text_files]
     headers = [file.header(weights.ties) for file in files]
     with _removed_on_failure([*(file.partial for file in files), *paths], paths):
         for file, header in zip(files, headers, strict=True):
@@ -125,11 +125,11 @@ def export_safetensors(
         _fill(stored, files, on_bytes)
         for file in files:
             fsync.swap_in(file.partial, file.path)
-        for path, text in beside.items():
+        for path, text in text_files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(text.encode())
             fsync.sync(path)
-        for folder in {out, *(path.parent for path in beside)} if beside else ():
+        for folder in {out, *(path.parent for path in text_files)} if text_files else ():
             fsync.sync(folder)
     return paths
 

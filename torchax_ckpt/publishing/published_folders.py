@@ -154,9 +154,9 @@ class PublishedFolders:
     def retire(self, keep: int, grace_secs: float) -> None:
         """Deletes folders that ceased to be among the newest ``keep`` ones ``grace_secs`` ago."""
         now = _now_secs()
-        kept = self.published[-keep:]
+        newest = self.published[-keep:]
         known = [
-            dataclasses.replace(folder, replaced_secs=self._since(folder, now, folder in kept))
+            dataclasses.replace(folder, replaced_secs=self._since(folder, now, folder in newest))
             for folder in self.published
         ]
         doomed = [
@@ -280,8 +280,8 @@ class PublishedFolders:
     def _new_path(self, step: int) -> Path:
         name = f"step-{step}"
         names = itertools.chain((name,), (f"{name}-{count}" for count in itertools.count(2)))
-        taken = {folder.path.name for folder in self.published}
-        return next(p for n in names if n not in taken and not (p := self.path / n).exists())
+        used_names = {folder.path.name for folder in self.published}
+        return next(p for n in names if n not in used_names and not (p := self.path / n).exists())
 
     def _unique(self, name: str) -> Path:
         return self._control / f"{name}-{uuid.uuid4().hex[:8]}"

@@ -96,14 +96,14 @@ class StateSenders:
         return cls([hosts] * len(lacking), lacking)
 
     @classmethod
-    def of_states(cls, held: Sequence[Sequence[int]]) -> StateSenders:
+    def of_states(cls, states: Sequence[Sequence[int]]) -> StateSenders:
         """Returns the plan, given for each process those whose states its host has."""
-        hosts: list[list[int]] = [[] for _ in held]
-        for host, its_states in enumerate(held):
-            for index in its_states:
+        hosts: list[list[int]] = [[] for _ in states]
+        for host, indices in enumerate(states):
+            for index in indices:
                 if index < len(hosts):  # a manifest may name any process
                     hosts[index].append(host)
-        return cls(hosts, [index not in its_hosts for index, its_hosts in enumerate(hosts)])
+        return cls(hosts, [index not in with_state for index, with_state in enumerate(hosts)])
 
     def answers(self, lacking: Sequence[int]) -> list[Answer]:
         """Returns the answer for each process, given whether it lacks its state.
@@ -112,8 +112,9 @@ class StateSenders:
         copy from then on, so it is asked for no other state. Raises LookupError, with the index of
         a process whose state no host has undamaged.
         """
-        asked = zip(self._senders, lacking, strict=True)
-        self._damaged.update(sender for sender, lacks in asked if lacks and sender is not None)
+        for sender, lacks in zip(self._senders, lacking, strict=True):
+            if lacks and sender is not None:
+                self._damaged.add(sender)
         posts: list[list[int]] = [[] for _ in lacking]
         self._senders = [None] * len(lacking)
         for index, lacks in enumerate(lacking):
@@ -124,4 +125,6 @@ class StateSenders:
                 self._senders[index] = sender
                 posts[sender].append(index)
         is_any = any(lacking)
-        return [(sender, its, is_any) for sender, its in zip(self._senders, posts, strict=True)]
+        return [
+            (sender, indices, is_any) for sender, indices in zip(self._senders, posts, strict=True)
+        ]

@@ -89,7 +89,7 @@ class FileWeights:
         """
         leaves: dict[str, Any] = {}
         empty_leaves: dict[str, Any] = {}
-        max_bytes, held_bytes = self._options.max_host_bytes or _MAX_TRANSIT_BYTES, 0
+        max_bytes, in_flight_bytes = self._options.max_host_bytes or _MAX_TRANSIT_BYTES, 0
         reading: collections.deque[tuple[_Piece, concurrent.futures.Future[Any]]]
         moving: collections.deque[tuple[int, list[jax.Array]]]
         reading, moving = collections.deque(), collections.deque()
@@ -107,13 +107,13 @@ class FileWeights:
                     empty_leaves[name] = np.zeros(read.spec.shape, dtype)
                     continue
                 for piece in _pieces(name, self._tensors[name], read, leaves, max_bytes):
-                    while held_bytes and held_bytes + piece.nbytes > max_bytes:
+                    while in_flight_bytes and in_flight_bytes + piece.nbytes > max_bytes:
                         if not moving:
                             take()
                         nbytes, arrays = moving.popleft()
                         jax.block_until_ready(arrays)
-                        held_bytes -= nbytes
-                    held_bytes += piece.nbytes
+                        in_flight_bytes -= nbytes
+                    in_flight_bytes += piece.nbytes
                     reading.append((piece, readers.submit(piece.read)))
                     while reading and (reading[0][1].done() or len(reading) > 2 * num_readers):
                         take()

@@ -41,11 +41,13 @@ def load_state(source: StoredStep | HostSteps, abstract_state: Any, processes: P
     if FUNCTIONAL in source.document:
         root, prefix = source.document[FUNCTIONAL], (FUNCTIONAL,)
     else:
-        asked = abstract_state.keys() if isinstance(abstract_state, Mapping) else None
+        components = abstract_state.keys() if isinstance(abstract_state, Mapping) else None
         document = per_process_state.document_of(
             source.document, processes.index, processes.count, f"step {committed.step}"
         )
-        root = {"dict": [[n, d] for n, d in document.items() if asked is None or n in asked]}
+        root = {
+            "dict": [[n, d] for n, d in document.items() if components is None or n in components]
+        }
     with about(committed):
         request = functional.Request(root, abstract_state, prefix, findings)
         if findings:
@@ -61,13 +63,13 @@ def load_foreign(committed: CommittedStep, abstract_state: Any, options: Checkpo
     _require_match(committed, abstract_state)
     leaves, treedef = jax.tree_util.tree_flatten(abstract_state)
     reads = {str(i): read for i, leaf in enumerate(leaves) if (read := functional.as_read(leaf))}
-    asked = [
+    abstract_leaves = [
         foreign.abstract_array(read.spec.shape, read.spec.dtype, _sharding(read))
         if (read := reads.get(str(i)))
         else leaf
         for i, leaf in enumerate(leaves)
     ]
-    state = jax.tree_util.tree_unflatten(treedef, asked)
+    state = jax.tree_util.tree_unflatten(treedef, abstract_leaves)
     loaded = foreign.load_foreign(committed, state, options)
     found = {str(i): leaf for i, leaf in enumerate(jax.tree_util.tree_leaves(loaded))}
     arrays = put({n: found[n] for n in reads}, {n: read.placement for n, read in reads.items()})

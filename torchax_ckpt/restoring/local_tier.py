@@ -79,8 +79,8 @@ class HostSteps:
                 self._copy = copy
         # The host leaves of this process's state. They are read at once, because in every copy of
         # the step their names stand for the state of the process that wrote the copy.
-        self._own: dict[str, np.ndarray] = {}
-        self._is_own_here = False
+        self._state_leaves: dict[str, np.ndarray] = {}
+        self._has_own_state = False
         self.document: Mapping[str, Node]
         self.document, self._specs = self._opened()
 
@@ -94,60 +94,60 @@ class HostSteps:
                 shared = per_process_state.without_states(document)
                 content = json.dumps([host_parts.whole(shared), host_parts.specs(shared)])
             self._copy = self._copy if states is not None else None
-        mine = b""
+        state_bytes = b""
         if states is not None and (states.count is None or index in states.nodes):
-            mine = self._state(states.of_process(index))
-            if not mine:  # the copy is damaged, and ignored
+            state_bytes = self._state(states.of_process(index))
+            if not state_bytes:  # the copy is damaged, and ignored
                 states = None
-        told: list[Any] = [None, None, []]
+        report: list[Any] = [None, None, []]
         if states is not None:
-            told = [digest(content), states.count, sorted(states.nodes)]
-        answer = self._processes.answer(json.dumps(told).encode(), self._first_answers)
-        count, sender, receives, posts, asked = json.loads(answer)
+            report = [digest(content), states.count, sorted(states.nodes)]
+        answer = self._processes.answer(json.dumps(report).encode(), self._first_answers)
+        count, sender, receives, posts, state_answer = json.loads(answer)
         if posts:
             self._processes.post("content", content.encode())
-        self._is_own_here = asked[0] is None
-        mine = self._received_state(states, asked) or mine
+        self._has_own_state = state_answer[0] is None
+        state_bytes = self._received_state(states, state_answer) or state_bytes
         if receives:
             content = self._processes.posted("content", sender).decode()
-        state = PerProcessState.of_bytes(mine)
-        nodes, self._own = state.nodes, dict(state.leaves)
+        state = PerProcessState.of_bytes(state_bytes)
+        nodes, self._state_leaves = state.nodes, dict(state.leaves)
         document, specs = json.loads(content)
         specs |= host_parts.specs(nodes)
         return per_process_state.with_states(document, host_parts.whole(nodes), count), specs
 
-    def _first_answers(self, told: Sequence[bytes]) -> list[bytes]:
+    def _first_answers(self, reports: Sequence[bytes]) -> list[bytes]:
         """Decides on process 0 which processes send a document or a per-process state to which.
 
         A message has the digest of a copy's document, the number of processes that saved it, and
         the indices of those whose states it has. An answer has this number; who sends the document;
         whether this process receives, and sends it; and the answer of ``StateSenders``.
         """
-        digests, counts, held = zip(*map(json.loads, told), strict=True)
+        digests, counts, states = zip(*map(json.loads, reports), strict=True)
         if not any(digests):
             raise self._unreadable(_NO_COPY)
         first = next(index for index, its_digest in enumerate(digests) if its_digest)
-        if counts[first] not in (None, len(told)):
+        if counts[first] not in (None, len(reports)):
             raise self._unreadable(
-                f"{counts[first]} hosts saved this step, and {len(told)} restore it. Restore it "
+                f"{counts[first]} hosts saved this step, and {len(reports)} restore it. Restore it "
                 "with as many hosts, or read the step from the durable tier (tier='durable')"
             )
         if counts[first] is None:
             self._state_senders = StateSenders.of_equal(map(bool, digests))
         else:
-            self._state_senders = StateSenders.of_states(held)
+            self._state_senders = StateSenders.of_states(states)
         receives = [its_digest != digests[first] for its_digest in digests]
         answers = zip(
-            [counts[first]] * len(told),
-            [first] * len(told),
+            [counts[first]] * len(reports),
+            [first] * len(reports),
             receives,
-            [index == first and any(receives) for index in range(len(told))],
-            self._asked_states(self._state_senders.lacking),
+            [index == first and any(receives) for index in range(len(reports))],
+            self._state_answers(self._state_senders.lacking),
             strict=True,
         )
         return [json.dumps(answer).encode() for answer in answers]
 
-    def _asked_states(self, lacking: Sequence[int]) -> list[Answer]:
+    def _state_answers(self, lacking: Sequence[int]) -> list[Answer]:
         """Returns, on process 0, the answers of ``StateSenders``."""
         try:
             return self._state_senders.answers(lacking)
@@ -159,21 +159,21 @@ class HostSteps:
             ) from None
 
     def _next_answers(self, lacking: Sequence[bytes]) -> list[bytes]:
-        return [json.dumps(answer).encode() for answer in self._asked_states(b"".join(lacking))]
+        return [json.dumps(answer).encode() for answer in self._state_answers(b"".join(lacking))]
 
-    def _received_state(self, states: HostStates | None, asked: Answer) -> bytes:
+    def _received_state(self, states: HostStates | None, answer: Answer) -> bytes:
         """Sends other processes their states; returns the state that this one is sent, or b""."""
-        mine, (sender, posts, is_any) = b"", asked
+        state_bytes, (sender, posts, is_any) = b"", answer
         while is_any:
             for index in posts:
                 assert states is not None
                 self._processes.post(f"state {index}", self._state(states.of_process(index)))
             if sender is not None:
-                mine = self._processes.posted(f"state {self._processes.host_index}", sender)
-            is_lacking = sender is not None and not mine
-            told = self._processes.answer(bytes([is_lacking]), self._next_answers)
-            sender, posts, is_any = json.loads(told)
-        return mine
+                state_bytes = self._processes.posted(f"state {self._processes.host_index}", sender)
+            is_lacking = sender is not None and not state_bytes
+            reply = self._processes.answer(bytes([is_lacking]), self._next_answers)
+            sender, posts, is_any = json.loads(reply)
+        return state_bytes
 
     def _state(self, nodes: Mapping[str, Node]) -> bytes:
         """Returns a per-process state of this host's copy as a message; b"" if it is damaged."""
@@ -192,7 +192,7 @@ class HostSteps:
         """Ignores this host's copy, for another's, if it is damaged or does not fit."""
         if self._copy is None:
             return
-        reads = host_shards.as_saved(self._without_own(reads), self._specs)
+        reads = host_shards.as_saved(self._without_state(reads), self._specs)
         self._needed(reads)
         copy, self._copy = self._copy, None
         try:
@@ -206,22 +206,22 @@ class HostSteps:
 
     def is_whole(self, reads: Mapping[str, Read], num_processes: int) -> bool:
         """Returns whether a restore with ``reads`` reads every stored byte of this host's copy."""
-        if self._copy is None or not self._is_own_here:
+        if self._copy is None or not self._has_own_state:
             return False
         return self._copy.is_whole(reads, num_processes)
 
-    def _without_own(self, reads: Mapping[str, Read]) -> dict[str, Read]:
-        return {name: read for name, read in reads.items() if name not in self._own}
+    def _without_state(self, reads: Mapping[str, Read]) -> dict[str, Read]:
+        return {name: read for name, read in reads.items() if name not in self._state_leaves}
 
     def read_leaves(self, reads: Mapping[str, Read]) -> dict[str, Any]:
         """Returns leaf name -> array; other hosts send what this host's copy lacks."""
-        state = {name: read for name, read in reads.items() if name in self._own}
-        found = put({n: np.array(self._own[n]) for n in state}, _placements(state))
-        reads = self._without_own(reads)
+        state = {name: read for name, read in reads.items() if name in self._state_leaves}
+        found = put({n: np.array(self._state_leaves[n]) for n in state}, _placements(state))
+        reads = self._without_state(reads)
         return {**found, **self._read(reads)}
 
     def _read(self, reads: Mapping[str, Read]) -> dict[str, Any]:
-        asked, reads = reads, host_shards.as_saved(reads, self._specs)
+        requested, reads = reads, host_shards.as_saved(reads, self._specs)
         spanning = {
             name: reads[name] for name in sorted(reads) if spans_hosts(reads[name].placement)
         }
@@ -232,12 +232,12 @@ class HostSteps:
                 values = self._copy.read_leaves({**reads, **parts})
         if values is None:
             self._copy = None  # values from other hosts do not verify this host's copy
-        here = {name: read for name, read in reads.items() if name not in spanning}
+        on_one_host = {name: read for name, read in reads.items() if name not in spanning}
         found = self._spanning_leaves(spanning, values)
         # In the same order on every process: resharding runs collectives.
-        moved = [n for n in spanning if asked[n].placement != reads[n].placement]
-        reshard(found, {name: _target(asked[name]) for name in moved})
-        return {**self._local_leaves(here, values), **found}
+        moved = [n for n in spanning if requested[n].placement != reads[n].placement]
+        reshard(found, {name: _target(requested[name]) for name in moved})
+        return {**self._local_leaves(on_one_host, values), **found}
 
     # --- leaves that do not span hosts ---
 

@@ -201,24 +201,24 @@ class StoredStep:
         Of a stack, only the pieces that have rows of these leaves are read. Raises
         CorruptCheckpointError, which names the leaf and, if known, the file; or DirectoryError.
         """
-        asked = set(names)
+        selected = set(names)
         with still_there(self.committed), about(self.committed):
-            wanted = self._wanted(dict.fromkeys(asked))
-            self._require_stored(asked)
+            wanted = self._wanted(dict.fromkeys(selected))
+            self._require_stored(selected)
 
-            def has_asked(stored: str, piece: Piece) -> bool:
+            def is_wanted(stored: str, piece: Piece) -> bool:
                 members = wanted[stored].members
-                return not members or not asked.isdisjoint(members[piece.index[0]])
+                return not members or not selected.isdisjoint(members[piece.index[0]])
 
             for stored, piece, host in read_arrays.stream_arrays(
-                self.committed, wanted, self.options, has_asked
+                self.committed, wanted, self.options, is_wanted
             ):
                 members = wanted[stored].members
                 if not members:
                     yield stored, piece.index, host
                     continue
                 for row, content in enumerate(host, start=piece.start[0]):
-                    if members[row] in asked:
+                    if members[row] in selected:
                         # numpy gives a 0-d row as a scalar, so it is made an array again.
                         yield members[row], piece.index[1:], np.asarray(content, host.dtype)
 

@@ -45,7 +45,7 @@ _END = None
 
 _Params = ParamSpec("_Params")
 # An event, the steps of the run after it if it changes them, and the bytes that a save reused.
-_Taken: TypeAlias = tuple[Event, Sequence[CommittedStep] | None, int]
+_Queued: TypeAlias = tuple[Event, Sequence[CommittedStep] | None, int]
 
 
 def _logs_errors(method: Callable[_Params, None]) -> Callable[_Params, None]:
@@ -81,7 +81,7 @@ class Telemetry:
         self._tally = Tally()
         self._lock = threading.RLock()  # a signal handler may call stats in the middle of emit
         # A SimpleQueue, because the garbage collector may call put in the middle of another put.
-        self._queue: queue.SimpleQueue[_Taken | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Queued | None] = queue.SimpleQueue()
         self._task: Task | None = None
         self._has_thread = on_event is not None
         self._is_open = self._is_closed = self._may_write = False
@@ -230,13 +230,13 @@ class Telemetry:
         has_lines = self._lines and self._may_write
         secs = max(0.0, self._due_secs - time.monotonic()) if has_lines else _REACHED_SECS
         try:
-            taken = self._queue.get(timeout=secs)
-            while taken is not _END:
-                event, steps, reused_bytes = taken
+            queued = self._queue.get(timeout=secs)
+            while queued is not _END:
+                event, steps, reused_bytes = queued
                 if steps is not None and self._may_write:  # only process 0 measures
                     event = self._measured(event, steps, reused_bytes)
                 self._handle(event)
-                taken = self._queue.get_nowait()
+                queued = self._queue.get_nowait()
         except queue.Empty:
             return False
         return True
@@ -315,19 +315,19 @@ class Hook:
 
     def outlive(self) -> None:
         """Makes ``call`` keep this hook, so that events that still wait reach the user."""
-        self.call.kept = self
+        self.call.strong_hook = self
 
 
 class _WeakCall:
     def __init__(self, hook: Hook) -> None:
         self._hook = weakref.ref(hook)
-        self.kept: Hook | None = None
+        self.strong_hook: Hook | None = None
 
     def __call__(self, event: Event) -> None:
         # The garbage collector clears weak references shortly before it calls the finalizer, which
-        # sets ``kept``. The loop waits for that.
+        # sets ``strong_hook``. The loop waits for that.
         deadline = time.monotonic() + _PATIENCE_SECS
-        while (hook := self.kept or self._hook()) is None and time.monotonic() < deadline:
+        while (hook := self.strong_hook or self._hook()) is None and time.monotonic() < deadline:
             time.sleep(0.001)
         if hook is not None:
             hook.on_event(event)

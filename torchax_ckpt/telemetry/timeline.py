@@ -143,8 +143,8 @@ def _save(begun: Event, ended: Event, outcome: SaveOutcome) -> Save:
 
 def steps_over_time(run: RecordedRun) -> list[tuple[float, int]]:
     """Returns the progress of training as points (seconds since the epoch, step)."""
-    told = run.named("restored", "reached", "saving", "closed")
-    return [(event.time_secs, event.step) for event in told if event.step is not None]
+    with_steps = run.named("restored", "reached", "saving", "closed")
+    return [(event.time_secs, event.step) for event in with_steps if event.step is not None]
 
 
 def bytes_over_time(runs: Sequence[RecordedRun]) -> list[tuple[float, int]]:

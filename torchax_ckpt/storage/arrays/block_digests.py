@@ -64,37 +64,37 @@ def take_long(
 
 
 def gathered(
-    taken: Mapping[str, Digests], arrays: Mapping[str, AnyArray], processes: Processes
+    digests: Mapping[str, Digests], arrays: Mapping[str, AnyArray], processes: Processes
 ) -> Mapping[str, Digests]:
-    """Returns the digests of all processes on process 0, which writes the manifest; else ``taken``.
+    """Returns, on process 0, which writes the manifest, the digests of all processes.
 
     Raises ProcessError if the processes do not save the same arrays.
     """
     if processes.count == 1:
-        return taken
+        return digests
     shared = [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]
     layouts = [
-        [n, arrays[n].dtype.name, arrays[n].shape, taken[n].block, taken[n].long is not None]
+        [n, arrays[n].dtype.name, arrays[n].shape, digests[n].block, digests[n].long is not None]
         for n in shared
     ]
     layouts_digest = xxhash.xxh3_64_digest(json.dumps(layouts).encode())
-    all_values = np.concatenate([np.zeros(0, "<u8"), *(_values(taken[name]) for name in shared)])
+    all_values = np.concatenate([np.zeros(0, "<u8"), *(_values(digests[name]) for name in shared)])
     # The long digests of blocks that have them, and for each block whether it has one.
-    all_long = np.concatenate([np.zeros((0, 16), "u1"), *(_long(taken[name]) for name in shared)])
+    all_long = np.concatenate([np.zeros((0, 16), "u1"), *(_long(digests[name]) for name in shared)])
     has_long = np.concatenate(
         [
             np.zeros(0, bool),
-            *(np.full(len(_values(taken[n])), taken[n].long is not None) for n in shared),
+            *(np.full(len(_values(digests[n])), digests[n].long is not None) for n in shared),
         ]
     )
     # The digest of a block that another process stores is zero, and is not sent.
-    stored_here = np.flatnonzero(all_values)
+    local_blocks = np.flatnonzero(all_values)
     message = (
         layouts_digest
-        + len(stored_here).to_bytes(8)
-        + stored_here.astype("<u8").tobytes()
-        + all_values[stored_here].tobytes()
-        + all_long[stored_here[has_long[stored_here]]].tobytes()
+        + len(local_blocks).to_bytes(8)
+        + local_blocks.astype("<u8").tobytes()
+        + all_values[local_blocks].tobytes()
+        + all_long[local_blocks[has_long[local_blocks]]].tobytes()
     )
     for index, sent in enumerate(processes.gather(message)):
         if sent[:8] != layouts_digest:
@@ -109,14 +109,14 @@ def gathered(
         long = np.frombuffer(sent[16 + 16 * count :], "u1").reshape(-1, 16)
         all_long[where[has_long[where]]] = long
     if not processes.is_first:
-        return taken
-    ends = itertools.accumulate(len(_values(taken[name])) for name in shared)
-    merged, start = dict(taken), 0
+        return digests
+    ends = itertools.accumulate(len(_values(digests[name])) for name in shared)
+    merged, start = dict(digests), 0
     for name, end in zip(shared, ends, strict=True):
-        known = Digests(taken[name].block, all_values[start:end].tobytes())
-        if taken[name].long is not None:
-            known = dataclasses.replace(known, long=all_long[start:end].tobytes())
-        merged[name] = known
+        merged_digests = Digests(digests[name].block, all_values[start:end].tobytes())
+        if digests[name].long is not None:
+            merged_digests = dataclasses.replace(merged_digests, long=all_long[start:end].tobytes())
+        merged[name] = merged_digests
         start = end
     return merged
 

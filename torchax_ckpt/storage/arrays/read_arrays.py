@@ -87,7 +87,7 @@ def _split_replicas(
     With several TPU slices, each may hold a replica of the arrays, and would read the same bytes.
     The second result is the same on all processes.
     """
-    read_here: dict[str, Wanted] = {}
+    to_read: dict[str, Wanted] = {}
     spread: dict[str, jax.ShapeDtypeStruct] = {}
     for name, want in wanted.items():
         placements: dict[str, Placement] = {}
@@ -101,8 +101,8 @@ def _split_replicas(
             if source.addressable_devices:
                 placements[leaf] = source
         if placements:
-            read_here[name] = dataclasses.replace(want, placements=placements)
-    return read_here, spread
+            to_read[name] = dataclasses.replace(want, placements=placements)
+    return to_read, spread
 
 
 def _first_sharding(placement: Placement, dtype: str) -> jax.sharding.NamedSharding | None:
@@ -135,9 +135,9 @@ def stream_arrays(
     committed: CommittedStep,
     wanted: Mapping[str, Wanted],
     options: CheckpointOptions,
-    is_asked: Callable[[str, Piece], bool] = lambda name, piece: True,
+    is_wanted: Callable[[str, Piece], bool] = lambda name, piece: True,
 ) -> Iterator[tuple[str, Piece, np.ndarray]]:
-    """Yields stored name, piece and checked content of the pieces asked for, within the memory."""
+    """Yields stored name, piece and checked content of the wanted pieces, within the memory."""
     targets = [Checked(name, want, {}) for name, want in wanted.items()]
     pace = _pace(options)
     stores = _prepared(committed, wanted, pace)
@@ -146,7 +146,7 @@ def stream_arrays(
     for target in targets:
         store = stores[target.name]
         for piece in target.pieces(_chunk(store)):
-            if not is_asked(target.name, piece):
+            if not is_wanted(target.name, piece):
                 continue
             while reading and in_flight_bytes + piece.nbytes > max_bytes:
                 name, oldest, arrival = reading.popleft()
