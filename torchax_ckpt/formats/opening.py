@@ -20,14 +20,10 @@ def open_files(path: Path, at: str | None = None) -> TensorFiles:
     """Opens weights that another program wrote, without reading a tensor.
 
     ``at`` are the keys that lead to the weights, joined with ``/``; None for the default place.
-
-    Raises:
-      SelectionError: ``at`` was given for safetensors, whose names are not nested.
-      CorruptCheckpointError: a file is damaged, or names a file outside of its directory.
-      DirectoryError: a file cannot be read at the moment.
-      MismatchError: there are no tensors under ``at``.
-      UnsupportedLeafError: a tensor or an object cannot be stored, or two would get one name.
-      ImportError: the safetensors library is not installed.
+    Raises SelectionError for ``at`` with safetensors, whose names are not nested; MismatchError
+    without tensors under ``at``; UnsupportedLeafError for what cannot be stored, or two tensors of
+    one name; CorruptCheckpointError; DirectoryError; and ImportError without the safetensors
+    library.
     """
     if is_dcp(path):
         return open_dcp(path, at)

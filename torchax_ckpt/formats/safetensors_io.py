@@ -104,13 +104,9 @@ def export_safetensors(
     ``out`` is a ``.safetensors`` file, or a directory for one file or, with ``max_shard_bytes``,
     for several; a larger tensor has a file to itself. A tied weight is written once, under its name
     in ``weights.leaves``. A file has a temporary name until it is complete; the index and ``texts``
-    (path -> content) are last.
-
-    Raises:
-      UnsupportedLeafError: safetensors lacks the dtype of a leaf, or reserves its name; or a value
-        is too large for the dtype that it is cast to.
-      DirectoryError: one of the files exists already, or cannot be written.
-      CorruptCheckpointError: the step is damaged.
+    (path -> content) are last. Raises UnsupportedLeafError for a dtype or name that safetensors
+    lacks or reserves, or a value too large for the dtype that it is cast to; DirectoryError for a
+    file that exists; CorruptCheckpointError.
     """
     files = _divide(weights, out, max_shard_bytes)
     index = out / INDEX if len(files) > 1 else None
@@ -143,7 +139,6 @@ def _dtype(leaf: StoredLeaf) -> str:
 
 
 def _divide(weights: Weights, out: Path, max_shard_bytes: int | None) -> list[_File]:
-    """Divides the weights, in their order, among files."""
     if METADATA in weights.leaves:
         raise UnsupportedLeafError(
             f"no tensor can have the name {METADATA} in safetensors; export to another format"

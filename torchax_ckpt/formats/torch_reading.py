@@ -68,7 +68,6 @@ def open_torch_file(path: Path, at: str | None = None) -> TensorFiles:
 
 
 def _loaded(path: Path) -> Any:
-    """Returns what ``torch.save`` saved, with its tensors mapped into memory."""
     if not zipfile.is_zipfile(path):
         with open(path, "rb") as file:
             begins = file.read(len(_ZIP))

@@ -228,7 +228,6 @@ class Follower:
         return self._folders.published[-1]
 
     def _wrote(self, num_bytes: int) -> None:
-        """Called after each piece of a folder that was written."""
         if self.aborted.is_set:
             raise _Aborted
 

@@ -223,7 +223,6 @@ class PublishedFolders:
         return lock
 
     def _recorded(self) -> list[Published]:
-        """Returns the folders in the record that still exist."""
         path = self._control / _RECORD
         try:
             with open(path, "rb") as file:
@@ -259,7 +258,6 @@ class PublishedFolders:
         self._write(self._control / _RECORD, json.dumps(content).encode())
 
     def _point_to_newest(self) -> None:
-        """Makes ``latest`` name the folder that was published last; removes it if there is none."""
         path = self.path / LATEST
         if not self.published:
             path.unlink(missing_ok=True)

@@ -178,7 +178,6 @@ def _pieces(
 
 
 def _parts(sharding: Sharding, shape: tuple[int, ...]) -> list[Bounds]:
-    """Returns the parts of a tensor that this process's devices hold, each part once."""
     indices = sharding.addressable_devices_indices_map(shape).values()
     return list({bounds_of(index, shape): None for index in indices})
 

@@ -148,7 +148,6 @@ class HostSteps:
         return [json.dumps(answer).encode() for answer in answers]
 
     def _state_answers(self, lacking: Sequence[int]) -> list[Answer]:
-        """Returns, on process 0, the answers of ``StateSenders``."""
         try:
             return self._state_senders.answers(lacking)
         except LookupError as error:

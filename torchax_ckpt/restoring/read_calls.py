@@ -162,7 +162,6 @@ class ReadCalls:
         return state
 
     def _opened(self, committed: CommittedStep, tier: RunTier) -> StoredStep | HostSteps:
-        """Opens a step for reading; all processes call it, within a round."""
         options, hosts = self._options, tier.processes
         if isinstance(hosts, PerHostProcesses) and hosts.is_per_host:
             axis, verified = self._tiers.replica_axis, tier.directory.verified

@@ -1,8 +1,7 @@
 """Restores a step: compares and reads it, then changes all attached objects or none.
 
-Each process reads the parts of leaves that its own devices and its host memory will hold. Before
-any process makes a change that it cannot undo, all processes confirm that they have succeeded so
-far.
+Each process reads what its own devices and host memory will hold. Before any makes a change that it
+cannot undo, all confirm that they have succeeded so far.
 """
 
 from __future__ import annotations

@@ -200,7 +200,6 @@ class SaveCalls:
         return [Capture(*shared, kept=here, assets=assets) for here in kept]
 
     def _begin(self, captures: Sequence[Capture], tiers: Sequence[RunTier]) -> None:
-        """Starts one save of a captured state to each given tier; the saves run in parallel."""
         for number, (tier, capture) in enumerate(zip(tiers, captures, strict=True)):
             if number:  # only the first tier reports a problem with the metrics
                 fetch_metrics = functools.partial(_without_problem, capture.fetch_metrics)
@@ -245,7 +244,6 @@ class _Refusal:
 
 
 def _require_state(attached: TrainingState | None, state: Any, step: int) -> None:
-    """Raises AttachError if there is nothing to save except random state."""
     if state is None and (attached is None or attached.components.keys() <= {"rng"}):
         raise AttachError(
             "save was called before anything was attached; call attach(model, optimizer) or "

@@ -133,7 +133,6 @@ class Tiers:
         return iter(self._tiers)
 
     def _connect(self, channel: str) -> Processes:
-        """Returns a new channel for messages between the processes of the run."""
         service = liveness.coordination_service()
         processes = Processes(channel, self._options.process_timeout_secs, service)
         processes.log = self.call_log

@@ -121,12 +121,9 @@ class StoredStep:
     ``options.max_host_bytes`` bounds the bytes of arrays in memory; a single piece may exceed it.
     ``agree`` raises if another process failed; ``read_leaves`` calls it before devices communicate.
 
-    Raises:
-      ForeignCheckpointError: bare Orbax wrote the step.
-      CorruptCheckpointError: its manifest is damaged; or the step is one host's part of the state,
-        and ``allow_part`` is False.
-      StepNotFoundError: the step was deleted meanwhile. The methods raise this too.
-      DirectoryError: the step cannot be read now.
+    Raises ForeignCheckpointError for a step of bare Orbax; CorruptCheckpointError, also for one
+    host's part of the state unless ``allow_part``; DirectoryError if the step cannot be read now.
+    The methods too raise StepNotFoundError if it was deleted meanwhile.
     """
 
     def __init__(

@@ -261,7 +261,6 @@ class Telemetry:
         return dataclasses.replace(event, values={**event.values, **sizes})
 
     def _handle(self, event: Event) -> None:
-        """Passes an event to the hook and to the journal."""
         if event.step is not None:
             self._reported_step, self._reported_secs = event.step, time.monotonic()
         if self._on_event is not None:

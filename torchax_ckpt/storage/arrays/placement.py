@@ -288,7 +288,6 @@ class Stack(Target):
         return self.nbytes, moving
 
     def _part(self, member: int, index: Index) -> np.ndarray:
-        """Returns a view of the part of one member of the stack that a device will hold."""
         if self._whole is None:
             return self._parts[tuple(dim.start or 0 for dim in index)][member, ...]
         at: Any = (member, *index, ...)

@@ -237,12 +237,10 @@ def _pace(options: CheckpointOptions) -> progress.Pace:
 
 
 def _chunk(store: ts.TensorStore) -> tuple[int, ...]:
-    """Returns the shape of a stored array's chunks."""
     return tuple(int(length or 1) for length in store.chunk_layout.read_chunk.shape or ())
 
 
 def _kvstore(committed: CommittedStep) -> dict[str, Any]:
-    """Returns TensorStore's spec of the database that holds a step's arrays."""
     folder = committed.path / STATE
     spec: dict[str, Any] = {
         "driver": "ocdbt",
@@ -331,7 +329,6 @@ class _Arrival:
         return self._host
 
     def _damaged(self, wrong: Sequence[tuple[int, ...]]) -> CorruptCheckpointError:
-        """Returns the error about blocks that differ from their digests."""
         known = self._target.wanted.digests
         assert known is not None
         chunk = [i * b // c for i, b, c in zip(wrong[0], known.block, self._chunk, strict=True)]
@@ -378,7 +375,6 @@ class _Arrival:
         return self._place([s // n for s, n in zip(self._piece.start, self._chunk, strict=True)])
 
     def _place(self, chunk: Sequence[int]) -> str | None:
-        """Returns the file and the byte range that hold a chunk; None if they are not found."""
         folder = self._committed.path / STATE
         return place_of_chunk(folder, stored_key(self._target.name), chunk)
 
