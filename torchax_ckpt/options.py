@@ -31,8 +31,9 @@ class CheckpointOptions:
         leaves, "flat" none. Names and values do not depend on the layout, and each layout reads
         every other.
       snapshot: how a save protects device arrays from later changes. "auto" detects whether the
-        program donates buffers; if it does, it copies on the devices what fits there and offloads
-        the rest. "reference" is for programs that do not donate, "copy" for programs that do.
+        program donates buffers; if it does, it copies the state on the devices, else offloads it to
+        the host, else transfers it, whichever is the first for which there is memory. "reference"
+        is for programs that do not donate, "copy" for programs that do.
         "offload" is for programs that donate a state which fills the devices: it copies the state
         to memory of the host before the next step, without blocking the training thread. "transfer"
         blocks the training thread until the arrays are on the host.

@@ -52,7 +52,7 @@ def test_donated_arguments_are_counted_once() -> None:
 def test_a_snapshot_takes_copies_and_stacks_of_the_state() -> None:
     state = state_of() | {"scale": jax.ShapeDtypeStruct((), jnp.float32, sharding=WHOLE)}
     found = step_on_topology("v5e:2x4", jax.jit(shifted), state, state=state)
-    assert found.state_bytes == found.part_bytes == 3 * LEAF_BYTES + 4
+    assert found.state_bytes == found.copy_bytes == 3 * LEAF_BYTES + 4
     assert (found.snapshot, found.offload_host_bytes) == ("copy", 0)
 
 
@@ -75,13 +75,13 @@ def test_leaves_are_stacked_as_a_save_stacks_them(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
-    forecast = topology_plan.forecast
+    plan_snapshot = topology_plan.plan_snapshot
 
-    def noting(names: Any, arrays: Any, **options: Any) -> Any:
+    def noting(names: Any, *args: Any) -> Any:
         asked.extend(names)
-        return forecast(names, arrays, **options)
+        return plan_snapshot(names, *args)
 
-    monkeypatch.setattr(topology_plan, "forecast", noting)
+    monkeypatch.setattr(topology_plan, "plan_snapshot", noting)
     abstract = [state_of(), {"a/b": (LEAF, LEAF)}]
     step_on_topology("v5e:2x4", jax.jit(shifted), state_of(), state=abstract)
     arrays = jax.tree.map(
@@ -96,16 +96,16 @@ def test_leaves_are_stacked_as_a_save_stacks_them(
 
 
 @pytest.mark.parametrize(
-    ("snapshot", "part_bytes", "said"),
+    ("snapshot", "copy_bytes", "said"),
     [
         ("copy", 2500, "2,500 bytes for copies of 2,000 bytes of state"),
-        ("offload", 0, "0 bytes, and 4,000 of the host, for copies of 2,000 bytes of state"),
+        ("offload", 0, "4,000 bytes of the host for copies of 2,000 bytes of state"),
         ("transfer", 0, "none; training waits until 2,000 bytes of state are on the host"),
     ],
 )
-def test_a_plan_reads_as_a_table(snapshot: str, part_bytes: int, said: str) -> None:
+def test_a_plan_reads_as_a_table(snapshot: str, copy_bytes: int, said: str) -> None:
     sizes = {"argument_bytes": 3000, "donated_bytes": 2000, "step_bytes": 5000}
-    sizes |= {"state_bytes": 2000, "part_bytes": part_bytes, "usable_bytes": 16000}
+    sizes |= {"state_bytes": 2000, "copy_bytes": copy_bytes, "usable_bytes": 16000}
     plan = StepPlan(
         topology="v5e:2x4",
         num_chips=8,
@@ -120,7 +120,7 @@ def test_a_plan_reads_as_a_table(snapshot: str, part_bytes: int, said: str) -> N
         "donated:         2,000 of 3,000 bytes of arguments",
         "the step:        5,000 bytes while it runs",
         f"a snapshot:      {said}",
-        f"together:        {5000 + part_bytes:,} of 16,000 bytes that programs can use",
+        f"together:        {5000 + copy_bytes:,} of 16,000 bytes that programs can use",
         f'snapshot="auto": takes snapshots by {snapshot}',
     ]
 
@@ -139,10 +139,10 @@ def test_a_snapshot_without_memory_for_copies_is_offloaded_or_transferred(
     wanted = 8 * LEAF_BYTES * 2 * 5 // 4  # eight chips; pinned and ordinary; a quarter more
     for found in (planned(None), planned(wanted)):
         assert found.snapshot == "offload"  # a quarter more than the copies must be free
-        assert found.part_bytes == 0
+        assert found.copy_bytes == 0
         assert found.offload_host_bytes == 8 * LEAF_BYTES * 2
     found = planned(wanted - 1)
-    assert (found.snapshot, found.part_bytes, found.offload_host_bytes) == ("transfer", 0, 0)
+    assert (found.snapshot, found.copy_bytes, found.offload_host_bytes) == ("transfer", 0, 0)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from support.strategies import random_bits
 from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, errors, policies
 from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.snapshot.device_sizes import bytes_on_devices
-from torchax_ckpt.snapshot.stacking import bytes_to_execute, execute
+from torchax_ckpt.snapshot.stacking import execute, needed_to_execute
 from torchax_ckpt.storage.arrays import read_arrays
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import bucket, location
@@ -66,7 +66,7 @@ def sizes() -> None:
     ones = np.ones((8, 1024), np.float32)
     leaves = {name: spread(ones) for name in ("layers.0", "layers.1", "other")}
     plan = Plan({"layers.*": ("layers.0", "layers.1")}, frozenset())
-    predicted = bytes_to_execute(plan, leaves, copy=True)
+    predicted = needed_to_execute(plan, leaves, copy=True).devices
     found = bytes_on_devices(execute(plan, leaves, copy=True).values())
     shard_bytes = ones.nbytes // MESH.size
     report(

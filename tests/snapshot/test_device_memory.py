@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import re
@@ -18,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from support import PROGRAMS
+from support.device_memory import donated, exhausted
 from support.processes import run_processes
 from support.training import P, fsdp_mesh
 
@@ -26,7 +28,7 @@ from torchax_ckpt.errors import OutOfMemoryError
 from torchax_ckpt.runtime import host_memory
 from torchax_ckpt.snapshot import planner, stacking
 from torchax_ckpt.snapshot.device_memory import DeviceMemory, free_device_bytes
-from torchax_ckpt.snapshot.device_sizes import bytes_on_devices
+from torchax_ckpt.snapshot.device_sizes import Needed, bytes_on_devices
 from torchax_ckpt.snapshot.snapshotter import Snapshot, Snapshotter
 
 NAMES = [f"state/layers.{i}.w" for i in range(5)]
@@ -79,20 +81,15 @@ class Watched(DeviceMemory):
         super().__init__(accelerator, lambda: host_bytes)
         self._accelerator = accelerator
 
-    def took(self, copies: Iterable[Any]) -> None:
+    def record_copies(self, copies: Iterable[Any]) -> None:
         made = [copy for copy in copies if isinstance(copy, jax.Array)]
         self._accelerator.copied += map(weakref.ref, made)
         self._accelerator.step(self._accelerator.in_use)
-        super().took(made)
+        super().record_copies(made)
 
 
 def take(snapshotter: Snapshotter) -> Snapshot:
-    """As of a program that donates."""
-    state = start()
-    taken = snapshotter.take(NAMES, list(state.values()))
-    for array in state.values():
-        array.delete()
-    return taken
+    return donated(snapshotter, start())
 
 
 def test_free_memory_is_known_here() -> None:
@@ -123,12 +120,13 @@ def test_a_peak_that_holds_the_own_copies_does_not_keep_from_copying(
 def test_copies_count_as_large_as_the_compiled_programs_make_them(
     padding: int, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    to_execute = stacking.bytes_to_execute
+    def padded(*args: Any, **kwargs: Any) -> Needed:
+        needed = stacking.needed_to_execute(*args, **kwargs)
+        return dataclasses.replace(
+            needed, devices={device: n * padding for device, n in needed.devices.items()}
+        )
 
-    def padded(*args: Any, **kwargs: Any) -> Mapping[jax.Device, int]:
-        return {device: n * padding for device, n in to_execute(*args, **kwargs).items()}
-
-    monkeypatch.setattr(planner, "bytes_to_execute", padded)
+    monkeypatch.setattr(planner, "needed_to_execute", padded)
     assert take(Snapshotter("auto", "auto", Watched(Accelerator()))).way == way
 
 
@@ -179,7 +177,7 @@ def test_copies_never_take_what_the_program_is_known_to_need(
     for what, units in done:
         if what == "copy":
             copies.append(jnp.zeros(units))
-            memory.took(copies[-1:])
+            memory.record_copies(copies[-1:])
         elif what == "free" and copies:
             del copies[units % len(copies)]
         elif what == "step":
@@ -208,10 +206,6 @@ def test_after_memory_was_exhausted_the_whole_peak_counts(
         assert take(snapshotter).way == "transfer"
     assert "taken by transfer: the program donates" in caplog.text
     assert take(snapshotter).way == "transfer"
-
-
-def exhausted(*_: Any) -> Any:
-    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
 
 
 @pytest.mark.parametrize("layout", ["flat", "auto"])
@@ -314,8 +308,8 @@ def test_a_process_that_takes_stacks_over_lets_others_make_them(mode: Any) -> No
         return flag
 
     named = {"head": jnp.ones(UNIT)}
-    for taken in ([], ["layers.*.w"]):
-        Snapshotter(mode, "auto").take([*named], [*named.values()], taken).stored(agree)
+    for reserved in ([], ["layers.*.w"]):
+        Snapshotter(mode, "auto").take([*named], [*named.values()], reserved).stored(agree)
     assert told == [True, False, False]
 
 
@@ -353,7 +347,7 @@ def test_what_is_free_of_a_host_counts_as_it_is_now(monkeypatch: pytest.MonkeyPa
     arrays = list(start().values())
     assert memory.holds(bytes_on_devices(arrays))
     copies = [jnp.copy(array) for array in arrays]
-    memory.took(copies)
+    memory.record_copies(copies)
     del copies
     free = 3 * 8 * UNIT
     assert not memory.holds(bytes_on_devices(arrays))

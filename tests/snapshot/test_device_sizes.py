@@ -19,7 +19,8 @@ from torchax_ckpt.snapshot import device_sizes, stacking
 from torchax_ckpt.snapshot.device_memory import DeviceMemory
 from torchax_ckpt.snapshot.device_sizes import bytes_on_devices, padded_bytes, shard_bytes
 from torchax_ckpt.snapshot.planner import Planner
-from torchax_ckpt.snapshot.stacking import bytes_to_execute, execute
+from torchax_ckpt.snapshot.snapshotter import way_if_donated
+from torchax_ckpt.snapshot.stacking import execute, needed_to_execute
 
 ROWS = NamedSharding(fsdp_mesh(), P("fsdp"))
 
@@ -81,9 +82,9 @@ def test_what_a_plan_takes_is_known_before_it_runs_and_compiled_once(
     }
     leaves |= {"other": jax.device_put(np.zeros((8, 5), np.float32), ROWS), "host": np.zeros(7)}
     plan = Plan({"layers.*.w": tuple(leaves)[:count]}, frozenset())
-    needed = bytes_to_execute(plan, leaves, copy=copy)
+    needed = needed_to_execute(plan, leaves, copy=copy)
     stack = count * 12 * (2 if count > 128 else 1)  # and its parts, for a moment
-    assert needed == dict.fromkeys(jax.devices(), stack + (20 if copy else 0))
+    assert needed.devices == dict.fromkeys(jax.devices(), stack + (20 if copy else 0))
     jax.config.update("jax_log_compiles", True)
     try:
         stored = execute(plan, leaves, copy=copy)
@@ -110,12 +111,11 @@ def test_a_program_that_no_device_holds_is_compiled_once(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(stacking, "copy_program", lambda sharding: TooLarge())
     leaves = {"w": jax.device_put(np.zeros((8, 3), np.float32), ROWS)}
-    planner, memory = Planner("auto"), DeviceMemory()
+    planner = Planner("auto")
     for _ in range(3):
-        planned = planner(["w"], [leaves["w"]])
-        needed = planned.bytes_on_devices([leaves["w"]], copy=True)
-        assert needed is None
-        assert not memory.holds(needed)
+        plan = planner(["w"], [leaves["w"]])
+        assert plan.needed("copy", [leaves["w"]]) is None
+        assert way_if_donated(plan, [leaves["w"]], DeviceMemory()) == "offload"
     assert len(compiled) == 1
 
 

@@ -17,6 +17,7 @@ import pytest
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from support import PROGRAMS
 from support.compare import assert_trees_identical
+from support.device_memory import donated, exhausted, limited
 from support.processes import run_processes, run_python
 from support.strategies import JAX_DTYPES
 from support.training import P, fsdp_mesh
@@ -24,11 +25,10 @@ from support.training import P, fsdp_mesh
 from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer
 from torchax_ckpt.errors import OutOfMemoryError, SaveError
 from torchax_ckpt.layout.storage_plan import Plan
-from torchax_ckpt.snapshot import offload, snapshotter, stacking
+from torchax_ckpt.snapshot import offload, stacking
 from torchax_ckpt.snapshot.device_memory import DeviceMemory
 from torchax_ckpt.snapshot.host_array import HostArray
-from torchax_ckpt.snapshot.offload import Offloaded, bytes_to_offload
-from torchax_ckpt.snapshot.planner import Planner
+from torchax_ckpt.snapshot.offload import Offloaded, needed_to_offload
 from torchax_ckpt.snapshot.snapshotter import Snapshotter
 
 ROWS, WHOLE = NamedSharding(fsdp_mesh(), P("fsdp")), NamedSharding(fsdp_mesh(), P())
@@ -128,9 +128,13 @@ def test_no_transfer_is_waited_for_on_the_training_thread(
         assert threading.get_ident() in waits  # that this can fail
 
 
+def offloaded(leaves: dict[str, jax.Array], **stacks: tuple[str, ...]) -> Offloaded:
+    return Offloaded(Plan(stacks), leaves, DeviceMemory(), needed_to_offload(leaves))
+
+
 def test_pinned_memory_is_given_back_leaf_by_leaf(monkeypatch: pytest.MonkeyPatch) -> None:
     leaves = {f"layers.{i}.w": jax.device_put(np.full((8, 8), i, "f4"), ROWS) for i in range(6)}
-    taken = Offloaded(Plan({"layers.*.w": tuple(leaves)}, frozenset()), leaves, lambda: None)
+    taken = offloaded(leaves, **{"layers.*.w": tuple(leaves)})
     pinned = [array for sources in taken._pinned.values() for _, array in sources]
     assert all(array.sharding.memory_kind == "pinned_host" for array in pinned)
     left: list[int] = []
@@ -153,7 +157,7 @@ def test_pinned_memory_is_given_back_leaf_by_leaf(monkeypatch: pytest.MonkeyPatc
 
 def test_threads_of_several_saves_share_what_was_offloaded() -> None:
     leaves = {"w": jax.device_put(np.arange(64, dtype=np.float32), ROWS)}
-    taken = Offloaded(Plan({}, frozenset()), leaves, lambda: None)
+    taken = offloaded(leaves)
     with ThreadPoolExecutor(4) as pool:
         found = [*pool.map(lambda _: taken.on_host(), range(4))]
     assert all(one is found[0] for one in found)
@@ -220,10 +224,6 @@ def test_a_mesh_that_the_program_set_does_not_matter(mode: Any, directory: Path)
     assert_trees_identical(loaded, state)
 
 
-def exhausted(*_: Any, **__: Any) -> Any:
-    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
-
-
 @pytest.mark.parametrize("layout", ["auto", "flat"])
 def test_arrays_that_are_deleted_at_once_are_stored_as_they_were(layout: Any) -> None:
     state = {n: a for n, a in state_of().items() if isinstance(a, jax.Array) and a.size}
@@ -245,24 +245,11 @@ def test_memory_for_an_offload_is_known_before() -> None:
         "whole": jax.device_put(np.zeros(6, np.float32), WHOLE),
         "large": jax.device_put(np.zeros((1 << 18) + 8, np.float32), WHOLE),
     }
-    needed = bytes_to_offload(leaves)
+    needed = needed_to_offload(leaves)
     # Small leaves are offloaded from each device, large ones from one.
-    pinned = 256 + 8 * 24 + (1 << 20) + 32
-    assert needed.host_bytes == pinned + 256 + 24 + (1 << 20) + 32
+    assert needed.pinned_bytes == 256 + 8 * 24 + (1 << 20) + 32
+    assert needed.ordinary_bytes == 256 + 24 + (1 << 20) + 32
     assert not any(needed.devices.values())
-
-
-def limited(device_bytes: int, host_bytes: int) -> DeviceMemory:
-    stats = {"bytes_limit": device_bytes, "bytes_in_use": 0}
-    return DeviceMemory(lambda device: stats, lambda: host_bytes)
-
-
-def donated(taken: Snapshotter, state: dict[str, jax.Array]) -> snapshotter.Snapshot:
-    """Takes a snapshot, then deletes the arrays as a step that donates does."""
-    found = taken.take([f"state/{name}" for name in state], list(state.values()))
-    for array in state.values():
-        array.delete()
-    return found
 
 
 def sizes(*kib: int) -> dict[str, jax.Array]:
@@ -273,76 +260,36 @@ def sizes(*kib: int) -> dict[str, jax.Array]:
     }
 
 
+# With the room that is kept free, of each device, and of the host in pinned and ordinary memory.
+COPIES, ON_HOST = 16 * 1280, 2 * 8 * 16 * 1280
+
+
 @pytest.mark.parametrize(
-    ("kib", "way", "copied"),
+    ("device_bytes", "host_bytes", "way"),
     [
-        (20, "copy", {"wa", "wb", "wc", "wd"}),
-        (16, "copy", {"wa", "wb", "wc", "wd"}),
-        (15, "offload", {"wa", "wb", "wc"}),
-        (6, "offload", {"wa", "wb"}),
-        (1, "offload", {"wb"}),
-        (0, "offload", set()),
+        (COPIES, 0, "copy"),
+        (COPIES - 1, ON_HOST, "offload"),  # all: no array is copied, although three would fit
+        (0, ON_HOST, "offload"),
+        (COPIES - 1, ON_HOST - 1, "transfer"),
     ],
 )
-def test_auto_copies_the_small_arrays_that_fit_and_offloads_the_others(
-    kib: int, way: str, copied: set[str]
+def test_auto_copies_everything_or_offloads_everything_or_transfers(
+    device_bytes: int, host_bytes: int, way: str
 ) -> None:
-    memory = limited(kib * 1280, 1 << 30)  # with the room that is kept free
-    taken = Snapshotter("auto", "flat", memory)
-    expected = {f"state/{n}": np.asarray(a).copy() for n, a in sizes(4, 1, 4, 7).items()}
+    snapshotter = Snapshotter("auto", "flat", limited(device_bytes, host_bytes))
+    state: dict[str, Any] = {**sizes(4, 1, 4, 7), "host": np.arange(5)}
+    names = [f"state/{name}" for name in state]
     for _ in range(2):
-        found = donated(taken, sizes(4, 1, 4, 7))
-        assert found.way == way
-        assert found._copies is not None
-        assert {name.removeprefix("state/") for name in found._copies} == copied
-        _, stored = found.stored()
-        assert [*stored] == [*expected]
-        for name, array in stored.items():
-            assert isinstance(array, HostArray) == (name.removeprefix("state/") not in copied)
-            assert np.array_equal(np.asarray(array), expected[name])
-        del found, stored, array
-
-
-def test_auto_divides_anew_when_memory_changes() -> None:
-    stats = {"bytes_limit": 6 * 1280, "bytes_in_use": 0}
-    taken = Snapshotter("auto", "flat", DeviceMemory(lambda device: stats, lambda: 1 << 30))
-    found = []
-    for kib in (0, 6, 2, 6):
-        stats["bytes_limit"] = kib * 1280
-        found.append(len(donated(taken, sizes(4, 1, 4, 7))._copies or ()))
-    assert found == [0, 2, 1, 2]
-
-
-def test_a_division_is_kept_while_it_is_not_far_from_what_fits() -> None:
-    stats = {"bytes_limit": 0, "bytes_in_use": 0}
-    planner, state = Planner("flat"), sizes(1, 1, 1, 1, 1, 8)
-    memory = DeviceMemory(lambda device: stats, lambda: 1 << 30)
-    found = []
-    for kib in (3, 5, 3, 2, 5):
-        stats["bytes_limit"] = kib * 1280
-        divided = planner([*state], [*state.values()]).division([*state.values()], memory.holds)
-        found.append(len(divided or ()))
-    assert found == [3, 3, 3, 2, 3]  # another division has to be compiled
-
-
-def test_auto_transfers_what_neither_devices_nor_host_hold() -> None:
-    # 16 KiB on each of 8 devices, in pinned and in ordinary memory.
-    needed = 2 * 8 * 16 * 1024 * 5 // 4
-    for host_bytes, way in [(needed, "offload"), (needed - 1, "transfer")]:
-        taken = Snapshotter("auto", "flat", limited(0, host_bytes))
-        assert taken.take([*sizes(16)], [*sizes(16).values()]).way == way
-
-
-def test_a_division_counts_what_a_stack_is_concatenated_from() -> None:
-    """More members than one program takes: the stack, and its parts, exist for a moment."""
-    layers = {f"layers.{i}": jax.device_put(np.zeros((8, 256), "f4"), ROWS) for i in range(300)}
-    state = {**sizes(400, 400, 400), **layers}
-    needed = 1200 + 600  # KiB; the layers make 300, and their parts as many
-    for part, copied in [(0.1, 0), (0.3, 1), (0.5, 2), (0.7, 3), (0.9, 3), (1.0, 4)]:
-        taken = Snapshotter("auto", "auto", limited(round(part * needed * 1280), 1 << 30))
-        taken.donated()
-        found = taken.take([f"state/{name}" for name in state], list(state.values()))
-        assert len(found._copies or ()) == copied, part
+        snapshotter.donated()
+        snapshot = snapshotter.take(names, list(state.values()))
+        assert snapshot.way == way
+        _, stored = snapshot.stored()
+        assert [*stored] == names
+        for array, expected in zip(stored.values(), state.values(), strict=True):
+            is_offloaded = way == "offload" and isinstance(expected, jax.Array)
+            assert isinstance(array, HostArray) == is_offloaded
+            assert np.array_equal(np.asarray(array), expected)
+        del snapshot, stored, array
 
 
 def test_offloads_in_flight_count_until_they_have_their_memory() -> None:
@@ -377,6 +324,19 @@ def test_auto_offloads_when_copies_exhaust_the_devices(monkeypatch: pytest.Monke
     for host_bytes, way in [(1 << 30, "offload"), (0, "transfer")]:
         taken = Snapshotter("auto", "flat", limited(1 << 30, host_bytes))
         assert donated(taken, sizes(16)).way == way
+
+
+def test_auto_no_longer_offloads_after_pinned_memory_was_exhausted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    snapshotter = Snapshotter("auto", "flat", limited(0, 1 << 30))
+    with monkeypatch.context() as patch:
+        patch.setattr(Offloaded, "_fetch", exhausted)
+        snapshot = donated(snapshotter, sizes(16))
+        assert snapshot.way == "offload"
+        with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+            snapshot.stored()
+    assert donated(snapshotter, sizes(16)).way == "transfer"
 
 
 def test_a_host_that_is_too_small_is_said_and_nothing_changes(directory: Path) -> None:

@@ -23,7 +23,7 @@ from support.tpu import Collective, Compiled, along, compiled, devices, mesh, on
 
 from torchax_ckpt.snapshot import device_programs, move_shards, offload, stacking
 from torchax_ckpt.snapshot.device_sizes import padded_bytes, shard_bytes
-from torchax_ckpt.snapshot.planner import Planner
+from torchax_ckpt.snapshot.planner import plan_snapshot
 
 pytestmark = pytest.mark.tpu
 
@@ -187,9 +187,9 @@ def assert_offloaded(leaves: Leaves) -> None:
 
 def assert_saved(leaves: Leaves, layout: Any = "auto") -> Programs:
     """Asserts the same of all programs that copy and stack these leaves; returns the programs."""
-    plan = Planner(layout)(list(leaves), [*leaves.values()]).plan
+    plan = plan_snapshot(list(leaves), [*leaves.values()], layout).plan
     programs = Programs()
-    stored = stacking.execute_with(plan, leaves, True, programs)
+    stored = stacking.execute(plan, leaves, copy=True, run=programs)
     assert (
         stored.keys()
         == {*plan.stacks, *leaves}
@@ -216,8 +216,8 @@ def test_saving_a_training_state_needs_no_other_device_and_no_scratch(
     for over in grids(FIRST):
         leaves = training_state(name, layout, over)
         programs = assert_saved(leaves)
-        plan = Planner("auto")(list(leaves), [*leaves.values()]).plan
-        needed = stacking.bytes_to_execute(plan, leaves, copy=True)
+        plan = plan_snapshot(list(leaves), [*leaves.values()], "auto").plan
+        needed = stacking.needed_to_execute(plan, leaves, copy=True).devices
         assert needed.keys() == set(one_host(devices(*FIRST)))
         # Each program counts as often as it runs, so that only the sum over equal ones is known.
         assert max(needed.values()) >= max(sum(map(bytes_of, p.arrays)) for p in programs.values())
@@ -272,7 +272,7 @@ def test_memory_for_an_offload_counts_the_tiles_of_the_host() -> None:
     """float32[8, 32, 32] takes four times its elements there too; no memory of the device."""
     (device, *_) = devices(*FIRST)
     leaf = jax.ShapeDtypeStruct((8, 32, 32), jnp.float32, sharding=SingleDeviceSharding(device))
-    needed = offload.bytes_to_offload({"leaf": leaf})
+    needed = offload.needed_to_offload({"leaf": leaf})
     assert needed.host_bytes == 131_072 + 32_768  # pinned and ordinary memory
     assert not any(needed.devices.values())
 

@@ -22,7 +22,7 @@ from torchax_ckpt.planning.topology import CHIPS
 from torchax_ckpt.planning.topology_plan import fsdp_and_tp
 from torchax_ckpt.snapshot import device_programs, offload
 from torchax_ckpt.snapshot.device_memory import is_exhausted
-from torchax_ckpt.snapshot.planner import Planner
+from torchax_ckpt.snapshot.planner import plan_snapshot
 
 pytestmark = pytest.mark.tpu
 
@@ -47,13 +47,13 @@ def assert_plans_like_a_save(state: dict[str, Any], name: str, axes: dict[str, i
         )
         for leaf in state.values()
     ]
-    needed = Planner("auto")(list(state), leaves).bytes_on_devices(leaves, copy=True)
+    needed = plan_snapshot(list(state), leaves, "auto").needed("copy", leaves)
     assert needed is not None
-    assert needed.keys() == set(one_host(devices(name)))
-    assert set(needed.values()) == {plan.copy_bytes}
-    offloaded = offload.bytes_to_offload(dict(zip(state, leaves, strict=True)))
+    assert needed.devices.keys() == set(one_host(devices(name)))
+    assert set(needed.devices.values()) == {plan.copy_bytes}
+    offloaded = offload.needed_to_offload(dict(zip(state, leaves, strict=True)))
     full = planning.on_topology(state, name, axes=axes, training_bytes=plan.free_bytes)
-    assert (full.snapshot, full.part_bytes) == ("offload", 0)
+    assert full.snapshot == "offload"
     assert full.offload_host_bytes is not None
     # Several chips of a host hold some leaves alike, which its save offloads only once.
     assert 0.5 * full.offload_host_bytes < offloaded.host_bytes <= full.offload_host_bytes
@@ -104,13 +104,13 @@ def test_a_model_of_1_5_billion_parameters_on_256_chips() -> None:
     # Its dims of 1600 and 4800 are no multiples of 256.
     assert plan.replicated_bytes > plan.chip_bytes / 2 > plan.state_bytes / 256
     assert plan.snapshot == "offload"
-    assert 0 < plan.part_bytes < plan.free_bytes / 1.25 < plan.copy_bytes  # type: ignore[operator]
+    assert plan.free_bytes / 1.25 < plan.copy_bytes  # type: ignore[operator]
     assert plan.offload_host_bytes > 4 * plan.free_bytes  # type: ignore[operator]
     assert 0 < plan.num_programs < 100  # type: ignore[operator]
     plan = planning.on_topology(
         state, "v5e:16x16", training_bytes=8 << 30, host_memory_bytes=1 << 30
     )
-    assert (plan.snapshot, plan.part_bytes, plan.offload_host_bytes) == ("transfer", 0, 0)
+    assert (plan.snapshot, plan.offload_host_bytes) == ("transfer", 0)
 
 
 def test_slices_hold_replicas() -> None:
@@ -138,7 +138,7 @@ def test_copies_that_the_compiler_refuses() -> None:
     plan = planning.on_topology(state, "v5e:2x4")
     assert (plan.fits, plan.snapshot) == (True, "offload")
     on_host = 2 * 4 * (10 << 30)  # of four chips, in pinned and in ordinary memory
-    assert (plan.part_bytes, plan.offload_host_bytes) == (0, on_host)
+    assert plan.offload_host_bytes == on_host
     host_memory_bytes = on_host * 5 // 4
     for enough, way in ((host_memory_bytes, "offload"), (host_memory_bytes - 4, "transfer")):
         assert planning.on_topology(state, "v5e:2x4", host_memory_bytes=enough).snapshot == way

@@ -331,14 +331,8 @@ def _topology_rows(step: int, planned: planning.TopologyPlan) -> list[tuple[str,
     rows.append(("copies of a save on a chip", copies, "compiled"))
     rows.append(('snapshot="auto" takes', f"a snapshot by {planned.snapshot}", "computed"))
     if planned.snapshot == "offload":
-        rows += [
-            ("its copies on a chip", size(planned.part_bytes or 0), "compiled"),
-            (
-                "its memory of a host",
-                f"at most {size(planned.offload_host_bytes or 0)}",
-                "compiled",
-            ),
-        ]
+        on_host = f"at most {size(planned.offload_host_bytes or 0)}"
+        rows.append(("its memory of a host", on_host, "compiled"))
     secs = output.duration(planned.compile_secs or 0)
     programs = f"{planned.num_programs}, compiled in {secs}"
     return [*rows, ("programs of a save", programs, "compiled")]

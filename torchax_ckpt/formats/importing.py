@@ -15,9 +15,9 @@ from torchax_ckpt.formats.tensor_files import NARROWED, TensorFiles
 from torchax_ckpt.formats.weights import MODEL
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import IMPORTED, Manifest, installed_versions
+from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.options import CheckpointOptions
-from torchax_ckpt.snapshot.planner import Planner
-from torchax_ckpt.snapshot.stacking import execute
+from torchax_ckpt.snapshot.planner import with_host_leaves
 from torchax_ckpt.state.leaf import Spec
 from torchax_ckpt.storage.arrays.compression import codec_of
 from torchax_ckpt.storage.directory.abandonment import SUMMARY_FIELD
@@ -59,7 +59,7 @@ def import_weights(
         names.join((MODEL, name)): _as_on_devices(name, tensor.mapped())
         for name, tensor in source.tensors.items()
     }
-    plan = Planner(options.layout)(list(arrays), list(arrays.values())).plan
+    plan, stored = with_host_leaves(Plan(), arrays, options.layout)
     nodes = [Spec("torchax", a.dtype.name, a.shape).node(name) for name, a in arrays.items()]
     document = {
         MODEL: {
@@ -70,7 +70,6 @@ def import_weights(
     }
     began_nsecs = time.time_ns()
     seal = None if assets is None else assets.seal
-    stored = execute(plan, arrays, copy=False)
     run = RunDirectory(directory)
     _require_empty(run)
     try:

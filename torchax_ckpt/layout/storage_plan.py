@@ -45,7 +45,7 @@ class LeafSpec:
       placement: a value that is equal for leaves that may share a stack; None for a leaf that may
         not be stacked.
       on_host: True for a host array, False for an array on devices.
-      is_still: True for a leaf that does not change from save to save.
+      is_unchanging: True for a leaf that does not change from save to save.
     """
 
     shape: tuple[int, ...]
@@ -53,7 +53,7 @@ class LeafSpec:
     nbytes: int
     placement: Hashable
     on_host: bool
-    is_still: bool = False
+    is_unchanging: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,15 +65,11 @@ class Plan:
       empty: names of the leaves that have no elements and are therefore not stored.
     """
 
-    stacks: Mapping[str, tuple[str, ...]]
-    empty: frozenset[str]
+    stacks: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    empty: frozenset[str] = frozenset()
 
     def members(self, leaf_names: Sequence[str]) -> dict[str, tuple[str, ...]]:
-        """Returns a dict from the name of each stored array to the leaves in it.
-
-        Args:
-          leaf_names: the names of all leaves.
-        """
+        """Returns the name of each stored array -> the leaves in it, given the names of all."""
         alone = {n: (n,) for n in leaf_names if n not in self.empty}
         for group in self.stacks.values():
             for member in group:
@@ -81,7 +77,7 @@ class Plan:
         return {**alone, **self.stacks}
 
     def locate(self) -> dict[str, tuple[str, int]]:
-        """Returns a dict from stacked leaf to (name of the stack, index on its leading axis)."""
+        """Returns stacked leaf -> (name of the stack, index on its leading axis)."""
         return {
             member: (stored, index)
             for stored, members in self.stacks.items()
@@ -93,7 +89,7 @@ def plan_leaves(
     leaf_names: Sequence[str],
     specs: Sequence[LeafSpec],
     layout: Layout = "auto",
-    taken: Iterable[str] = (),
+    reserved: Iterable[str] = (),
 ) -> Plan:
     """Returns the storage plan for leaves; the same leaves always give the same plan.
 
@@ -101,14 +97,14 @@ def plan_leaves(
       leaf_names: the names of the leaves.
       specs: the properties of the leaves, in the order of ``leaf_names``.
       layout: which leaves are stacked (``CheckpointOptions.layout``).
-      taken: names of existing stacks; new stacks get other names.
+      reserved: names that no stack may have.
     """
     groups: dict[tuple[Hashable, ...], list[tuple[str, LeafSpec]]] = {}
     for name, spec in zip(leaf_names, specs, strict=True):
         if (key := _group(name, spec, layout)) is not None:
             groups.setdefault(key, []).append((name, spec))
     stacks: dict[str, tuple[str, ...]] = {}
-    used = set(taken)
+    used = set(reserved)
     for (pattern, *_), members in groups.items():
         size = max(1, MAX_STACK_BYTES // max(1, members[0][1].nbytes))
         for part in _split(members, size):
@@ -131,21 +127,19 @@ def _group(name: str, spec: LeafSpec, layout: Layout) -> tuple[Hashable, ...] | 
     pattern = _INDEX.sub(_ANY, name)
     if pattern == name:
         return None
-    return (pattern, spec.on_host, spec.shape, spec.dtype, spec.placement, spec.is_still)
+    return (pattern, spec.on_host, spec.shape, spec.dtype, spec.placement, spec.is_unchanging)
 
 
 def _split(members: list[tuple[str, LeafSpec]], size: int) -> Iterable[list[tuple[str, LeafSpec]]]:
     return (members[i : i + size] for i in range(0, len(members), size))
 
 
-def _unused(pattern: str, taken: Collection[str]) -> str:
-    """Returns a name for a new stack, distinct from the names in ``taken``.
+def _unused(pattern: str, used: Collection[str]) -> str:
+    """Returns a name for a new stack: the pattern, with a suffix if another stack has this name.
 
-    The stack's name is ``pattern``, the name of a member with ``*`` in place of the indices, such
-    as ``layers.*.wq.weight``. Several stacks can have the same pattern, because their leaves differ
-    in shape or sharding or would make one stack too large. If ``taken`` contains the pattern, a
-    suffix makes the stack's name distinct.
+    Several stacks have the same pattern if their leaves differ in shape or sharding, or would make
+    one stack too large.
     """
-    if pattern not in taken:
+    if pattern not in used:
         return pattern
-    return next(n for i in itertools.count(2) if (n := f"{pattern}{_ANY}{i}") not in taken)
+    return next(n for i in itertools.count(2) if (n := f"{pattern}{_ANY}{i}") not in used)

@@ -32,8 +32,8 @@ class StepPlan:
       step_bytes: memory while the step runs, with the arrays of the state that are no arguments.
       state_bytes: the state that is saved.
       snapshot: how ``snapshot="auto"`` takes snapshots if the step donates the state.
-      part_bytes: what this snapshot takes until the save ends; 0 for a transfer.
-      offload_host_bytes: memory of the first host for offloaded arrays of all its chips.
+      copy_bytes: what a snapshot by copy takes until the save ends; 0 for other snapshots.
+      offload_host_bytes: memory of the first host for an offloaded state of all its chips.
       usable_bytes: the memory of the chip that programs can use.
     """
 
@@ -45,20 +45,17 @@ class StepPlan:
     step_bytes: int
     state_bytes: int
     snapshot: str
-    part_bytes: int
+    copy_bytes: int
     offload_host_bytes: int
     usable_bytes: int
 
     def __str__(self) -> str:
         state = f"{self.state_bytes:,} bytes of state"
-        total_bytes = self.step_bytes + self.part_bytes
+        total_bytes = self.step_bytes + self.copy_bytes
         if self.snapshot == "copy":
-            taken = f"{self.part_bytes:,} bytes for copies of {state}"
+            taken = f"{self.copy_bytes:,} bytes for copies of {state}"
         elif self.snapshot == "offload":
-            taken = (
-                f"{self.part_bytes:,} bytes, and {self.offload_host_bytes:,} of the host, for "
-                f"copies of {state}"
-            )
+            taken = f"{self.offload_host_bytes:,} bytes of the host for copies of {state}"
         else:
             taken = f"none; training waits until {state} are on the host"
         rows = {
@@ -154,8 +151,8 @@ def step_on_topology(
         step_bytes=step_bytes,
         state_bytes=state_bytes,
         snapshot=found.way,
-        part_bytes=found.part_bytes,
-        offload_host_bytes=found.offloaded_bytes,
+        copy_bytes=found.copy_bytes or 0 if found.way == "copy" else 0,
+        offload_host_bytes=found.host_bytes,
         usable_bytes=chip.usable_bytes,
     )
 

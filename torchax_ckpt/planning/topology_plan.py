@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,9 +15,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from torchax_ckpt.errors import PlanError
 from torchax_ckpt.planning import arguments, topology
 from torchax_ckpt.planning.topology import CHIPS, Chip
-from torchax_ckpt.snapshot.device_memory import is_exhausted
+from torchax_ckpt.snapshot.device_memory import HEADROOM, DeviceMemory, is_exhausted
 from torchax_ckpt.snapshot.device_sizes import shard_bytes
-from torchax_ckpt.snapshot.forecast import Forecast, forecast
+from torchax_ckpt.snapshot.planner import plan_snapshot
+from torchax_ckpt.snapshot.snapshotter import Way, way_if_donated
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,8 +41,7 @@ class TopologyPlan:
       copy_bytes: what copies and stacks of a save take; None also if they exceed the chip.
       wanted_bytes: the free bytes that ``snapshot="auto"`` wants to make these copies.
       snapshot: how ``snapshot="auto"`` takes snapshots, if training steps donate the state.
-      part_bytes: what this snapshot takes: ``copy_bytes``, less for an offload, 0 for a transfer.
-      offload_host_bytes: the most that offloaded arrays take on a host, each replica counted.
+      offload_host_bytes: the most that an offloaded state takes on a host, each replica counted.
       num_programs, compile_secs: the programs of a save, and how long compiling them took here.
     """
 
@@ -66,7 +67,6 @@ class TopologyPlan:
     copy_bytes: int | None = None
     wanted_bytes: int | None = None
     snapshot: str | None = None
-    part_bytes: int | None = None
     offload_host_bytes: int | None = None
     num_programs: int | None = None
     compile_secs: float | None = None
@@ -153,8 +153,7 @@ def on_topology(
             "copy_bytes": found.copy_bytes,
             "wanted_bytes": found.wanted_bytes,
             "snapshot": found.way,
-            "part_bytes": found.part_bytes,
-            "offload_host_bytes": found.offloaded_bytes * parts_of_host,
+            "offload_host_bytes": found.host_bytes * parts_of_host,
             "num_programs": found.num_programs,
             "compile_secs": found.compile_secs,
         }
@@ -182,6 +181,21 @@ def on_topology(
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class Forecast:
+    """How "auto" takes a snapshot, and what it needs: ``copy_bytes`` None exceed a device.
+
+    ``host_bytes`` are of this process, if it offloads. The programs of a transfer stack afterwards.
+    """
+
+    way: Way
+    copy_bytes: int | None
+    wanted_bytes: int | None
+    host_bytes: int
+    num_programs: int
+    compile_secs: float
+
+
 def snapshot_forecast(
     leaves: Mapping[str, jax.ShapeDtypeStruct],
     chip: Chip,
@@ -190,22 +204,34 @@ def snapshot_forecast(
     peak_bytes: int,
     host_bytes: int | None,
 ) -> Forecast:
-    """Asks the code of a save for its snapshot on chips with this memory in use."""
+    """Asks the code of a save for its snapshot on chips with this memory in use; makes no arrays.
+
+    ``host_bytes`` is the memory of the host that is available; None if it suffices.
+    """
     stats = {
         "bytes_limit": chip.usable_bytes,
         "bytes_in_use": state_bytes,
         "peak_bytes_in_use": peak_bytes,
     }
+    memory = DeviceMemory(lambda device: stats, lambda: host_bytes)
+    arrays = [*leaves.values()]
+    began = time.perf_counter()
     try:
-        return forecast(
-            list(leaves),
-            [*leaves.values()],
-            layout="auto",
-            stats=lambda device: stats,
-            host_bytes=host_bytes,
-        )
+        plan = plan_snapshot([*leaves], arrays, "auto")
+        way = way_if_donated(plan, arrays, memory)
+        copies = plan.needed("copy", arrays)
+        found = plan.needed(way, arrays)
     except jax.errors.JaxRuntimeError as error:
         raise topology.unusable(error) from error
+    copy_bytes = None if copies is None else max(copies.devices.values(), default=0)
+    return Forecast(
+        way=way,
+        copy_bytes=copy_bytes,
+        wanted_bytes=None if copy_bytes is None else math.ceil(copy_bytes * HEADROOM),
+        host_bytes=found.host_bytes if found and way == "offload" else 0,
+        num_programs=found.num_programs if found else 0,
+        compile_secs=time.perf_counter() - began,
+    )
 
 
 def _placed(abstract_state: Mapping[str, Any], mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:

@@ -30,8 +30,9 @@ from torchax_ckpt.saving.capture import Capture
 from torchax_ckpt.saving.unchanged.comparison import Offer
 from torchax_ckpt.saving.unchanged.division import Division, Written, divided
 from torchax_ckpt.saving.unchanged.reuse import Reuse
-from torchax_ckpt.snapshot.host_array import HostArray, to_host_part
-from torchax_ckpt.snapshot.planner import beside
+from torchax_ckpt.snapshot.host_array import HostArray
+from torchax_ckpt.snapshot.planner import with_host_leaves
+from torchax_ckpt.snapshot.sharding import to_host_part
 from torchax_ckpt.snapshot.snapshotter import Stored
 from torchax_ckpt.state.per_process_state import joined, joined_on_host
 from torchax_ckpt.storage.arrays import block_digests, compression
@@ -357,7 +358,7 @@ class Writer:
             return document, plan, stored, []
         else:
             nodes, leaves = joined(states)
-        plan, more = beside(plan, leaves, self._options.layout)
+        plan, more = with_host_leaves(plan, leaves, self._options.layout)
         return {**document, **nodes}, plan, {**stored, **more}, answers
 
     def _here(self, arrays: Mapping[str, Stored]) -> dict[str, Stored]:

@@ -18,8 +18,7 @@ def to_bits(array: jax.Array) -> jax.Array:
     """Returns the bits of an array as unsigned integers of at least one byte each.
 
     Bools, and numbers of fewer than 8 bits, become uint8. For a complex array, the result has one
-    more dim, the last, of length 2, which holds the bits of the real part and of the imaginary
-    part.
+    more dim, the last, with the bits of the real part and of the imaginary part.
     """
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
         array = jnp.stack([array.real, array.imag], axis=-1)
@@ -44,11 +43,7 @@ def from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
 
 
 def is_small_float(dtype: Any) -> bool:
-    """Returns whether the dtype is a floating-point type of fewer than 32 bits.
-
-    XLA may convert floats of fewer than 32 bits to a wider dtype inside a program, which changes
-    the bits of NaNs.
-    """
+    """Returns whether the dtype is a floating-point type of fewer than 32 bits."""
     return jnp.issubdtype(dtype, jnp.floating) and _num_bits(dtype) < 32
 
 

@@ -66,18 +66,14 @@ class DeviceMemory:
     not more than the program and the copies together needed before, no statistic shows the growth.
     ``holds`` may then return True although the copies do not fit.
 
-    The memory of the host that offloads need counts from their begin, see ``promised``. The class
-    assumes that no other process of the run shares the host.
+    The memory of the host that an offload needs counts as used from its begin. The class assumes
+    that no other process of the run shares the host.
 
-    Several threads may use one object of this class at the same time.
+    Several threads may use one object of this class at the same time. ``host_bytes`` returns the
+    available bytes of the host's memory, or None if they are unknown.
 
     Attributes:
-      has_pinned_failed: whether an offload has run out of memory.
-
-    Args:
-      stats: device -> its memory statistics, or None if it reports none.
-      host_bytes: returns the available bytes of the host's memory, or None if they are unknown; by
-        default ``host_memory.available_host_bytes``.
+      may_offload: False once an offload has run out of memory although ``host_holds`` was True.
     """
 
     def __init__(
@@ -96,16 +92,12 @@ class DeviceMemory:
         self._last_peak: dict[jax.Device, int] = {}
         self._copy_bytes: collections.Counter[jax.Device] = collections.Counter()
         self._has_failed = False
+        # Of the host: what offloads have not allocated yet, and the most pinned memory of one.
         self._promised_bytes, self._pinned_bytes = 0, 0
-        self.has_pinned_failed = False
+        self.may_offload = True
 
-    def holds(self, needed: Mapping[jax.Device, int] | None) -> bool:
-        """Returns whether each device has memory for the bytes that copies need there.
-
-        ``needed`` None means that copies need more than any device has, so the result is False.
-        """
-        if needed is None:
-            return False
+    def holds(self, needed: Mapping[jax.Device, int]) -> bool:
+        """Returns whether each device has memory for the bytes that copies need there."""
         with self._lock:
             free = self._free_of_each(needed)
             return all(
@@ -123,30 +115,16 @@ class DeviceMemory:
         pinned_bytes = max(0, needed.pinned_bytes - self._pinned_bytes)
         return available is None or (pinned_bytes + needed.ordinary_bytes) * HEADROOM <= available
 
-    def described_on_host(self, needed: Needed) -> str:
-        """Returns a text: bytes needed and available on the host."""
-        available = self._available_on_host()
-        found = "unknown" if available is None else f"{available} bytes"
-        return f"expected {needed.host_bytes} bytes of host memory available, found {found}"
-
-    def promised(self, needed: Needed) -> Callable[[], None]:
-        """Records that an offload begins; returns a function to call once, when it has its memory.
-
-        Until then, the host's memory for the offload does not count as available.
-        """
+    def begin_offload(self, needed: Needed) -> None:
+        """Records that an offload begins, whose memory of the host does not count as available."""
         with self._lock:
             self._promised_bytes += needed.host_bytes
 
-        def taken() -> None:
-            with self._lock:
-                self._promised_bytes -= needed.host_bytes
-                self._pinned_bytes = max(self._pinned_bytes, needed.pinned_bytes)
-
-        return taken
-
-    def pinned_failed(self) -> None:
-        """Records that an offload ran out of memory although ``host_holds`` returned True."""
-        self.has_pinned_failed = True
+    def end_offload(self, needed: Needed) -> None:
+        """Records that an offload, which began, has allocated its memory or needs none any more."""
+        with self._lock:
+            self._promised_bytes -= needed.host_bytes
+            self._pinned_bytes = max(self._pinned_bytes, needed.pinned_bytes)
 
     def _available_on_host(self) -> int | None:
         available = self._host_bytes()
@@ -165,7 +143,13 @@ class DeviceMemory:
             f"{found}"
         )
 
-    def took(self, copies: Iterable[Any]) -> None:
+    def described_on_host(self, needed: Needed) -> str:
+        """Returns a text: bytes needed and available on the host."""
+        available = self._available_on_host()
+        found = "unknown" if available is None else f"{available} bytes"
+        return f"expected {needed.host_bytes} bytes of host memory available, found {found}"
+
+    def record_copies(self, copies: Iterable[Any]) -> None:
         """Records that the given copies of arrays were just made.
 
         The caller must free all these copies at the same time, because the record drops all of them
@@ -174,21 +158,20 @@ class DeviceMemory:
         on_devices = [copy for copy in copies if isinstance(copy, jax.Array)]
         if not on_devices:
             return
-        taken = bytes_on_devices(on_devices)
-        weakref.finalize(on_devices[0], self._forget_copies, taken).atexit = False
+        num_bytes = bytes_on_devices(on_devices)
+        weakref.finalize(on_devices[0], self._forget_copies, num_bytes).atexit = False
         with self._lock:
-            self._copy_bytes.update(taken)
-            self._update(taken)
+            self._copy_bytes.update(num_bytes)
+            self._update(num_bytes)
 
-    def _forget_copies(self, taken: Mapping[jax.Device, int]) -> None:
-        """Removes copies from the record; called when the first of these copies is freed."""
+    def _forget_copies(self, num_bytes: Mapping[jax.Device, int]) -> None:
         with self._lock:
             try:
-                self._update(taken)
+                self._update(num_bytes)
             finally:
-                self._copy_bytes.subtract(taken)
+                self._copy_bytes.subtract(num_bytes)
 
-    def failed(self) -> None:
+    def record_failure(self) -> None:
         """Records that a device ran out of memory although ``holds`` returned True."""
         with self._lock:
             self._has_failed = True
@@ -202,13 +185,6 @@ class DeviceMemory:
     def _free(
         self, device: jax.Device, count: int, host_bytes: Callable[[], int | None]
     ) -> int | None:
-        """Returns the free bytes of a device; None if unknown.
-
-        Args:
-          device: the device.
-          count: the number of devices that share the host's memory, if ``device`` is a CPU.
-          host_bytes: returns the available bytes of the host's memory; None if unknown.
-        """
         beyond_peak = _free_beyond_peak(self._stats(device))
         if beyond_peak is None:
             free = host_bytes() if device.platform == "cpu" else None

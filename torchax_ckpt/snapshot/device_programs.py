@@ -22,6 +22,11 @@ from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from torchax_ckpt.snapshot.bitcast import from_bits, to_bits
 
 _NO_MESH = Mesh(np.empty((), dtype=object), ())
+# The most arguments of one program; its compile time grows faster than linearly with them.
+MAX_ARGUMENTS = 128
+
+P = ParamSpec("P")
+K = TypeVar("K")
 
 
 class Program:
@@ -29,9 +34,6 @@ class Program:
 
     After ``jax.set_mesh(mesh)``, JAX refuses jitted functions of arrays on other devices, such as
     single shards.
-
-    Args:
-      jitted: the jitted function.
     """
 
     def __init__(self, jitted: Any) -> None:
@@ -48,20 +50,18 @@ class Program:
             return self.jitted.lower(*arrays)
 
 
-# The most arguments of one program; its compile time grows faster than linearly with them.
-MAX_ARGUMENTS = 128
+Run = Callable[..., Any]
+"""A program and its arguments -> its outputs, or abstract arrays that stand for them.
 
-P = ParamSpec("P")
-K = TypeVar("K")
+A save runs its programs with ``Program.__call__``; a prediction of its memory only compiles them.
+"""
 
 BUILDERS: dict[str, Callable[..., Program]] = {}
 """Name of each function that returns a program -> the function."""
 
 
 def device_program(maxsize: int) -> Callable[[Callable[P, Any]], Callable[P, Program]]:
-    """Registers a function that returns a jitted function, which becomes a ``Program``.
-
-    Caches the last ``maxsize`` programs.
+    """Registers a function that returns a jitted function; caches its last ``maxsize`` programs.
 
     Without the cache, each call would give ``jax.jit`` a new function object, and JAX would compile
     the same program again.
@@ -94,8 +94,7 @@ def copy_program(sharding: Sharding) -> Any:
 def zeros_program(specs: tuple[tuple[tuple[int, ...], Any], ...], sharding: Sharding) -> Any:
     """Returns the program that creates arrays of these shapes and dtypes whose bits are all zero.
 
-    The program makes zero integers and converts their bits to the dtype, because the dtype
-    float8_e8m0fnu has no value zero.
+    It converts the bits of integers, because the dtype float8_e8m0fnu has no value zero.
     """
 
     def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -157,17 +156,12 @@ def sliced(array: jax.Array, within: tuple[slice, ...]) -> jax.Array:
 
 
 def run_by_sharding(
-    build: Callable[[Sharding], Program], arrays: Mapping[K, Any], run: Callable[..., Any]
+    build: Callable[[Sharding], Program], arrays: Mapping[K, Any], run: Run
 ) -> dict[K, Any]:
-    """Runs the programs of the arrays' shardings; returns key -> output of the program.
+    """Runs the programs that ``build`` returns for the arrays' shardings; returns key -> output.
 
     One program gets the arrays of one sharding, at most ``MAX_ARGUMENTS`` at a time. Complex arrays
     come one at a time, because the programs of a TPU need temporary memory for each of them.
-
-    Args:
-      build: returns the program of a sharding, which has one output per argument.
-      arrays: key -> array, or an abstract array with a sharding.
-      run: a program and its arguments -> the program's outputs.
     """
     groups: dict[tuple[Sharding, bool], list[K]] = collections.defaultdict(list)
     for key, array in arrays.items():

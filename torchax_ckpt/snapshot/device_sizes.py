@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -22,12 +22,10 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from torchax_ckpt.snapshot.device_programs import (
     MAX_ARGUMENTS,
     Program,
+    Run,
     in_chunks,
     zeros_program,
 )
-
-Run = Callable[..., Any]
-"""A program and its arguments -> its outputs, or abstract arrays that stand for them."""
 
 _Spec = tuple[tuple[int, ...], Any]
 """The shape and the dtype of a shard."""
@@ -41,11 +39,7 @@ HOST_MEMORY = ("pinned_host", "unpinned_host")
 def padded_bytes(shape: tuple[int, ...], dtype: Any, layout: Layout | None) -> int:
     """Returns the bytes that one shard takes in memory.
 
-    Args:
-      shape: the shape of the shard.
-      dtype: the dtype of its elements.
-      layout: how the shard lies in memory, from ``array.format.layout`` or from
-        ``compiled.output_formats``; None for a dense array.
+    ``layout`` is from ``array.format.layout`` or ``compiled.output_formats``; None: a dense array.
     """
     if layout is None or not layout.tiling:
         return math.prod(shape) * np.dtype(dtype).itemsize
@@ -58,15 +52,11 @@ def padded_bytes(shape: tuple[int, ...], dtype: Any, layout: Layout | None) -> i
     return -(-(count * num_bits // 8) // _ALIGNMENT) * _ALIGNMENT
 
 
-@dataclasses.dataclass(frozen=True)
-class Compiled:
+class Compiled(NamedTuple):
     """What is known of a compiled program before it runs.
 
-    Attributes:
-      outputs: what the program returns, as abstract arrays with the layouts that they will have.
-      temporary_bytes: the memory that each device needs for the program while it runs, besides
-        arguments and outputs.
-      host_temporary_bytes: the same in the memory of the host.
+    ``outputs`` are abstract arrays with their layouts. The temporary bytes are those that each
+    device needs while the program runs, in its own memory and in the memory of the host.
     """
 
     outputs: Any
@@ -75,13 +65,9 @@ class Compiled:
 
 
 def compiled(program: Program, *arrays: Any) -> Compiled:
-    """Compiles a program.
+    """Compiles a program for arrays, or abstract arrays with shardings.
 
     JAX keeps the compiled program: a call of the program with the same arrays compiles nothing.
-
-    Args:
-      program: a jitted program.
-      *arrays: the arguments, each an array or an abstract array with a sharding.
     """
     lowered = program.lower(*arrays)
     executable = lowered.compile()
@@ -98,17 +84,19 @@ def compiled(program: Program, *arrays: Any) -> Compiled:
 
 @dataclasses.dataclass(frozen=True)
 class Needed:
-    """The memory that programs need.
+    """The memory that programs need, and the number of different programs.
 
     Attributes:
-      devices: device of this process -> bytes of outputs and temporary memory there.
+      devices: device of this process -> bytes of outputs and temporary memory, if it needs any.
       pinned_bytes: bytes of outputs and temporary memory that are in the memory of the host.
       ordinary_bytes: bytes of ordinary memory of the host that the outputs are copied to.
+      num_programs: programs that differ only in the device count once.
     """
 
     devices: Mapping[jax.Device, int]
     pinned_bytes: int
-    ordinary_bytes: int = 0
+    ordinary_bytes: int
+    num_programs: int
 
     @property
     def host_bytes(self) -> int:
@@ -116,24 +104,27 @@ class Needed:
         return self.pinned_bytes + self.ordinary_bytes
 
 
-def needed_by(compute: Callable[[Run], object]) -> Needed:
-    """Returns the memory that a computation needs; compiles its programs but does not run them.
+def needed_by(compute: Callable[[Run], object], ordinary_bytes: int = 0) -> Needed:
+    """Returns what a computation needs; compiles its programs, which JAX keeps, but runs nothing.
 
-    JAX caches the compiled programs, so the computation does not compile them again. The outputs of
-    all programs count, also those of which later programs make other outputs, because they may
-    exist at the same time. The programs run one after another, so the result includes the temporary
-    memory of the program that needs the most, not the sum.
+    The outputs of all programs count, also those of which later programs make other outputs,
+    because they may exist at the same time. The programs run one after another, so the temporary
+    memory of the program that needs the most counts, not the sum.
 
     Args:
       compute: runs its programs through the function that it gets, on abstract arrays.
+      ordinary_bytes: see ``Needed``.
     """
     outputs: list[Any] = []
+    programs = set()
     temporary: dict[jax.Device, int] = collections.defaultdict(int)
     host_temporary: dict[jax.Device, int] = collections.defaultdict(int)
 
     def compile_only(program: Program, *arrays: Any) -> Any:
         found = compiled(program, *arrays)
         outputs.extend(jax.tree.leaves(found.outputs))
+        specs = tuple((array.shape, array.dtype.name) for array in arrays)
+        programs.add((program.jitted.__wrapped__.__qualname__, specs))
         for device in arrays[0].sharding.addressable_devices:
             temporary[device] = max(temporary[device], found.temporary_bytes)
             host_temporary[device] = max(host_temporary[device], found.host_temporary_bytes)
@@ -146,15 +137,15 @@ def needed_by(compute: Callable[[Run], object]) -> Needed:
         for sharding, num_bytes in by_sharding.items()
         if sharding.memory_kind in HOST_MEMORY
     ) + sum(host_temporary.values())
-    return Needed(_on_devices(by_sharding) + collections.Counter(temporary), pinned_bytes)
+    devices = _on_devices(by_sharding) + collections.Counter(temporary)
+    return Needed(devices, pinned_bytes, ordinary_bytes, len(programs))
 
 
 def bytes_on_devices(arrays: Iterable[Any]) -> collections.Counter[jax.Device]:
     """Returns the bytes that arrays take on each device of this process.
 
-    Args:
-      arrays: JAX arrays, and abstract arrays with a layout, as ``compiled`` returns them.
-        Other values, and arrays in the memory of the host, take no memory of devices.
+    The arrays may be abstract, with layouts, as ``compiled`` returns them. Other values, and arrays
+    in the memory of the host, take no memory of devices.
     """
     return _on_devices(_bytes_by_sharding(arrays))
 
@@ -176,19 +167,18 @@ def _bytes_by_sharding(arrays: Iterable[Any]) -> dict[Sharding, int]:
 
 
 def _on_devices(by_sharding: Mapping[Sharding, int]) -> collections.Counter[jax.Device]:
-    taken: collections.Counter[jax.Device] = collections.Counter()
+    found: collections.Counter[jax.Device] = collections.Counter()
     for sharding, num_bytes in by_sharding.items():
         if sharding.memory_kind not in HOST_MEMORY:
             for device in sharding.addressable_devices:
-                taken[device] += num_bytes
-    return taken
+                found[device] += num_bytes
+    return found
 
 
 def shard_bytes(targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, int]:
-    """Returns the bytes that each leaf will take on each of its devices.
+    """Returns the bytes that each leaf, given with its sharding, will take on each of its devices.
 
-    Args:
-      targets: leaf -> its shape, its dtype, and the sharding that it will have.
+    For a TPU, compiles programs that return such arrays, because JAX shows layouts only there.
     """
     specs: dict[str, tuple[str, _Spec]] = {}
     by_kind: dict[str, tuple[jax.Device, set[_Spec]]] = {}
@@ -215,12 +205,7 @@ def _device_of_kind(sharding: Any) -> jax.Device:
 
 @functools.lru_cache(maxsize=64)
 def _sizes(device: jax.Device, specs: tuple[_Spec, ...]) -> dict[_Spec, int]:
-    """Returns the bytes of arrays of these shapes and dtypes in the layout that the device chooses.
-
-    For a TPU, this function compiles a program that returns such arrays, because JAX shows the
-    layout only in a compiled program. On other devices, arrays have no padding.
-    """
-    if device.platform != "tpu":
+    if device.platform != "tpu":  # arrays have no padding
         return {(shape, dtype): padded_bytes(shape, dtype, None) for shape, dtype in specs}
     sizes: dict[_Spec, int] = {}
     for some in in_chunks(specs, MAX_ARGUMENTS):

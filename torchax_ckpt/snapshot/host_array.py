@@ -1,18 +1,35 @@
-"""Arrays in ordinary memory of the host that still have the sharding they had on devices."""
+"""Where an array lies, and arrays on the host that keep a sharding; known without loading JAX."""
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from torchax_ckpt.runtime.lazily import jax
 
-Start = tuple[int, ...]
+Offset = tuple[int, ...]
 """The index in an array at which a part of the array begins."""
+
+
+class Local(enum.Enum):
+    """The two placements that are not shardings: the host, and JAX's default device.
+
+    HOST means a numpy array. DEFAULT_DEVICE means a JAX array that is not committed to its device,
+    such as the arrays that ``.to("jax")`` makes. If a program uses an uncommitted array together
+    with committed arrays, JAX moves the uncommitted array to the devices of the committed arrays.
+    If a program uses arrays that are committed to different devices, JAX raises an error.
+    """
+
+    HOST = "host"
+    DEFAULT_DEVICE = "default_device"
+
+
+Placement: TypeAlias = "jax.sharding.Sharding | Local"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -29,7 +46,7 @@ class HostArray:
     shape: tuple[int, ...]
     dtype: np.dtype
     sharding: jax.sharding.Sharding
-    parts: Mapping[Start, np.ndarray]
+    parts: Mapping[Offset, np.ndarray]
 
     @property
     def ndim(self) -> int:
@@ -47,44 +64,20 @@ class HostArray:
         return self.sharding.is_fully_addressable
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """Returns the whole array.
-
-        Raises:
-          ValueError: not all of its shards are among the parts.
-        """
+        """Returns the whole array; raises ValueError if some of its shards are not among parts."""
         if sum(part.size for part in self.parts.values()) < self.size:
             raise ValueError(f"an array of shape {self.shape} lacks some of its parts")
         whole = self.parts.get((0,) * self.ndim)
         if whole is None or whole.shape != self.shape:
             whole = np.empty(self.shape, self.dtype)
-            for start, part in self.parts.items():
-                region = tuple(slice(s, s + n) for s, n in zip(start, part.shape, strict=True))
+            for offset, part in self.parts.items():
+                region = tuple(slice(s, s + n) for s, n in zip(offset, part.shape, strict=True))
                 whole[region] = part
         elif copy:
             whole = whole.copy()
         return whole if dtype is None else whole.astype(dtype, copy=False)
 
 
-def to_host_part(array: jax.Array | HostArray) -> jax.Array | HostArray:
-    """Returns the part of an array that this host holds, as an array that shares the buffers.
-
-    The part of a ``HostArray`` without parts has no parts either.
-
-    To form the whole array again, each host calls ``sharding.shards_as`` with its part, and with
-    the sharding and shape of the whole array.
-    """
-    from torchax_ckpt.snapshot.sharding import host_part, shards_as
-
-    part = host_part(array.sharding, array.shape)
-    if isinstance(array, jax.Array):
-        return shards_as(array, part.sharding, part.shape)
-    whole = array.sharding.addressable_devices_indices_map(array.shape)
-    within = part.sharding.addressable_devices_indices_map(part.shape)
-    starts = {start_of(within[d]): start_of(index) for d, index in whole.items()}
-    parts = {to: array.parts[start] for to, start in starts.items() if start in array.parts}
-    return HostArray(part.shape, array.dtype, part.sharding, parts)
-
-
-def start_of(index: tuple[slice, ...] | None) -> Start:
+def offset_of(index: tuple[slice, ...] | None) -> Offset:
     """Returns where a shard begins, from the index that a sharding gives for a device."""
     return tuple(dim.start or 0 for dim in index or ())

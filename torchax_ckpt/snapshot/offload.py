@@ -17,7 +17,7 @@ import math
 import mmap
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -26,9 +26,10 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
 from torchax_ckpt.layout.storage_plan import Plan
-from torchax_ckpt.snapshot.device_programs import device_program, run_by_sharding
-from torchax_ckpt.snapshot.device_sizes import Needed, Run, needed_by
-from torchax_ckpt.snapshot.host_array import HostArray, Start, start_of
+from torchax_ckpt.snapshot.device_memory import DeviceMemory, is_exhausted
+from torchax_ckpt.snapshot.device_programs import Program, Run, device_program, run_by_sharding
+from torchax_ckpt.snapshot.device_sizes import Needed, needed_by
+from torchax_ckpt.snapshot.host_array import HostArray, Offset, offset_of
 from torchax_ckpt.snapshot.sharding import replicas, shards_of, stacked
 from torchax_ckpt.snapshot.stacking import AnyArray, parts_of
 
@@ -49,18 +50,14 @@ def is_supported(arrays: Iterable[AnyArray]) -> bool:
     return all(PINNED in {m.kind for m in d.addressable_memories()} for d in devices)
 
 
-def bytes_to_offload(leaves: Mapping[str, Any]) -> Needed:
-    """Returns the memory that an offload takes until the save has ended.
+def needed_to_offload(leaves: Mapping[str, Any]) -> Needed:
+    """Returns the memory that an offload of leaves on devices, or abstract ones, takes.
 
-    The pinned memory is padded as on the devices. Compiles the programs, but runs nothing.
-
-    Args:
-      leaves: name -> array on devices, or an abstract array with a sharding.
+    The pinned memory is padded as on the devices.
     """
-    needed = needed_by(lambda run: pinned(leaves, run))
     forms = [_Form(array.shape, array.dtype, array.sharding) for array in leaves.values()]
-    ordinary = sum(len(form.starts) * form.shard_bytes for form in forms)
-    return Needed(needed.devices, needed.pinned_bytes, ordinary)
+    ordinary_bytes = sum(len(form.offsets) * form.shard_bytes for form in forms)
+    return needed_by(lambda run: pinned(leaves, run), ordinary_bytes)
 
 
 class _Form(NamedTuple):
@@ -79,34 +76,39 @@ class _Form(NamedTuple):
         return math.prod(self.shard_shape) * self.dtype.itemsize
 
     @property
-    def starts(self) -> set[Start]:
+    def offsets(self) -> set[Offset]:
         """Where the shards of this process's devices begin."""
         indices = self.sharding.addressable_devices_indices_map(self.shape)
-        return set(map(start_of, indices.values()))
+        return set(map(offset_of, indices.values()))
 
 
 class Offloaded:
     """Leaves that are on their way from devices to ordinary memory of the host.
 
-    Args:
-      plan: which of the leaves are stacked.
-      leaves: name -> array on devices.
-      taken: called once, when the memory of the host is allocated, or is no longer needed.
+    ``plan`` says which of the leaves are stacked there. The memory of the host that they need, as
+    ``needed_to_offload`` returns it, counts as used in ``memory`` from the beginning.
 
     Raises:
-      JaxRuntimeError: the devices lack memory; ``taken`` is not called.
+      JaxRuntimeError: the devices lack memory.
     """
 
     def __init__(
-        self, plan: Plan, leaves: Mapping[str, jax.Array], taken: Callable[[], None]
+        self, plan: Plan, leaves: Mapping[str, jax.Array], memory: DeviceMemory, needed: Needed
     ) -> None:
-        self._plan = plan
+        self._stacks = {n: group for n, group in plan.stacks.items() if group[0] in leaves}
         self._forms = {n: _Form(a.shape, a.dtype, a.sharding) for n, a in leaves.items()}
-        self._pinned = pinned(leaves, lambda program, *arrays: program(*arrays))
+        self._memory = memory
         self._lock = threading.Lock()
         self._on_host: concurrent.futures.Future[dict[str, HostArray]] | None = None
-        self._taken = weakref.finalize(self, taken)  # also if the save fails before it fetches
-        self._taken.atexit = False
+        memory.begin_offload(needed)
+        # Runs once: when the memory is allocated, or if the save fails before that.
+        self._end = weakref.finalize(self, memory.end_offload, needed)
+        self._end.atexit = False
+        try:
+            self._pinned = pinned(leaves)
+        except BaseException:
+            self._end()
+            raise
 
     def on_host(self) -> Mapping[str, HostArray]:
         """Waits for the leaves; returns the name of each leaf and stack -> its array on the host.
@@ -121,42 +123,42 @@ class Offloaded:
             try:
                 future.set_result(self._fetch())
             except BaseException as error:
+                if is_exhausted(error):
+                    self._memory.may_offload = False
                 future.set_exception(error)
             finally:
-                self._taken()
+                self._end()
         return future.result()
 
     def _fetch(self) -> dict[str, HostArray]:
-        stacks = {n: group for n, group in self._plan.stacks.items() if group[0] in self._forms}
-        members = Plan(stacks, frozenset()).members(list(self._forms))
+        members = Plan(self._stacks, frozenset()).members(list(self._forms))
         forms = {n: self._forms[group[0]] for n, group in members.items()}
         memory = _Memory(
-            (len(members[n]) * form.shard_bytes for n, form in forms.items() for _ in form.starts)
+            (len(members[n]) * form.shard_bytes for n, form in forms.items() for _ in form.offsets)
         )
         arrays: dict[str, HostArray] = {}
         for stored, group in members.items():
             form = forms[stored]
             shape = (len(group), *form.shard_shape)
-            buffers = {start: memory.array(shape, form.dtype) for start in form.starts}
+            buffers = {offset: memory.array(shape, form.dtype) for offset in form.offsets}
             for row, name in enumerate(group):
-                arrays[name] = self._copied(name, {s: b[row, ...] for s, b in buffers.items()})
-            if stored in stacks:
+                arrays[name] = self._copied(name, {at: b[row, ...] for at, b in buffers.items()})
+            if stored in self._stacks:
                 target = stacked(form.sharding)
                 assert target is not None, "planned as a stack"
-                parts = {(0, *start): buffer for start, buffer in buffers.items()}
-                shape = (len(group), *form.shape)
-                arrays[stored] = HostArray(shape, form.dtype, target, parts)
+                parts = {(0, *offset): buffer for offset, buffer in buffers.items()}
+                arrays[stored] = HostArray((len(group), *form.shape), form.dtype, target, parts)
         return arrays
 
-    def _copied(self, name: str, parts: dict[Start, np.ndarray]) -> HostArray:
+    def _copied(self, name: str, parts: dict[Offset, np.ndarray]) -> HostArray:
         """Copies a leaf to its parts, and deletes its arrays in pinned memory."""
         missing = set(parts)
         for first, array in self._pinned.pop(name):
             for shard in shards_of(array):
-                start = start_of(shard.index) if first is None else first
-                if start in missing:  # else it is another replica
-                    missing.remove(start)
-                    parts[start][...] = np.asarray(shard.data)
+                offset = offset_of(shard.index) if first is None else first
+                if offset in missing:  # else it is another replica
+                    missing.remove(offset)
+                    parts[offset][...] = np.asarray(shard.data)
             array.delete()
         assert not missing, "all shards of this process were offloaded"
         form = self._forms[name]
@@ -164,13 +166,10 @@ class Offloaded:
 
 
 class _Memory:
-    """Memory for arrays that goes back to the system as soon as all of these arrays are freed.
+    """Memory for arrays of these sizes; it goes back to the system when all of them are freed.
 
     What ``malloc`` gives to one thread and another thread frees can stay with the process: with
     ``np.empty``, a process that offloaded 400 MB again and again grew from 2.9 GB to 5 GB.
-
-    Args:
-      sizes: the bytes of each array.
     """
 
     def __init__(self, sizes: Iterable[int]) -> None:
@@ -182,8 +181,8 @@ class _Memory:
     def array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Returns an array in this memory."""
         num_bytes = math.prod(shape) * dtype.itemsize
-        taken, self._left = np.split(self._left, [_aligned(num_bytes)])
-        return taken[:num_bytes].view(dtype).reshape(shape)
+        part, self._left = np.split(self._left, [_aligned(num_bytes)])
+        return part[:num_bytes].view(dtype).reshape(shape)
 
 
 def _aligned(num_bytes: int) -> int:
@@ -200,16 +199,18 @@ def offload_program(sharding: Sharding) -> Any:
     return jax.jit(checkpoint_offload, out_shardings=sharding.with_memory_kind(PINNED))
 
 
-def pinned(leaves: Mapping[str, AnyArray], run: Run) -> dict[str, list[tuple[Start | None, Any]]]:
+def pinned(
+    leaves: Mapping[str, AnyArray], run: Run = Program.__call__
+) -> dict[str, list[tuple[Offset | None, Any]]]:
     """Runs the programs; returns for each leaf its sources, see ``_sources``, in pinned memory."""
-    sources = {(n, start): source for n, a in leaves.items() for start, source in _sources(a)}
-    by_name: dict[str, list[tuple[Start | None, Any]]] = {name: [] for name in leaves}
-    for (name, start), array in run_by_sharding(offload_program, sources, run).items():
-        by_name[name].append((start, array))
+    sources = {(n, offset): source for n, a in leaves.items() for offset, source in _sources(a)}
+    by_name: dict[str, list[tuple[Offset | None, Any]]] = {name: [] for name in leaves}
+    for (name, offset), array in run_by_sharding(offload_program, sources, run).items():
+        by_name[name].append((offset, array))
     return by_name
 
 
-def _sources(array: Any) -> Iterator[tuple[Start | None, Any]]:
+def _sources(array: Any) -> Iterator[tuple[Offset | None, Any]]:
     """Yields arrays that together hold each shard of this process's devices at least once.
 
     Yields the array itself, or its first replica, with None. If the array spans processes, yields
@@ -219,13 +220,13 @@ def _sources(array: Any) -> Iterator[tuple[Start | None, Any]]:
         yield None, _one_replica(array)
         return
     index_of = array.sharding.addressable_devices_indices_map(array.shape)
-    seen: set[Start] = set()
+    seen: set[Offset] = set()
     for part in parts_of(array):
         (device,) = part.sharding.device_set
-        start = start_of(index_of[device])
-        if start not in seen:
-            seen.add(start)
-            yield start, part
+        offset = offset_of(index_of[device])
+        if offset not in seen:
+            seen.add(offset)
+            yield offset, part
 
 
 def _one_replica(array: Any) -> Any:

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from torchax_ckpt.errors import MismatchError
-from torchax_ckpt.snapshot.local import Local, Placement
+from torchax_ckpt.snapshot.host_array import HostArray, Local, Placement, offset_of
 
 _listing_lock = threading.Lock()
 _MAX_TRIES = 1000
@@ -169,6 +169,22 @@ def unshared(array: jax.Array) -> jax.Array:
     through the new object is freed together with the new object, even if the given array lives on.
     """
     return shards_as(array, array.sharding, array.shape)
+
+
+def to_host_part(array: jax.Array | HostArray) -> jax.Array | HostArray:
+    """Returns the part of an array that this host holds, as an array that shares the buffers.
+
+    The part of a ``HostArray`` without parts has no parts either. ``shards_as`` forms the whole
+    array again from the parts of all hosts.
+    """
+    part = host_part(array.sharding, array.shape)
+    if isinstance(array, jax.Array):
+        return shards_as(array, part.sharding, part.shape)
+    whole = array.sharding.addressable_devices_indices_map(array.shape)
+    within = part.sharding.addressable_devices_indices_map(part.shape)
+    offsets = {offset_of(within[d]): offset_of(index) for d, index in whole.items()}
+    parts = {to: array.parts[at] for to, at in offsets.items() if at in array.parts}
+    return HostArray(part.shape, array.dtype, part.sharding, parts)
 
 
 def resolve_rule(

@@ -15,12 +15,14 @@ from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.snapshot.bitcast import from_bits, is_small_float, to_bits
 from torchax_ckpt.snapshot.device_programs import (
     MAX_ARGUMENTS,
+    Program,
+    Run,
     copy_program,
     device_program,
     in_chunks,
     run_by_sharding,
 )
-from torchax_ckpt.snapshot.device_sizes import Run, needed_by
+from torchax_ckpt.snapshot.device_sizes import Needed, needed_by
 from torchax_ckpt.snapshot.sharding import shards_of, stacked
 
 Array = jax.Array | np.ndarray
@@ -28,44 +30,31 @@ AnyArray = Array | jax.ShapeDtypeStruct
 """An abstract array with a sharding may stand for an array on devices."""
 
 
-def execute(plan: Plan, leaves: Mapping[str, Array], *, copy: bool) -> dict[str, Array]:
-    """Stacks leaves as the plan says; returns a dict from stored name to the array to store.
+def execute(
+    plan: Plan, leaves: Mapping[str, Any], *, copy: bool, run: Run = Program.__call__
+) -> dict[str, Any]:
+    """Stacks leaves as the plan says; returns stored name -> array to store.
 
-    Args:
-      plan: where each leaf is stored.
-      leaves: name -> array of each leaf.
-      copy: whether to copy device arrays that are not stacked.
+    ``copy`` says whether to copy the device arrays that are not stacked.
     """
-    return execute_with(plan, leaves, copy, lambda program, *arrays: program(*arrays))
-
-
-def bytes_to_execute(
-    plan: Plan, leaves: Mapping[str, AnyArray], *, copy: bool
-) -> Mapping[jax.Device, int]:
-    """Returns the bytes that ``execute`` takes on each device of this process.
-
-    ``needed_by`` says how this function counts. The bytes of a stack that is concatenated from
-    smaller stacks count twice, because the smaller stacks exist until the whole stack is made.
-
-    Args:
-      plan, copy: see ``execute``.
-      leaves: name -> array of each leaf; abstract arrays with shardings may stand for arrays on
-        devices.
-    """
-    on_devices = {n: array for n, array in leaves.items() if not isinstance(array, np.ndarray)}
-    stacks = {name: group for name, group in plan.stacks.items() if group[0] in on_devices}
-    part = Plan(stacks, plan.empty)
-    return needed_by(lambda run: execute_with(part, on_devices, copy, run)).devices
-
-
-def execute_with(plan: Plan, leaves: Mapping[str, Any], copy: bool, run: Run) -> dict[str, Any]:
-    """Does what ``execute`` does, but runs each program with its arguments through ``run``."""
     members = {member for group in plan.stacks.values() for member in group}
     alone = {n: a for n, a in leaves.items() if n not in members and n not in plan.empty}
     stored = _copies(alone, run) if copy else alone
     for name, group in plan.stacks.items():
         stored[name] = _stack([leaves[member] for member in group], run)
     return stored
+
+
+def needed_to_execute(plan: Plan, leaves: Mapping[str, AnyArray], *, copy: bool) -> Needed:
+    """Returns the memory that ``execute`` takes; the leaves may be abstract.
+
+    The bytes of a stack that is concatenated from smaller stacks count twice, because the smaller
+    stacks exist until the whole stack is made.
+    """
+    on_devices = {n: array for n, array in leaves.items() if not isinstance(array, np.ndarray)}
+    stacks = {name: group for name, group in plan.stacks.items() if group[0] in on_devices}
+    part = Plan(stacks, plan.empty)
+    return needed_by(lambda run: execute(part, on_devices, copy=copy, run=run))
 
 
 def _stack(arrays: list[Any], run: Run) -> Any:
@@ -143,11 +132,7 @@ def concatenate_program(sharding: Sharding) -> Any:
 
 
 def _by_bits(join: Callable[..., jax.Array], arrays: Sequence[jax.Array]) -> jax.Array:
-    """Joins arrays by calling ``join``.
-
-    Floats of fewer than 32 bits are joined as integers of their bits, because XLA could convert the
-    floats and change the bits of NaNs.
-    """
+    """Joins arrays with ``join``; small floats as bits, because XLA could change those of NaNs."""
     dtype = arrays[0].dtype
     if not is_small_float(dtype):
         return join(arrays)

@@ -31,7 +31,7 @@ from torchax_ckpt.layout.manifest import Manifest, Node
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.processes.coordination import SINGLE_PROCESS, Processes
 from torchax_ckpt.runtime import host_memory, progress
-from torchax_ckpt.snapshot.local import Local, Placement
+from torchax_ckpt.snapshot.host_array import Local, Placement
 from torchax_ckpt.storage.arrays import array_checks, read_arrays
 from torchax_ckpt.storage.arrays.placement import Index, Piece, Wanted, empty
 from torchax_ckpt.storage.directory import commit_record, step_files

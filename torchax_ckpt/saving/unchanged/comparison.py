@@ -30,7 +30,7 @@ from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.saving.unchanged import index_runs
 from torchax_ckpt.saving.unchanged.index_runs import Runs
 from torchax_ckpt.saving.unchanged.known_databases import Content, KnownDatabase
-from torchax_ckpt.snapshot.host_array import HostArray, Start
+from torchax_ckpt.snapshot.host_array import HostArray, Offset
 from torchax_ckpt.storage.arrays import block_digests
 from torchax_ckpt.storage.arrays.chunking import AnyArray
 from torchax_ckpt.storage.directory.committed_step import STATE
@@ -222,7 +222,7 @@ def _differs(content: Content, sent: Sequence[str]) -> bool:
     return bool(where.size) and not np.array_equal(expected[where], rows)
 
 
-def _parts(array: AnyArray, block: tuple[int, ...]) -> Mapping[Start, np.ndarray]:
+def _parts(array: AnyArray, block: tuple[int, ...]) -> Mapping[Offset, np.ndarray]:
     """Returns parts of an array that consist of whole blocks; together, the processes have all.
 
     A step of another mesh may have blocks that are not those of any process. They are left out.
@@ -239,7 +239,7 @@ def _parts(array: AnyArray, block: tuple[int, ...]) -> Mapping[Start, np.ndarray
     return _joined(fetching.fetched_shards(array), block)
 
 
-def _joined(array: HostArray, block: tuple[int, ...]) -> Mapping[Start, np.ndarray]:
+def _joined(array: HostArray, block: tuple[int, ...]) -> Mapping[Offset, np.ndarray]:
     """Joins the shards of this process, if they form a box, and cuts the box to whole blocks."""
     starts = np.array([*array.parts], int).reshape(len(array.parts), array.ndim)
     shape = next(iter(array.parts.values())).shape

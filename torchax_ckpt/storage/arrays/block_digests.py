@@ -22,7 +22,7 @@ import xxhash
 from torchax_ckpt.errors import ProcessError
 from torchax_ckpt.layout.manifest import Digests
 from torchax_ckpt.processes.coordination import Processes
-from torchax_ckpt.snapshot.host_array import Start
+from torchax_ckpt.snapshot.host_array import Offset
 from torchax_ckpt.storage.arrays import chunking
 from torchax_ckpt.storage.arrays.chunking import AnyArray
 
@@ -30,7 +30,7 @@ Index = tuple[slice, ...]
 
 
 def take(
-    array: AnyArray, parts: Mapping[Start, np.ndarray], *, is_stack: bool, with_long: bool = False
+    array: AnyArray, parts: Mapping[Offset, np.ndarray], *, is_stack: bool, with_long: bool = False
 ) -> Digests:
     """Returns an array's digests, given start -> part; 0 for blocks this process does not store."""
     block = chunking.block_shape(array, is_stack=is_stack)
@@ -46,7 +46,7 @@ def take(
 
 
 def take_long(
-    shape: Sequence[int], block: tuple[int, ...], parts: Mapping[Start, np.ndarray]
+    shape: Sequence[int], block: tuple[int, ...], parts: Mapping[Offset, np.ndarray]
 ) -> bytes:
     """Returns the long digests of blocks: xxh3, 128 bits, big-endian, seed 0; 0 outside of parts.
 

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from torchax_ckpt.runtime.lazily import jax
-from torchax_ckpt.snapshot.host_array import HostArray, Start, start_of
+from torchax_ckpt.snapshot.host_array import HostArray, Offset, offset_of
 
 AnyArray: TypeAlias = "jax.Array | HostArray | np.ndarray"
 
@@ -88,7 +88,7 @@ class StoredPart(NamedTuple):
     ``within`` is where the part lies in the shard of ``device``; None for the whole shard.
     """
 
-    start: Start
+    start: Offset
     device: jax.Device
     within: tuple[slice, ...] | None
 
@@ -100,7 +100,7 @@ def stored_parts(array: jax.Array | HostArray) -> Iterator[StoredPart]:
     cut = next((dim for dim, n in enumerate(shard) if part[dim] != n), None)
     replicas = _replicas(sharding, shape)
     for device, index in sharding.addressable_devices_indices_map(shape).items():
-        start = start_of(index)
+        start = offset_of(index)
         if cut is None:
             if replicas[device] == 0:
                 yield StoredPart(start, device, None)
@@ -130,10 +130,10 @@ def num_stored_bytes(array: jax.Array | HostArray) -> int:
 @functools.lru_cache(maxsize=4096)
 def _replicas(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> Mapping[jax.Device, int]:
     """Returns for each device how many devices before it have the same shard."""
-    seen: collections.Counter[Start] = collections.Counter()
+    seen: collections.Counter[Offset] = collections.Counter()
     replicas = {}
     for device, index in sharding.devices_indices_map(shape).items():
-        start = start_of(index)
+        start = offset_of(index)
         replicas[device] = seen[start]
         seen[start] += 1
     return replicas

@@ -19,7 +19,7 @@ import numpy as np
 
 from torchax_ckpt.layout.manifest import Digests
 from torchax_ckpt.runtime.lazily import jax
-from torchax_ckpt.snapshot.local import Local, Placement
+from torchax_ckpt.snapshot.host_array import Local, Placement
 
 Index = tuple[slice, ...]
 Bounds = tuple[tuple[int, int], ...]

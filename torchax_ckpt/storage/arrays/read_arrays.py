@@ -26,7 +26,7 @@ from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.runtime import progress
 from torchax_ckpt.runtime.background import Flag
 from torchax_ckpt.runtime.lazily import jax
-from torchax_ckpt.snapshot.local import Placement
+from torchax_ckpt.snapshot.host_array import Placement
 from torchax_ckpt.storage.arrays import block_digests
 from torchax_ckpt.storage.arrays.array_checks import stored_key
 from torchax_ckpt.storage.arrays.placement import (

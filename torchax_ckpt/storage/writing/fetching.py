@@ -14,12 +14,12 @@ import numpy as np
 
 from torchax_ckpt.snapshot.device_programs import sliced
 from torchax_ckpt.snapshot.device_sizes import HOST_MEMORY
-from torchax_ckpt.snapshot.host_array import HostArray, Start, start_of
+from torchax_ckpt.snapshot.host_array import HostArray, Offset, offset_of
 from torchax_ckpt.snapshot.sharding import shards_of, unshared
 from torchax_ckpt.storage.arrays import chunking
 from torchax_ckpt.storage.arrays.chunking import AnyArray
 
-Parts = Mapping[Start, np.ndarray]
+Parts = Mapping[Offset, np.ndarray]
 """Where each part of an array that this process stores begins -> the part."""
 
 
@@ -54,7 +54,7 @@ def start(array: AnyArray) -> Callable[[], Parts]:
     # JAX would keep the host's copy beside the original array.
     shards = {shard.device: shard.data for shard in shards_of(unshared(array))}
     is_on_host = array.sharding.memory_kind in HOST_MEMORY
-    copies: list[tuple[Start, jax.Array, tuple[slice, ...] | None]] = []
+    copies: list[tuple[Offset, jax.Array, tuple[slice, ...] | None]] = []
     for part in chunking.stored_parts(array):
         shard, within = shards[part.device], part.within
         # A program that cuts a small array in memory of the host might hang: Orbax avoids that too.
@@ -78,7 +78,7 @@ def fetched_shards(array: jax.Array | HostArray) -> HostArray:
     if isinstance(array, HostArray):
         return array
     shards = shards_of(unshared(array))
-    parts = {start_of(shard.index): np.asarray(shard.data) for shard in shards}
+    parts = {offset_of(shard.index): np.asarray(shard.data) for shard in shards}
     return HostArray(tuple(array.shape), array.dtype, array.sharding, parts)
 
 
@@ -94,6 +94,6 @@ def _cut_shards(array: HostArray) -> Parts:
     index_of = array.sharding.addressable_devices_indices_map(array.shape)
     parts = {}
     for part in chunking.stored_parts(array):
-        shard = array.parts[start_of(index_of[part.device])]
+        shard = array.parts[offset_of(index_of[part.device])]
         parts[part.start] = shard if part.within is None else shard[part.within]
     return parts
