@@ -33,10 +33,10 @@ layouts = st.sampled_from(LAYOUTS)
 
 
 def spec(
-    shape: tuple[int, ...], dtype: str = "float32", placement: Any = True, on_host: bool = True
+    shape: tuple[int, ...], dtype: str = "float32", placement: Any = True, is_on_host: bool = True
 ) -> LeafSpec:
     nbytes = math.prod(shape) * np.dtype(dtype).itemsize
-    return LeafSpec(shape, dtype, nbytes=nbytes, placement=placement, on_host=on_host)
+    return LeafSpec(shape, dtype, nbytes=nbytes, placement=placement, is_on_host=is_on_host)
 
 
 def plan_of(specs: Specs, layout: Layout = "auto") -> Plan:
@@ -97,7 +97,7 @@ def test_a_stack_holds_leaves_that_differ_in_indices_only(specs: Specs, layout: 
         assert {s.placement for s in looks} != {None}
         if stored.startswith("host_scalars/"):
             dtype = re.sub(r"\*.*", "", stored.removeprefix("host_scalars/"))
-            assert {(s.shape, s.dtype, s.on_host) for s in looks} == {((), dtype, True)}
+            assert {(s.shape, s.dtype, s.is_on_host) for s in looks} == {((), dtype, True)}
         else:
             assert len(looks) == 1
             assert len({re.sub(r"\d+", "0", m) for m in members}) == 1

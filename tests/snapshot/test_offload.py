@@ -145,7 +145,7 @@ def test_pinned_memory_is_given_back_leaf_by_leaf(monkeypatch: pytest.MonkeyPatc
         return shards_of(array)
 
     monkeypatch.setattr(offload, "shards_of", counted)
-    on_host = taken.on_host()
+    on_host = taken.fetched()
     assert left == [6, 5, 4, 3, 2, 1]
     assert all(array.is_deleted() for array in pinned)
     stack = np.asarray(on_host["layers.*.w"])
@@ -159,7 +159,7 @@ def test_threads_of_several_saves_share_what_was_offloaded() -> None:
     leaves = {"w": jax.device_put(np.arange(64, dtype=np.float32), ROWS)}
     taken = offloaded(leaves)
     with ThreadPoolExecutor(4) as pool:
-        found = [*pool.map(lambda _: taken.on_host(), range(4))]
+        found = [*pool.map(lambda _: taken.fetched(), range(4))]
     assert all(one is found[0] for one in found)
     assert np.array_equal(np.asarray(found[0]["w"]), np.arange(64))
 
@@ -375,18 +375,18 @@ def test_host_memory_is_one_mapping_and_freed_when_the_step_is_durable(
             at = np.frombuffer(self, np.uint8)
             addresses.append(range(at.ctypes.data, at.ctypes.data + at.nbytes))
 
-    on_host = Offloaded.on_host
+    fetched = Offloaded.fetched
     outside: list[str] = []
 
     def seen(self: Offloaded) -> Any:
-        found = on_host(self)
+        found = fetched(self)
         for name, array in found.items():
             if any(part.ctypes.data not in addresses[-1] for part in array.parts.values()):
                 outside.append(name)
         return found
 
     monkeypatch.setattr(offload.mmap, "mmap", Recorded)
-    monkeypatch.setattr(Offloaded, "on_host", seen)
+    monkeypatch.setattr(Offloaded, "fetched", seen)
     with TorchaxCheckpointer(directory, options=CheckpointOptions(snapshot="offload")) as ckpt:
         ckpt.save(1, state=state_of())
         ckpt.wait_until_finished()

@@ -189,7 +189,7 @@ def test_layers_added_to_the_model_keep_what_they_have(
 
 
 def spec(nbytes: int, placement: Any = 1, shape: tuple[int, ...] = (2,)) -> LeafSpec:
-    return LeafSpec(shape, "float32", nbytes, placement, on_host=False)
+    return LeafSpec(shape, "float32", nbytes, placement, is_on_host=False)
 
 
 def plan(specs: dict[str, LeafSpec], layout: Any = "auto") -> Plan:

@@ -107,11 +107,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, raw: Any, *, path: str) -> Manifest:
-        """Checks parsed JSON, and returns the manifest that the JSON represents.
-
-        Args:
-          raw: the parsed JSON.
-          path: the manifest's path, for messages.
+        """Returns the manifest that parsed JSON represents, after checks; ``path`` is for messages.
 
         Raises:
           CorruptCheckpointError: ``raw`` is not a valid manifest, or is one of a version that this

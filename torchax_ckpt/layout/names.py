@@ -55,10 +55,7 @@ def split(name: str) -> tuple[str, ...]:
 
 
 def is_name(text: str) -> bool:
-    """Returns whether a text can be a leaf's name.
-
-    A name is not empty, and contains no ``*``, no control character and no lone surrogate.
-    """
+    """Returns whether a text can be a leaf's name."""
     return bool(text) and not _FOREIGN.search(text)
 
 
@@ -70,10 +67,7 @@ def without_compile(fqn: str) -> str:
 
 
 def of_process(index: int, name: str) -> str:
-    """Returns ``processes/<index>/<name>``, the stored name of a leaf of process ``index``.
-
-    Only leaves of processes whose state differs from the state of process 0 get such names.
-    """
+    """Returns the name of a leaf of process ``index`` that differs from that of process 0."""
     return _SEPARATOR.join((PROCESSES, str(index), name))
 
 
@@ -84,9 +78,6 @@ def without_process(name: str) -> str:
 
 
 def component_and_rest(name: str) -> tuple[str, str]:
-    """Splits a name at its first ``/``; returns the component and the rest, both still escaped.
-
-    The rest is "" if the name has no ``/``.
-    """
+    """Splits a name at its first ``/`` into the component and the rest ("" if there is none)."""
     component, _, rest = name.partition(_SEPARATOR)
     return component, rest

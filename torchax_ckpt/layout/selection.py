@@ -112,15 +112,10 @@ class Selection:
         return False
 
     def taken(self, stored: Iterable[str], ties: Mapping[str, str] | None = None) -> dict[str, str]:
-        """Returns a dict from name in the checkpoint to name in the program, for selected tensors.
+        """Returns name in the checkpoint -> name in the program, for the selected tensors.
 
-        Args:
-          stored: names in the checkpoint.
-          ties: further name of a tied tensor -> the name under which the tensor is stored. Names of
-            one tensor may get the same new name.
-
-        Raises:
-          SelectionError: two tensors would get the same name.
+        ``ties`` maps each further name of a tied tensor to the name under which it is stored; names
+        of one tensor may get the same new name. Raises SelectionError if two tensors would.
         """
         ties = ties or {}
         found: dict[str, str] = {}
@@ -192,9 +187,6 @@ def _patterns(argument: str, patterns: str | Iterable[str]) -> dict[str, re.Patt
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:
-    """Converts a pattern to a regular expression.
-
-    The expression matches a whole name, or the beginning of a name up to a ``.`` or ``/``.
-    """
+    """Converts a pattern to an expression for a name, or for its beginning up to ``.`` or ``/``."""
     text = "(.+?)".join(re.escape(part) for part in pattern.split(_ANY))
     return re.compile(rf"{text}(?=[./]|\Z)", re.DOTALL)

@@ -44,7 +44,7 @@ class LeafSpec:
       nbytes: the size of the whole leaf in bytes.
       placement: a value that is equal for leaves that may share a stack; None for a leaf that may
         not be stacked.
-      on_host: True for a host array, False for an array on devices.
+      is_on_host: True for a host array, False for an array on devices.
       is_unchanging: True for a leaf that does not change from save to save.
     """
 
@@ -52,7 +52,7 @@ class LeafSpec:
     dtype: str
     nbytes: int
     placement: Hashable
-    on_host: bool
+    is_on_host: bool
     is_unchanging: bool = False
 
 
@@ -93,11 +93,7 @@ def plan_leaves(
 ) -> Plan:
     """Returns the storage plan for leaves; the same leaves always give the same plan.
 
-    Args:
-      leaf_names: the names of the leaves.
-      specs: the properties of the leaves, in the order of ``leaf_names``.
-      layout: which leaves are stacked (``CheckpointOptions.layout``).
-      reserved: names that no stack may have.
+    ``specs`` are in the order of ``leaf_names``; no stack may have one of the ``reserved`` names.
     """
     groups: dict[tuple[Hashable, ...], list[tuple[str, LeafSpec]]] = {}
     for name, spec in zip(leaf_names, specs, strict=True):
@@ -120,14 +116,14 @@ def _group(name: str, spec: LeafSpec, layout: Layout) -> tuple[Hashable, ...] | 
     """Returns a key equal for leaves that may share a stack; None for a leaf in no stack."""
     if layout == "flat" or spec.placement is None or math.prod(spec.shape) == 0:
         return None
-    if spec.on_host and spec.shape == ():
+    if spec.is_on_host and spec.shape == ():
         return (names.join((_HOST_SCALARS, spec.dtype)), True)
     if spec.nbytes > MAX_STACKED_LEAF_BYTES:
         return None
     pattern = _INDEX.sub(_ANY, name)
     if pattern == name:
         return None
-    return (pattern, spec.on_host, spec.shape, spec.dtype, spec.placement, spec.is_unchanging)
+    return (pattern, spec.is_on_host, spec.shape, spec.dtype, spec.placement, spec.is_unchanging)
 
 
 def _split(members: list[tuple[str, LeafSpec]], size: int) -> Iterable[list[tuple[str, LeafSpec]]]:

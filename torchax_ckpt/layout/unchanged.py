@@ -64,12 +64,7 @@ def name_of(number: int) -> str:
 
 
 def folder_of(name: str, process: int | None = None) -> str:
-    """Returns the name of a folder of a database, which lies in the step's item of arrays.
-
-    Args:
-      name: the name of the database.
-      process: the process that writes the folder; None in a run of one process.
-    """
+    """Returns the name of a database's folder: the only one, or that of one of its processes."""
     return f"ocdbt.process_{name}" + ("" if process is None else f"x{process}")
 
 
@@ -101,15 +96,10 @@ def to_json(databases: Mapping[str, Database], digests: Mapping[str, Digests]) -
 def from_json(
     raw: Any, digests: Mapping[str, Digests], *, path: str
 ) -> tuple[dict[str, Database], dict[str, Digests]]:
-    """Returns the databases of a manifest, and the digests of all arrays with the long ones added.
+    """Returns the databases in a manifest's field ``unchanged``, and the completed digests.
 
-    Args:
-      raw: the manifest's field ``unchanged``.
-      digests: the manifest's digests without the long ones.
-      path: the manifest's path, for messages.
-
-    Raises:
-      CorruptCheckpointError: the field is malformed.
+    The digests get the long ones. ``path`` is for messages. Raises CorruptCheckpointError if the
+    field is malformed.
     """
     databases: dict[str, Database] = {}
     complete = dict(digests)

@@ -30,9 +30,8 @@ def memory_stats(device: jax.Device) -> Mapping[str, int] | None:
 def free_device_bytes(device: jax.Device, stats: Stats = memory_stats) -> int | None:
     """Returns the free memory of a device in bytes; None if it is unknown.
 
-    For a CPU device, the result is the host's available memory. For other devices, the result is
-    the memory limit minus the peak of memory use so far. The peak is subtracted instead of the
-    present use, because the next training step needs the memory of the peak again.
+    For a CPU device, this is the host's available memory. For others it is the limit minus the peak
+    of use so far, not minus the present use, because the next training step needs the peak again.
     """
     beyond_peak = _free_beyond_peak(stats(device))
     if beyond_peak is None and device.platform == "cpu":
@@ -150,11 +149,7 @@ class DeviceMemory:
         return f"expected {needed.host_bytes} bytes of host memory available, found {found}"
 
     def record_copies(self, copies: Iterable[Any]) -> None:
-        """Records that the given copies of arrays were just made.
-
-        The caller must free all these copies at the same time, because the record drops all of them
-        when the first one is freed.
-        """
+        """Records copies that were just made, and that the caller frees all at the same time."""
         on_devices = [copy for copy in copies if isinstance(copy, jax.Array)]
         if not on_devices:
             return

@@ -92,12 +92,10 @@ def copy_program(sharding: Sharding) -> Any:
 
 @device_program(maxsize=1024)
 def zeros_program(specs: tuple[tuple[tuple[int, ...], Any], ...], sharding: Sharding) -> Any:
-    """Returns the program that creates arrays of these shapes and dtypes whose bits are all zero.
-
-    It converts the bits of integers, because the dtype float8_e8m0fnu has no value zero.
-    """
+    """Returns the program that creates arrays of these shapes and dtypes with all bits zero."""
 
     def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        # From bits, because the dtype float8_e8m0fnu has no value zero.
         bits = jax.eval_shape(to_bits, jax.ShapeDtypeStruct(shape, dtype))
         return from_bits(jnp.zeros(bits.shape, bits.dtype), dtype)
 

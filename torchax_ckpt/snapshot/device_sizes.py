@@ -65,10 +65,7 @@ class Compiled(NamedTuple):
 
 
 def compiled(program: Program, *arrays: Any) -> Compiled:
-    """Compiles a program for arrays, or abstract arrays with shardings.
-
-    JAX keeps the compiled program: a call of the program with the same arrays compiles nothing.
-    """
+    """Compiles a program for arrays, perhaps abstract; JAX keeps it for later calls."""
     lowered = program.lower(*arrays)
     executable = lowered.compile()
     outputs = jax.tree.map(
@@ -107,13 +104,10 @@ class Needed:
 def needed_by(compute: Callable[[Run], object], ordinary_bytes: int = 0) -> Needed:
     """Returns what a computation needs; compiles its programs, which JAX keeps, but runs nothing.
 
-    The outputs of all programs count, also those of which later programs make other outputs,
-    because they may exist at the same time. The programs run one after another, so the temporary
-    memory of the program that needs the most counts, not the sum.
-
-    Args:
-      compute: runs its programs through the function that it gets, on abstract arrays.
-      ordinary_bytes: see ``Needed``.
+    The computation runs its programs through the function that it gets, on abstract arrays. The
+    outputs of all programs count, also those of which later programs make other outputs, because
+    they may exist at the same time. The programs run one after another, so the temporary memory of
+    the program that needs the most counts, not the sum.
     """
     outputs: list[Any] = []
     programs = set()
@@ -142,11 +136,7 @@ def needed_by(compute: Callable[[Run], object], ordinary_bytes: int = 0) -> Need
 
 
 def bytes_on_devices(arrays: Iterable[Any]) -> collections.Counter[jax.Device]:
-    """Returns the bytes that arrays take on each device of this process.
-
-    The arrays may be abstract, with layouts, as ``compiled`` returns them. Other values, and arrays
-    in the memory of the host, take no memory of devices.
-    """
+    """Returns the bytes of arrays, perhaps abstract with layouts, on this process's devices."""
     return _on_devices(_bytes_by_sharding(arrays))
 
 

@@ -70,12 +70,10 @@ _ON_GRID = PartitionSpec((_ROW, _COLUMN))
 
 
 def put(arrays: Mapping[str, Any], placements: Mapping[str, Placement]) -> dict[str, Any]:
-    """Moves arrays to their placements; returns a dict from name to moved array.
+    """Moves arrays to their placements; returns name -> moved array.
 
-    If this process has the whole of an array that goes to devices of several processes, ``move``
-    moves this array. One batched transfer moves the other arrays that go to devices. Host arrays
-    that go to devices are copied, so that the result does not alias memory that the caller may
-    change.
+    One batched transfer moves all arrays but those that ``move`` must make shard by shard. Host
+    arrays are copied, so that the result does not alias memory that the caller may change.
     """
     result = dict(arrays)
     batched: dict[str, Sharding | None] = {}
@@ -105,7 +103,6 @@ def move(array: jax.Array | np.ndarray, sharding: Sharding) -> jax.Array:
 def _crosses_processes(array: jax.Array | np.ndarray, sharding: Sharding) -> bool:
     """Returns whether this process has the whole array and the sharding spans several processes.
 
-    ``move`` makes the shards of such an array without ``jax.device_put``, because
     ``jax.device_put`` would first compare the values of all processes on the devices.
     """
     is_here = not isinstance(array, jax.Array) or array.is_fully_addressable
@@ -118,10 +115,8 @@ def _crosses_processes(array: jax.Array | np.ndarray, sharding: Sharding) -> boo
 def sum_over_replicas(leaves: MutableMapping[str, Any], targets: Targets) -> None:
     """Sends the shards of each leaf's first replica to all other replicas of the leaf.
 
-    Args:
-      leaves: leaf -> its array on the first of ``replicas``; only processes that have devices of
-        this replica have entries. The results are stored in this mapping.
-      targets: see ``Targets``; the shardings have several replicas.
+    ``leaves`` has a leaf's array on the first of ``replicas``, on the processes with devices of
+    this replica only, and gets the results.
     """
     grids = {name: replica_grid(_sharding(target)) for name, target in targets.items()}
     _move_on_grids(leaves, targets, grids, sum_program)
@@ -150,12 +145,9 @@ def replica_grid(sharding: NamedSharding) -> Mesh:
 
 @functools.lru_cache(maxsize=64)
 def process_grid(mesh: Mesh) -> Mesh:
-    """Returns a mesh of two axes, a grid, with one row of devices for each process.
+    """Returns a mesh of two axes, a grid, with a row of devices, in mesh order, per process.
 
-    Within a row, the devices have the same order as in the given mesh.
-
-    Raises:
-      ValueError: the processes have different numbers of devices in the mesh.
+    Raises ValueError if the processes have different numbers of devices in the mesh.
     """
     rows: dict[int, list[jax.Device]] = {i: [] for i in range(jax.process_count())}
     for device in mesh.devices.flat:
@@ -183,10 +175,7 @@ def slots(target: jax.ShapeDtypeStruct, grid: Mesh) -> jax.ShapeDtypeStruct:
 
 @device_program(maxsize=256)
 def sum_program(grid: Mesh) -> Any:
-    """Returns the program that sends one row's shards to all rows of a grid.
-
-    The program sums the rows, so all rows but the one to be sent must contain zeros.
-    """
+    """Returns the program that sends one row's shards to all rows; the others must hold zeros."""
     return _grid_program(grid, lambda bits: jax.lax.psum(bits, _ROW))
 
 
@@ -206,11 +195,7 @@ def permute_program(grid: Mesh, rounds: Rounds) -> Any:
 
 
 def _grid_program(grid: Mesh, move_bits: Callable[[jax.Array], jax.Array]) -> Any:
-    """Returns a jitted program that applies ``move_bits`` to the shards of any leaves on a grid.
-
-    On each device, ``move_bits`` gets the bits of the device's shard and returns the bits of the
-    shard that the device holds afterwards.
-    """
+    """Returns a jitted program that applies ``move_bits`` to the bits of each device's shards."""
 
     def checkpoint_move(*slots: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(from_bits(move_bits(to_bits(slot)), slot.dtype) for slot in slots)
@@ -253,12 +238,7 @@ def _filled(
 
 
 def reshard(leaves: MutableMapping[str, Any], targets: Targets) -> None:
-    """Changes each leaf's sharding to that of its target, on the mesh on which the leaf lies.
-
-    Args:
-      leaves: leaf -> array with a NamedSharding. The results are stored in this mapping.
-      targets: see ``Targets``.
-    """
+    """Changes each leaf's sharding to its target's, on its mesh; ``leaves`` gets the results."""
     # One program runs on one list of devices, so leaves on meshes of another order come apart.
     by_devices: dict[tuple[jax.Device, ...], dict[str, Any]] = collections.defaultdict(dict)
     for name, target in targets.items():
@@ -274,10 +254,7 @@ def reshard(leaves: MutableMapping[str, Any], targets: Targets) -> None:
 
 @device_program(maxsize=64)
 def reshard_program(sources: tuple[NamedSharding, ...], targets: tuple[NamedSharding, ...]) -> Any:
-    """Returns the program that changes the shardings of arrays from ``sources`` to ``targets``.
-
-    The arrays must lie in device memory, on meshes whose axes have the type Auto.
-    """
+    """Returns the program that changes shardings, on meshes of Auto axes and in device memory."""
 
     def moved(array: jax.Array, source: NamedSharding, target: NamedSharding) -> jax.Array:
         if not is_small_float(array.dtype):
@@ -315,10 +292,7 @@ def _sharding(target: jax.ShapeDtypeStruct) -> NamedSharding:
 
 
 def _in_device_memory(array: jax.Array) -> dict[jax.Device, jax.Array]:
-    """Returns a dict from each device of this process to its shard.
-
-    A shard that lies in host memory is copied to the memory of its device.
-    """
+    """Returns device of this process -> its shard, copied there if it lies in host memory."""
     return {shard.device: _in_memory(shard.data, shard.device, None) for shard in shards_of(array)}
 
 

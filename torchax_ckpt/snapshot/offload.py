@@ -51,10 +51,7 @@ def is_supported(arrays: Iterable[AnyArray]) -> bool:
 
 
 def needed_to_offload(leaves: Mapping[str, Any]) -> Needed:
-    """Returns the memory that an offload of leaves on devices, or abstract ones, takes.
-
-    The pinned memory is padded as on the devices.
-    """
+    """Returns the memory that an offload of leaves on devices takes; the leaves may be abstract."""
     forms = [_Form(array.shape, array.dtype, array.sharding) for array in leaves.values()]
     ordinary_bytes = sum(len(form.offsets) * form.shard_bytes for form in forms)
     return needed_by(lambda run: pinned(leaves, run), ordinary_bytes)
@@ -85,11 +82,9 @@ class _Form(NamedTuple):
 class Offloaded:
     """Leaves that are on their way from devices to ordinary memory of the host.
 
-    ``plan`` says which of the leaves are stacked there. The memory of the host that they need, as
-    ``needed_to_offload`` returns it, counts as used in ``memory`` from the beginning.
-
-    Raises:
-      JaxRuntimeError: the devices lack memory.
+    ``plan`` says which of the leaves are stacked there. The memory ``needed``, from
+    ``needed_to_offload``, counts as used in ``memory`` from the beginning. Raises JaxRuntimeError
+    if the devices lack memory.
     """
 
     def __init__(
@@ -99,7 +94,7 @@ class Offloaded:
         self._forms = {n: _Form(a.shape, a.dtype, a.sharding) for n, a in leaves.items()}
         self._memory = memory
         self._lock = threading.Lock()
-        self._on_host: concurrent.futures.Future[dict[str, HostArray]] | None = None
+        self._fetched: concurrent.futures.Future[dict[str, HostArray]] | None = None
         memory.begin_offload(needed)
         # Runs once: when the memory is allocated, or if the save fails before that.
         self._end = weakref.finalize(self, memory.end_offload, needed)
@@ -110,15 +105,15 @@ class Offloaded:
             self._end()
             raise
 
-    def on_host(self) -> Mapping[str, HostArray]:
+    def fetched(self) -> Mapping[str, HostArray]:
         """Waits for the leaves; returns the name of each leaf and stack -> its array on the host.
 
         The arrays of the members of a stack are views of the stack. The threads of several saves
         may call this method; the first call copies the leaves.
         """
         with self._lock:
-            is_first = self._on_host is None
-            future = self._on_host = self._on_host or concurrent.futures.Future()
+            is_first = self._fetched is None
+            future = self._fetched = self._fetched or concurrent.futures.Future()
         if is_first:
             try:
                 future.set_result(self._fetch())

@@ -133,12 +133,11 @@ def with_host_leaves(
 
 
 def _spec(array: AnyArray, *, is_unchanging: bool) -> LeafSpec:
-    on_host = isinstance(array, np.ndarray)
     return LeafSpec(
         shape=tuple(array.shape),
         dtype=array.dtype.name,
         nbytes=math.prod(array.shape) * array.dtype.itemsize,
         placement=True if isinstance(array, np.ndarray) else stacked(array.sharding),
-        on_host=on_host,
+        is_on_host=isinstance(array, np.ndarray),
         is_unchanging=is_unchanging,
     )

@@ -38,8 +38,7 @@ def placement_of(array: jax.Array | np.ndarray) -> Placement:
 def replicated_like(placement: Placement) -> Placement:
     """Returns the placement of a scalar that belongs to an array with the given placement.
 
-    An example is the step count in an optimizer's state of a parameter. The scalar is replicated,
-    so each device of the array's placement holds the whole scalar.
+    Such as an optimizer's step count of a parameter: it is replicated over the array's devices.
     """
     if isinstance(placement, NamedSharding):
         return NamedSharding(placement.mesh, PartitionSpec(), memory_kind=placement.memory_kind)
@@ -47,11 +46,9 @@ def replicated_like(placement: Placement) -> Placement:
 
 
 def stacked(sharding: Sharding) -> Sharding | None:
-    """Returns the sharding of a stack of arrays that have the given sharding.
+    """Returns the sharding of a stack of arrays with this sharding; None if they cannot be stacked.
 
-    None means that arrays with the given sharding cannot be stacked. The leading axis of the stack
-    is not sharded, so each shard of the stack consists of the arrays' shards on the same device,
-    and stacking moves nothing between devices.
+    The leading axis is not sharded, so stacking moves nothing between devices.
     """
     if isinstance(sharding, NamedSharding):
         spec = PartitionSpec(None, *sharding.spec)
@@ -61,10 +58,7 @@ def stacked(sharding: Sharding) -> Sharding | None:
 
 @functools.lru_cache(maxsize=1024)
 def replicas(sharding: NamedSharding) -> tuple[NamedSharding, ...]:
-    """Returns the sharding of each replica, a set of devices that together hold an array once.
-
-    The replicas, and the devices of each replica, are in the order of the mesh.
-    """
+    """Returns the sharding of each replica, devices that hold an array once; in mesh order."""
     mesh, spec = sharding.mesh, sharding.spec
     used = {axis for dim in spec for axis in (dim if isinstance(dim, tuple) else (dim,))}
     over = [i for i, axis in enumerate(mesh.axis_names) if axis not in used]
@@ -100,10 +94,9 @@ def spans_hosts(placement: Placement) -> bool:
 
 
 def host_part(sharding: Sharding, shape: tuple[int, ...]) -> HostPart:
-    """Returns which part of an array of the given sharding and shape this host's devices hold.
+    """Returns which part of an array of this sharding and shape this host's devices hold.
 
-    Raises:
-      ValueError: the sharding has no mesh, or the host's devices do not form a block of the mesh.
+    Raises ValueError if the sharding has no mesh, or the devices do not form a block of the mesh.
     """
     if not isinstance(sharding, NamedSharding):
         raise ValueError(
@@ -127,13 +120,10 @@ def host_part(sharding: Sharding, shape: tuple[int, ...]) -> HostPart:
 def shards_of(array: jax.Array) -> Sequence[jax.Shard]:
     """Returns the shards of an array that lie on devices of this process, each exactly once.
 
-    ``array.addressable_shards`` is not thread-safe. JAX builds this list of shards when the
-    attribute is first read. If two threads read ``addressable_shards`` of one array at the same
-    time, one thread can get a partial list, or both threads can append to the same list. With eight
-    devices and frequent thread switches, this race gave a wrong list in eight of a hundred cases
-    (jax 0.10.2). Code that shares an array with another thread must therefore list the array's
-    shards with ``shards_of``. If other code of the program has read the attribute at the same time,
-    shards that are listed twice are returned once.
+    JAX builds ``array.addressable_shards`` when it is first read, without a lock. If two threads
+    read it at the same time, one gets a part of the list, or both append to it: with eight devices
+    and frequent thread switches, in eight of a hundred cases (jax 0.10.2). Code that shares an
+    array with another thread must list its shards with this function.
 
     Raises:
       RuntimeError: other code built the list at the same time and left it incomplete.
@@ -154,10 +144,7 @@ def shards_of(array: jax.Array) -> Sequence[jax.Shard]:
 
 
 def shards_as(array: jax.Array, sharding: Sharding, shape: tuple[int, ...]) -> jax.Array:
-    """Returns an array with the buffers of the given array, but another sharding and shape.
-
-    If the given array is deleted, for example by donation, the returned array is deleted too.
-    """
+    """Returns an array of the same buffers, which may be deleted, in another sharding and shape."""
     here = [shard.data for shard in shards_of(array)]
     return jax.make_array_from_single_device_arrays(shape, sharding, here)
 
@@ -165,8 +152,7 @@ def shards_as(array: jax.Array, sharding: Sharding, shape: tuple[int, ...]) -> j
 def unshared(array: jax.Array) -> jax.Array:
     """Returns a new array object that shares the buffers of the given array.
 
-    JAX caches the host copy of an array's values in the array object. A host copy that is fetched
-    through the new object is freed together with the new object, even if the given array lives on.
+    JAX caches the host's copy of the values in the array object; this one's ends with the object.
     """
     return shards_as(array, array.sharding, array.shape)
 
@@ -174,8 +160,7 @@ def unshared(array: jax.Array) -> jax.Array:
 def to_host_part(array: jax.Array | HostArray) -> jax.Array | HostArray:
     """Returns the part of an array that this host holds, as an array that shares the buffers.
 
-    The part of a ``HostArray`` without parts has no parts either. ``shards_as`` forms the whole
-    array again from the parts of all hosts.
+    ``shards_as`` forms the whole array again from the parts of all hosts.
     """
     part = host_part(array.sharding, array.shape)
     if isinstance(array, jax.Array):
@@ -227,19 +212,15 @@ def resolve_rule(
 
 
 def auto_axes(mesh: Mesh) -> Mesh:
-    """Returns a mesh of the same devices whose axes all have JAX's axis type Auto.
-
-    torchax fails on axes of the type Explicit, which ``jax.make_mesh`` makes.
-    """
+    """Returns a mesh of the same devices with axes of the type Auto; torchax fails on Explicit."""
     return Mesh(mesh.devices, mesh.axis_names)
 
 
 def _mesh_for(spec: PartitionSpec, rule: ShardingRule) -> Mesh | None:
     """Returns the mesh for a PartitionSpec that a rule returned; None if no mesh can be found.
 
-    If the program has set an ambient mesh with ``jax.set_mesh``, the result is this ambient mesh.
-    Without an ambient mesh, a spec that names at most one mesh axis gets a mesh of all devices
-    along this axis; for a spec that names more axes, the result is None.
+    This is the mesh that the program set with ``jax.set_mesh``, else a mesh of all devices along
+    the one axis that the spec names, if it names no more.
     """
     ambient = jax.sharding.get_mesh()
     if isinstance(ambient, Mesh) and not ambient.empty:

@@ -58,7 +58,7 @@ Stored = Array | HostArray
 """What a save stores: an array on devices, or on the host with or without a sharding."""
 
 
-class Copies(NamedTuple):
+class CopiedLeaves(NamedTuple):
     """What a snapshot by copy or offload has made.
 
     ``arrays`` is stored name -> array; of an offload, only of leaves that were on the host before.
@@ -92,7 +92,7 @@ class Snapshot:
     unchanging: frozenset[str]
     planner: Planner
     memory: DeviceMemory
-    copies: Copies | None = None
+    copies: CopiedLeaves | None = None
 
     def stored(self, agree: Callable[[bool], bool] = bool) -> tuple[Plan, Mapping[str, Stored]]:
         """Returns the storage plan, and a dict from stored name to the array to store.
@@ -165,15 +165,12 @@ class Snapshot:
         """Adds the offloaded arrays to the others, in an order that is the same in each process."""
         if self.copies is None or self.copies.offloaded is None:
             return arrays
-        found: dict[str, Stored] = {**self.copies.offloaded.on_host(), **arrays}
+        found: dict[str, Stored] = {**self.copies.offloaded.fetched(), **arrays}
         return {name: found[name] for name in plan.members(self.names)}
 
 
 def way_if_donated(plan: SnapshotPlan, arrays: Sequence[AnyArray], memory: DeviceMemory) -> Way:
-    """Returns how the mode "auto" takes a snapshot of a program that donates; takes none.
-
-    Compiles the programs of the snapshot. The arrays may be abstract.
-    """
+    """Returns how "auto" takes a snapshot, of arrays perhaps abstract, if the program donates."""
     return next(way for way in _WAYS_IF_DONATED if _fits(way, plan, arrays, memory))
 
 
@@ -243,10 +240,7 @@ class Snapshotter:
         self._unchanging = unchanging
 
     def donated(self) -> None:
-        """Records that the program donated an array that a snapshot held by reference.
-
-        From then on, the mode ``auto`` makes copies again.
-        """
+        """Records that the program donated an array held by reference: ``auto`` then copies."""
         self._donates = True
 
     def _ways(self, names: Sequence[str], arrays: Sequence[Array]) -> tuple[Sequence[Way], str]:
@@ -265,7 +259,7 @@ class Snapshotter:
 
     def _copied(
         self, way: Literal["copy", "offload"], plan: SnapshotPlan, arrays: Sequence[Array]
-    ) -> Copies | None:
+    ) -> CopiedLeaves | None:
         """Copies or offloads the leaves; returns None if the mode "auto" shall try the next way."""
         # The mode "copy" takes the risk that copies leave too little memory for the next step.
         if self._mode == "offload":
@@ -275,14 +269,14 @@ class Snapshotter:
         leaves = dict(zip(plan.names, arrays, strict=True))
         try:
             if way == "copy":
-                copies = Copies(plan, execute(plan.plan, leaves, copy=True))
+                copies = CopiedLeaves(plan, execute(plan.plan, leaves, copy=True))
                 self._memory.record_copies(copies.arrays.values())
                 return copies
             on_devices, on_host = plan.divided(leaves)
             needed = plan.needed("offload", arrays)
             assert needed is not None, "it fits"
             offloaded = Offloaded(plan.plan, on_devices, self._memory, needed)
-            return Copies(plan, execute(plan.flat, on_host, copy=False), offloaded)
+            return CopiedLeaves(plan, execute(plan.flat, on_host, copy=False), offloaded)
         except jax.errors.JaxRuntimeError as error:
             if not is_exhausted(error):
                 raise
