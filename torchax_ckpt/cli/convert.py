@@ -16,6 +16,7 @@ from torchax_ckpt.formats.huggingface.model_folder import FolderFiles, assets_of
 from torchax_ckpt.formats.weights import Weights
 from torchax_ckpt.publishing.folder_form import Dtype, FolderForm, Format
 from torchax_ckpt.runtime import progress
+from torchax_ckpt.storage.medium import location
 from torchax_ckpt.stored.stored_step import StoredLeaf, StoredStep, about
 
 _PICKLED = (".pt", ".pth", ".bin")  # suffixes of torch.save's files
@@ -273,7 +274,7 @@ def _write_for_torch(
 
 def require_local(path: Path) -> None:
     """Raises UsageError if a path is a URL."""
-    if path.parts and path.parts[0].endswith(":"):  # pathlib parses gs:// into the part gs:
+    if location.is_url(path):
         raise UsageError(
             f"{path}: expected a local path, found a URL; export and import read and write files "
             "of other programs locally only: give a path on this host"

@@ -84,9 +84,8 @@ def _steps_to_delete(
                 f"the steps have the metrics: {known or 'none'}"
             )
     keep = with_newest([any(kept) for kept in zip(*kept_by, strict=True)], damaged)
-    to_delete = [committed for committed, kept in zip(steps, keep, strict=True) if not kept]
-    spared = run.verified.newest_of(to_delete, steps)
-    return [committed for committed in to_delete if committed is not spared], Usage(steps)
+    keep = run.verified.sparing_newest(keep, steps)
+    return [step for step, is_kept in zip(steps, keep, strict=True) if not is_kept], Usage(steps)
 
 
 def copy(source: str, target: str, *, as_json: bool) -> int:

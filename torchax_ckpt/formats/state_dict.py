@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -153,19 +152,13 @@ def _written(out: Path) -> Iterator[Path]:
     """Yields the temporary name of a file or folder, which gets its own after the block."""
     if out.exists():
         raise DirectoryError(f"{out}: exists already; nothing was written", path=out)
-    partial = out.with_name(f"{out.name}.{os.getpid()}.partial")
     try:
         permissions.make_folder(epath.Path(out.parent))
-        yield partial
-        fsync.swap_in(partial, out)
-    except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            partial.unlink()
-        # torch's zip writer reports a full disk as a RuntimeError.
-        if isinstance(error, (OSError, RuntimeError)):
-            raise DirectoryError(f"cannot write {out}: {error!s:.300}", path=out) from error
-        raise
+        with fsync.swapped_in(out) as partial:
+            yield partial
+    # torch's zip writer reports a full disk as a RuntimeError.
+    except (OSError, RuntimeError) as error:
+        raise DirectoryError(f"cannot write {out}: {error!s:.300}", path=out) from error
 
 
 @contextlib.contextmanager

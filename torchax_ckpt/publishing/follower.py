@@ -249,7 +249,7 @@ def _ranking(best: Any) -> policies.BestN:
 
 def _local_path(out: str | os.PathLike[str]) -> Path:
     path = os.fspath(out)
-    if not path or "://" in path or path.partition("/")[0].endswith(":"):
+    if not path or location.is_url(path):
         raise ValueError(
             f"out: expected a folder on this host, found {path!r:.200}; folders appear at once by "
             "a rename, which buckets lack"

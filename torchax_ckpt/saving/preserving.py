@@ -82,9 +82,7 @@ class Preserving:
         """Returns ``keep``, changed so that the newest verified step of a durable tier is kept."""
         if self._is_local:  # it has no room for another step
             return [*keep]
-        doomed = [committed for committed, kept in zip(steps, keep, strict=True) if not kept]
-        spared = self._directory.verified.newest_of(doomed, steps)
-        return [kept or step is spared for step, kept in zip(steps, keep, strict=True)]
+        return self._directory.verified.sparing_newest(keep, steps)
 
     def _damaged(self, steps: Sequence[CommittedStep]) -> list[bool]:
         # Each host must keep the parts of the same steps, so damage that only one host knows of

@@ -44,7 +44,7 @@ FOUND = st.lists(
 def test_of_each_number_the_last_step_that_is_not_abandoned_counts(
     found: list[CommittedStep], abandoned: set[Key]
 ) -> None:
-    branches = Branches.among(found, abandoned)
+    branches = Branches.divided(found, abandoned)
     assert sorted(s.key for s in branches.in_place) == sorted(s.key for s in found)
     remaining = [s for s in found if s.key not in abandoned]
     assert [s.step for s in branches.committed] == sorted({s.step for s in remaining})
@@ -57,7 +57,7 @@ def test_of_each_number_the_last_step_that_is_not_abandoned_counts(
 def test_going_back_moves_newer_steps_to_the_abandoned_ones(
     found: list[CommittedStep], step: int | None
 ) -> None:
-    branches = Branches.among(found, set())
+    branches = Branches.divided(found, set())
     newer = branches.newer_than(step)
     after = branches.leaving(newer)
     assert after.committed + tuple(newer) == branches.committed

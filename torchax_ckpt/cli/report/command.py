@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from torchax_ckpt.cli.report.page import MARK, page, quantiles
 from torchax_ckpt.cli.show import steps_of, writer_of
 from torchax_ckpt.cli.step_arguments import existing
 from torchax_ckpt.errors import DirectoryError
-from torchax_ckpt.storage.medium import fsync, permissions
+from torchax_ckpt.storage.medium import fsync, location, permissions
 from torchax_ckpt.telemetry.journal import read_events
 from torchax_ckpt.telemetry.timeline import RecordedRun, runs_of
 
@@ -61,8 +60,7 @@ def _as_json(run: RecordedRun) -> dict[str, Any]:
 
 def _require_ours(out: Path) -> None:
     """Raises if ``out`` is a directory, a URL or a file that is not an earlier report."""
-    # pathlib turns gs://bucket into the parts "gs:" and "bucket".
-    if out.is_dir() or (out.parts and out.parts[0].endswith(":")):
+    if out.is_dir() or location.is_url(out):
         raise UsageError(
             f"report: {out}: expected the name of a local file, found a directory or a URL"
         )
@@ -77,11 +75,7 @@ def _require_ours(out: Path) -> None:
 
 
 def _write(out: Path, content: str) -> None:
-    """Writes the page to a temporary file and renames it, so that no browser loads half a page."""
-    partial = out.with_name(f"{out.name}.{os.getpid()}.partial")
-    try:
-        permissions.make_folder(epath.Path(out.parent))
+    """Writes the page under a temporary name first, so that no browser loads half a page."""
+    permissions.make_folder(epath.Path(out.parent))
+    with fsync.swapped_in(out) as partial:
         partial.write_text(content, encoding="utf-8", errors="replace")
-        fsync.swap_in(partial, out)
-    finally:
-        partial.unlink(missing_ok=True)

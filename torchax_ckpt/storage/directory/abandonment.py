@@ -85,7 +85,7 @@ class Branches:
     incomplete: tuple[CommittedStep, ...] = ()
 
     @classmethod
-    def among(cls, found: Sequence[CommittedStep], abandoned: set[Key]) -> Branches:
+    def divided(cls, found: Sequence[CommittedStep], abandoned: set[Key]) -> Branches:
         """Divides the steps ``found`` into steps that count and abandoned steps."""
         in_order = sorted(found, key=lambda s: (s.is_incoming, s.commit_timestamp_nsecs))
         counted = {s.step: s for s in in_order if s.key not in abandoned}
@@ -96,10 +96,7 @@ class Branches:
 
     @property
     def in_place(self) -> tuple[CommittedStep, ...]:
-        """All steps in the directory that were not set aside, whether they count or are abandoned.
-
-        The summary of a new step must list each abandoned step that was not set aside yet.
-        """
+        """All steps that were not set aside; a new step's summary lists the abandoned ones."""
         return (*self.committed, *self.unwanted)
 
     @property
@@ -115,11 +112,7 @@ class Branches:
         return [*list(newer)[::-1], *incomplete]
 
     def leaving(self, steps: Iterable[CommittedStep]) -> Branches:
-        """Returns new branches in which ``steps`` are abandoned.
-
-        ``steps`` may include a committed step that these branches do not contain yet, because its
-        save failed after the commit. The new branches list this step as abandoned too.
-        """
+        """Returns new branches in which ``steps``, perhaps of a failed save, are abandoned."""
         left = tuple(steps)
         kept, incomplete = self._without(left)
         return Branches(kept, (*self.abandoned, *left), incomplete)
@@ -146,11 +139,7 @@ class Branches:
         return dataclasses.replace(self, committed=(*self.committed, durable))
 
     def moved(self, now: Iterable[CommittedStep]) -> Branches:
-        """Returns new branches without deleted steps, and with the new paths of moved steps.
-
-        Args:
-          now: all steps that still exist, with their present paths.
-        """
+        """Returns new branches of the steps that exist ``now``, with their present paths."""
         now_at = {s.key: s for s in now}
         return Branches(
             *(
@@ -188,11 +177,8 @@ def from_summary(summary: Mapping[str, Any]) -> set[Key]:
 class Abandonment:
     """Finds the abandoned steps of one directory.
 
-    Args:
-      path: the directory.
-      found: returns the directory's committed steps, abandoned ones included.
-      summaries: the summaries of the directory's steps.
-      durable: for a local tier, the abandonment of the durable directory.
+    ``found`` returns the directory's committed steps, abandoned ones included. ``durable`` is, for
+    a local tier, the abandonment of the durable directory.
     """
 
     def __init__(
@@ -216,32 +202,26 @@ class Abandonment:
     def branches(self) -> Branches:
         """Lists the directory; divides its steps into steps that count and abandoned steps."""
         found = self._found()
-        return Branches.among(found, self._abandoned_keys(found) if found else set())
+        return Branches.divided(found, self._abandoned_keys(found) if found else set())
 
     def certain_among(self, steps: Sequence[CommittedStep]) -> list[CommittedStep]:
-        """Returns those of ``steps`` that are abandoned and may be set aside before the next save.
+        """Returns the abandoned steps that may be set aside before the next save.
 
-        If this directory is the durable tier, the result has only steps that a summary in the
-        durable tier lists as abandoned. A summary in a local tier is not enough: the local tier may
-        be lost with its host, and the run may then have to continue from the durable step.
+        In a durable tier, a summary in it must list them: the summaries of a local tier may be lost
+        with its host, and the run may then have to continue from the durable step.
         """
         keys = self._abandoned_keys(steps) if self._is_local else self._recorded_in(steps)
         return [s for s in steps if s.key in keys]
 
     def told(self, steps: Iterable[CommittedStep]) -> bytes:
-        """Returns a JSON report for other hosts.
-
-        The report has the keys of ``steps``, and the keys of the abandoned steps that the summaries
-        in this directory list.
-        """
+        """Returns a JSON report for other hosts: the keys of ``steps``, and of abandoned steps."""
         return json.dumps([[s.key for s in steps], sorted(self._recorded())]).encode()
 
     @staticmethod
     def compared(sent: Iterable[bytes]) -> bytes:
-        """Returns as JSON what the reports (``told``) of all hosts say together.
+        """Joins the reports of all hosts, as JSON.
 
-        These are the keys of abandoned steps, of the steps that all hosts have, and of the steps
-        that at least one host has.
+        It has the keys of abandoned steps, of steps that all hosts have, and of those that one has.
         """
         present, abandoned = zip(*map(json.loads, sent), strict=True)
         keys = [{tuple(key) for key in of_host} for of_host in present]
@@ -250,11 +230,10 @@ class Abandonment:
         return json.dumps([sorted(each) for each in found]).encode()
 
     def learn(self, compared: bytes) -> tuple[set[Key], set[Key]]:
-        """Records the abandoned steps of a report of all hosts, which ``compared`` has made.
+        """Records the abandoned steps of a joined report of all hosts.
 
-        Returns:
-          The keys of the steps that all hosts have, and of those that at least one host has; in
-          both without those of abandoned steps.
+        Returns the keys of the steps that all hosts have, and of those that at least one host has;
+        in both without abandoned steps.
         """
         abandoned, on_all, on_any = (
             {(step, at) for step, at in keys} for keys in json.loads(compared)

@@ -52,27 +52,20 @@ _MAX_TIME = 2**63 - 1
 
 
 def is_marked(path: epath.Path) -> bool:
-    """Returns whether a step is complete; always True for a step on a local path.
+    """Returns whether a step is complete: in a bucket, whether it has a commit mark.
 
-    On a local path, a folder gets the name of a step only when the step is complete. In a bucket,
-    a step is complete once it has a commit mark.
+    On a local path, a folder gets the name of a step only when the step is complete.
     """
     return not location.is_bucket(path) or (path / MARK).exists()
 
 
 def is_there(committed: CommittedStep) -> bool:
-    """Returns whether a step still exists.
-
-    The deletion of a step begins with a rename on a local path, and with the removal of the commit
-    mark on a bucket. From then on the result is False.
-    """
+    """Returns whether a step still exists: whether its deletion has not begun."""
     return committed.path.exists() and is_marked(committed.path)
 
 
 def is_begun(path: epath.Path) -> bool:
     """Returns whether a folder in a bucket is an unfinished or a partly removed step.
-
-    The result is False for a folder on a local path.
 
     A folder with neither a commit mark nor files of a step is the user's, even if its name is a
     number.
@@ -83,10 +76,7 @@ def is_begun(path: epath.Path) -> bool:
 
 
 class CommitTimes:
-    """Reads the commit times of steps.
-
-    Warns once about each local folder that has the name of a step but is no committed step.
-    """
+    """Reads commit times; warns once about each local folder named as a step that is none."""
 
     def __init__(self) -> None:
         self._warned: set[str] = set()
@@ -108,8 +98,7 @@ class CommitTimes:
     def read(self, path: epath.Path) -> int | None:
         """Returns a step's commit time, in nanoseconds since 1970; None if it was not committed.
 
-        Returns 0 if the step was committed but its record is damaged or lost, so that callers
-        still list the step.
+        0 if the record is damaged or lost, so that callers still list the step.
         """
         for _ in range(2):  # between the calls the step may have been moved or deleted
             try:
@@ -134,9 +123,8 @@ class CommitTimes:
 def read_time(path: epath.Path) -> int:
     """Returns the commit time in a step's record, in nanoseconds since 1970.
 
-    Raises:
-      OSError: the record or the mark cannot be read.
-      ValueError: the record or the mark is damaged. Both errors name the file.
+    Raises OSError if the record or the mark cannot be read, and ValueError if it is damaged; both
+    name the file.
     """
     for name in (RECORD, MARK):
         if not containment.is_plain(path, name):
@@ -182,11 +170,7 @@ def _was_committed(path: epath.Path) -> bool:
 
 
 def item_names(path: epath.Path) -> set[str]:
-    """Returns the names of the items that a step had at its commit, from the commit record.
-
-    An item is a part of a step, such as its arrays or its manifest. Some of the returned items may
-    have been lost since the commit.
-    """
+    """Returns the names of the items, such as its manifest, that a step had at its commit."""
     items = json.loads((path / RECORD).read_text()).get("item_handlers")
     return set(items) if isinstance(items, dict) else set()
 
@@ -201,20 +185,12 @@ def sealing(path: epath.Path, said: str) -> str:
 
 
 def read_sealed(path: epath.Path, name: str) -> bytes:
-    """Returns the content of an Orbax metadata file; compares it with the digest in the mark.
-
-    Raises:
-      OSError: the file cannot be read.
-      ValueError: the content does not match its digest.
-    """
+    """Returns the content of an Orbax metadata file; ValueError unless it has the mark's digest."""
     return _read_checked(path, name, _stored_digests(path))
 
 
 def _stored_digests(path: epath.Path) -> dict[str, Any] | None:
-    """Returns the digests in a commit mark, by file name; None if the mark is missing.
-
-    If Orbax wrote the mark without this package, the mark has no digests, and the result is {}.
-    """
+    """Returns the digests in a commit mark, {} if Orbax alone wrote it; None without a mark."""
     try:
         _, _, sealed = (path / MARK).read_text().partition("\n")
     except (FileNotFoundError, NotADirectoryError):
@@ -235,10 +211,8 @@ def _read_checked(path: epath.Path, name: str, known: dict[str, Any] | None) -> 
 def remove_leftover(path: epath.Path) -> None:
     """Removes the files of a failed save.
 
-    On a local path, files remain if Orbax still writes files during the removal; a later cleanup
-    removes them. On a bucket, the program that made the save may still run, and may write more
-    files of the step at any time. An empty object (``BEGUN``) therefore remains under the step's
-    name in the bucket, so that no program uses the name again.
+    On a bucket, the program that made the save may still write more of them. An empty object
+    (``BEGUN``) therefore remains under the step's name, so that no program uses the name again.
     """
     if location.is_bucket(path):
         bucket.remove(path)

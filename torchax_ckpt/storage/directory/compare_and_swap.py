@@ -51,12 +51,7 @@ class Conflict(Exception):  # noqa: N818 - not an error: one of two possible res
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """The content and the version of a record when a program read it.
-
-    Attributes:
-      content: the bytes of the record.
-      version: distinguishes the record from earlier and later records at the same place.
-    """
+    """The content of a record that a program read, and what distinguishes it from other records."""
 
     content: bytes
     version: Any

@@ -75,11 +75,8 @@ class Lease:
     def hold(self) -> None:
         """Takes the lease at the first call; later calls check that this program still holds it.
 
-        If the directory was removed or moved since the last call, this method takes a new lease.
-
-        Raises:
-          LeaseError: another program writes to the directory, or has taken the lease over.
-          OSError: the lease cannot be read or written.
+        If the directory was removed or moved since the last call, takes a new lease. Raises
+        LeaseError if another program writes to the directory, or has taken the lease over.
         """
         hold = self._hold
         if hold is not None and not hold.is_orphaned():
@@ -270,10 +267,7 @@ class _Hold:
                 logger.warning("%s: cannot renew the lease: %s", self._directory, error)
 
     def end(self) -> None:
-        """Stops renewing the lease, and removes the lease's file unless the lease is lost.
-
-        Does nothing in a process that was forked from the holder.
-        """
+        """Ends renewal and removes the file, unless the lease is lost or the process was forked."""
         if not self._is_this_process():
             return
         self._ended.set()

@@ -78,8 +78,8 @@ class LeaseHolder:
     def is_alive(self) -> bool | None:
         """Returns True if the holder's process runs, False if it has ended, None if unknown.
 
-        None is returned for a process on another host or in another container, and for a killed
-        process of which some threads have not ended.
+        Unknown are processes on another host or in another container, and killed ones of which some
+        threads have not ended.
         """
         if self.kernel is None or self.kernel != this_kernel():
             return None
@@ -133,10 +133,7 @@ def process_of(pid: int) -> _Process | None:
 
 
 def _is_hidden(pid: int) -> bool:
-    """Returns whether the process ``pid``, which ``/proc`` does not show, runs nevertheless.
-
-    ``/proc`` can hide the processes of other users.
-    """
+    """Returns whether the process ``pid``, of another user, runs although ``/proc`` hides it."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -303,7 +303,7 @@ class RunDirectory:
         incoming.path.rename(final)
         return dataclasses.replace(incoming, path=final, is_incoming=False)
 
-    def landed(self, durable: CommittedStep, summary: Mapping[str, Any]) -> None:
+    def record_saved(self, durable: CommittedStep, summary: Mapping[str, Any]) -> None:
         """Records that a save succeeded; keeps the summary, so that it need not be read again."""
         self._left_out.pop(durable.step, None)
         self._summaries.know(durable, summary)
@@ -347,10 +347,7 @@ class RunDirectory:
         (target / commit_record.MARK).write_text(mark)
 
     def delete(self, committed: CommittedStep) -> None:
-        """Renames a step (on a bucket, removes its commit mark), and then removes its files.
-
-        If the process is killed between these two actions, the remaining files are not a step.
-        """
+        """Makes a step none, by a rename or without its commit mark, then removes its files."""
         self.require_writable()
         with self._translated("delete from"):
             self.fence()
@@ -372,14 +369,13 @@ class RunDirectory:
         doomed.rmtree()
 
     def prune(self, keep: Sequence[bool], steps: Sequence[CommittedStep]) -> list[int]:
-        """Deletes the steps whose ``keep`` is False, but no durable tier's newest verified step.
+        """Deletes the steps that are not kept, oldest first, but no durable tier's newest verified.
 
-        Returns the numbers of the deleted steps. ``steps`` has the oldest step first.
+        Returns the numbers of the deleted steps.
         """
-        doomed = [s for s, kept in zip(steps, keep, strict=True) if not kept]
         if self._durable is None:  # a local tier has no room for another step
-            spared = self.verified.newest_of(doomed, steps)
-            doomed = [s for s in doomed if s is not spared]
+            keep = self.verified.sparing_newest(keep, steps)
+        doomed = [s for s, kept in zip(steps, keep, strict=True) if not kept]
         for committed in doomed:
             self.delete(committed)
         return [s.step for s in doomed]

@@ -25,11 +25,6 @@ logger = logging.getLogger(__name__)
 class RunHistory:
     """Tracks the steps of one run in one tier: its durable directory, or its local directory.
 
-    Args:
-      directory: the directory of the tier.
-      processes: the processes of the run, for communication on the training threads.
-      durable: for a local tier, the history of the durable tier.
-
     Attributes:
       path: the directory's path.
       branches: the steps that this run builds on, and the abandoned steps, which are set aside once
@@ -72,11 +67,8 @@ class RunHistory:
     def unknown(self, step: int | None = None) -> list[CommittedStep]:
         """Returns steps that other programs saved since this object listed the directory.
 
-        Only process 0 may call this method.
-
-        Args:
-          step: return only steps with this number or a higher one; default: only steps newer than
-            those that this run continues from.
+        These are the steps from number ``step`` on, by default those newer than the steps that this
+        run continues from. Only process 0 may call this method.
         """
         if not self._is_open:
             return []
@@ -94,7 +86,7 @@ class RunHistory:
     def go_on_from(self, step: int | None) -> None:
         """Lists the directory again, and marks all steps newer than ``step`` as abandoned.
 
-        The run continues from ``step``; None: from the start, so that every step is abandoned.
+        None: the run continues from the start, so that every step is abandoned.
         """
         self._is_open = False
         self._leaving = []
@@ -103,10 +95,7 @@ class RunHistory:
         self._go_back(step)
 
     def keep_only(self, keys: set[Key]) -> None:
-        """Marks as incomplete each step whose key (number and commit time) is not in ``keys``.
-
-        The caller passes the keys of the steps that all hosts have.
-        """
+        """Marks as incomplete each step whose key is not in ``keys``, those that all hosts have."""
         missing = [s for s in self.branches.committed if s.key not in keys]
         self._replace(self.branches.with_incomplete(missing))
 
@@ -129,20 +118,13 @@ class RunHistory:
         return abandonment.to_summary(*(history.branches for history in tiers))
 
     def landed(self, committed: CommittedStep) -> None:
-        """Records that the step of the current save is committed.
-
-        The save can still fail afterwards, for example because another process reports an error.
-        In that case ``end`` marks the step as abandoned and failed.
-        """
+        """Records that the step of the current save, which can still fail, is committed."""
         self._landed = committed
 
     def end(self, durable: CommittedStep | None, summary: Mapping[str, Any] | None = None) -> None:
-        """Ends the save.
+        """Ends the save, with the durable step and its summary; without, if it failed.
 
-        Args:
-          durable: the durable step; None if the save failed. A step that it left is abandoned if
-            it had landed, and is not even listed otherwise.
-          summary: the summary of the durable step.
+        A step that a failed save has committed is abandoned.
         """
         save, self._in_flight = self._in_flight, None
         landed, self._landed = self._landed, None
@@ -155,7 +137,7 @@ class RunHistory:
             elif save is not None:
                 self._directory.leave_out(save.step, self.branches.in_place)
         else:
-            self._directory.landed(durable, summary or {})
+            self._directory.record_saved(durable, summary or {})
             self.branches = self.branches.with_newest(durable)
             self._checkpoints = (*self._checkpoints[:-1], _checkpoint_info(durable))
 

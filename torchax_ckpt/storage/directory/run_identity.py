@@ -56,7 +56,7 @@ def new() -> str:
 
 
 def names(directory: epath.Path, *, is_local: bool = False) -> list[str]:
-    """Returns the run's names in the file ``run`` of a directory; [] if no valid name is there.
+    """Returns the run's names in a directory's file ``run``; [] if no valid name is there.
 
     A local tier may have two names: the run's present name and its next name.
     """
@@ -64,13 +64,10 @@ def names(directory: epath.Path, *, is_local: bool = False) -> list[str]:
 
 
 class RunName:
-    """The name of the run in one of its directories.
+    """The name of the run in a durable directory or a local tier.
 
-    Args:
-      directory: a durable directory or a local tier.
-      summaries: the summaries of the directory's steps.
-      visible: returns all committed steps of the directory.
-      durable: for a local tier, the name in the durable directory of the run.
+    ``visible`` returns all committed steps of the directory. ``durable`` is, for a local tier, the
+    name in the durable directory of the run.
     """
 
     def __init__(
@@ -108,12 +105,7 @@ class RunName:
     def others(self, run: Sequence[str], steps: list[CommittedStep]) -> list[CommittedStep]:
         """Returns the steps of a local tier that do not belong to a run, and may be deleted.
 
-        Args:
-          run: the names of the run; [] if it has none.
-          steps: all steps of the directory.
-
-        Raises:
-          DirectoryError: some of these steps were never saved to a local tier.
+        Raises DirectoryError if some of these steps were never saved to a local tier.
         """
         ours = {s.key for s in self._of_run(steps, run)}
         others = [s for s in steps if s.key not in ours]
@@ -133,14 +125,10 @@ class RunName:
         return others
 
     def write(self, run: Sequence[str]) -> None:
-        """Writes the run's name; only the holder of the lease may call this method.
+        """Writes the run's name, or a local tier's present and next name; holds the lease.
 
-        Args:
-          run: the name; for a local tier perhaps the present name and the next one.
-
-        Raises:
-          DirectoryError: this package did not write the present file ``run``, or another program
-            replaces the name at the same time.
+        Raises DirectoryError if this package did not write the present file ``run``, or another
+        program replaces the name at the same time.
         """
         self._content = _LOCAL * (self._durable is not None) + " ".join(run)
         with self._exchanged() as (record, seen):
@@ -169,8 +157,8 @@ class RunName:
     def _of_run(self, steps: list[CommittedStep], run: Sequence[str]) -> list[CommittedStep]:
         """Returns those of a local tier's steps that belong to a run.
 
-        The steps tell it themselves if the file does not. A step has two names if it was saved
-        under a new name beside the present one, so each step may show the name of earlier steps.
+        A step has two names if it was saved under a new name beside the present one, so each step
+        may show the name of earlier steps.
         """
         if found := names(self._directory, is_local=True):
             return steps if set(found) & set(run) else []
@@ -214,12 +202,7 @@ class RunName:
 
     @contextlib.contextmanager
     def _exchanged(self) -> Iterator[tuple[AtomicRecord, Seen | None]]:
-        """Yields the record of a directory's file ``run``, and the content that the file has now.
-
-        Raises:
-          DirectoryError: this package did not write the present file, or another program replaces
-            it.
-        """
+        """Yields the record of a directory's file ``run``, and the content that it has now."""
         path = self._directory / NAME
         foreign = DirectoryError(
             f"{path}: expected the name of a run, found something else. A run with a local tier "

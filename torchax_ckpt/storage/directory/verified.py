@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from torchax_ckpt.errors import CorruptCheckpointError
@@ -46,9 +46,8 @@ class Verified:
             raise
 
     def mark(self, steps: Iterable[CommittedStep]) -> None:
-        """Records in mark files on storage which of ``steps`` are verified, for later programs.
+        """Creates or deletes mark files for later programs, as steps are intact or damaged.
 
-        Creates the mark file of an intact step, and deletes the mark file of a damaged step.
         Failures are only logged.
         """
         for committed in steps:
@@ -75,17 +74,12 @@ class Verified:
         sound = [s for s in steps if not self.is_damaged(s)][-5:]
         return ", ".join(f"{s.step}{' (verified)' * (s in self)}" for s in sound) or "none"
 
-    def newest_of(
-        self, doomed: list[CommittedStep], steps: Iterable[CommittedStep]
-    ) -> CommittedStep | None:
-        """Returns the newest verified step if it is among ``doomed``; otherwise None.
-
-        Args:
-          doomed: the steps to be deleted, oldest first.
-          steps: all steps.
-        """
-        for candidate in reversed(doomed):
-            if candidate in self:
-                newer = (s for s in steps if s.step > candidate.step)
-                return None if any(s in self for s in newer) else candidate
-        return None
+    def sparing_newest(self, keep: Sequence[bool], steps: Sequence[CommittedStep]) -> list[bool]:
+        """Returns which steps, oldest first, are kept if the newest verified one is kept too."""
+        spared = list(keep)
+        # Whether a step is verified is asked of as few as possible: the answer may be on storage.
+        for index in reversed(range(len(steps))):
+            if not keep[index] and steps[index] in self:
+                spared[index] = not any(step in self for step in steps[index + 1 :])
+                break
+        return spared

@@ -38,21 +38,15 @@ class Assets:
 
     @classmethod
     def of(cls, files: Mapping[str, str]) -> Assets:
-        """Encodes assets.
-
-        Raises:
-          ValueError: ``why_refused`` refuses a name, or the files are too large.
-        """
+        """Encodes assets; raises ValueError as ``parsed`` does."""
         content = seals.seal({_FILES: parsed({_FILES: dict(files)})})
         return cls(json.dumps(content).encode(), seals.seal_of(content))
 
 
 def parsed(content: Any) -> dict[str, str]:
-    """Returns name -> text of the assets in a JSON object from any source, after checking them.
+    """Returns name -> text of the assets in a JSON object from any source, after checks.
 
-    Raises:
-      ValueError: the object has another form, ``why_refused`` refuses a name, or the files are too
-        large.
+    Raises ValueError for another form, a name that ``why_refused`` refuses, or too large files.
     """
     files = content.get(_FILES) if isinstance(content, dict) else None
     if not isinstance(files, dict) or not all(isinstance(text, str) for text in files.values()):
@@ -67,11 +61,7 @@ def parsed(content: Any) -> dict[str, str]:
 
 
 def why_refused(name: str) -> str | None:
-    """Returns why no asset can have this name; None if one can.
-
-    A name consists of parts that are joined with ``/``. A part has letters, digits, ``_``, ``%``,
-    ``-`` and ``.``, and does not begin with ``.``, so no name leads out of a folder.
-    """
+    """Returns why no asset can have this name, such as one that leads out of a folder, or None."""
     if len(name) > 1000 or not all(_PART.fullmatch(part) for part in name.split("/")):
         return "is not a relative path of letters, digits, '_', '-', '%' and '.'"
     if not name.endswith(SUFFIXES):

@@ -97,14 +97,10 @@ def check(path: epath.Path, *, for_writing: bool) -> None:
 def remove(path: epath.Path) -> None:
     """Removes an object, or everything under a prefix; does nothing if nothing is there.
 
-    Removes an object only if it still has the generation that was listed. A client sends a request
-    again if the answer was lost, and the server may carry out the first request long after the
-    second. A late delete without this condition would remove an object that was written under the
-    same name meanwhile.
-
-    If the bucket has a hierarchical namespace, this function then also removes each folder under
-    the prefix that has become empty. An object that was created or replaced after this function
-    listed the objects is not removed, nor are the folders that hold it.
+    Removes an object only in the generation that was listed: a client repeats a request if the
+    answer was lost, and the server may carry out the first request long after the second, when
+    another object has this name. In a bucket with a hierarchical namespace, then removes the
+    folders that have become empty.
     """
     filesystem = _filesystem(path)
     found = filesystem.find(str(path), withdirs=True, detail=True)
@@ -130,8 +126,7 @@ async def _remove_objects(filesystem: Any, generations: Mapping[str, str]) -> No
 async def _remove_empty_folders(filesystem: Any, folders: Iterable[str]) -> None:
     """Removes folder resources; the service itself refuses to remove one that is not empty.
 
-    In a flat bucket, folders are only parts of objects' names, and there is nothing to remove. This
-    function does not use gcsfs's ``rmdir``, which first deletes an object ``folder/`` in any
+    A flat bucket has none. gcsfs's ``rmdir`` would first delete an object ``folder/`` in any
     generation.
     """
     from google.api_core import exceptions
@@ -163,9 +158,8 @@ def copy(source: epath.Path, target: epath.Path) -> None:
     """Copies all objects under a prefix to another prefix; the bytes do not leave the service.
 
     Copies each object in the generation that was listed, and only if no object has the name of the
-    copy. If the service divides the copy of a large object, this function sends the request again
-    with the token of the answer, until the service says that the copy is done. Raises OSError if an
-    object was removed or replaced, or another object has the name of a copy.
+    copy; raises OSError otherwise. If the service divides a copy, sends the request again with the
+    token of the answer, until the copy is done.
     """
     filesystem = _filesystem(source)
     with _as_os_error(source):
@@ -232,8 +226,7 @@ def _filesystem(path: epath.Path) -> Any:
 class _Settings:
     """The settings of the gcsfs instance that epath, Orbax, this package and the program share.
 
-    This package's values apply from the first call of ``use`` until every object that was passed
-    as ``user`` is deleted. Then the settings get their earlier values again.
+    This package's values apply from the first call of ``use`` until every ``user`` is deleted.
     """
 
     def __init__(self) -> None:
@@ -280,9 +273,8 @@ def use(path: epath.Path, user: object) -> None:
 def _start_tensorstore() -> None:
     """Makes TensorStore give up a request that transfers almost nothing, and send it again.
 
-    TensorStore takes the limits only from environment variables, which it reads once, when it opens
-    its first bucket. This function therefore sets the variables, opens a bucket, which sends no
-    request, and removes the variables again.
+    TensorStore reads the limits only from environment variables, and once: when it opens its first
+    bucket, which sends no request.
     """
     missing = [name for name in _TENSORSTORE if name not in os.environ]
     try:

@@ -73,10 +73,7 @@ def stored_bytes(step_path: epath.Path) -> int:
 
 
 def is_plain(folder: epath.Path, file: str) -> bool:
-    """Returns False if ``folder`` is not a folder, or ``is_plain_file`` refuses its ``file``.
-
-    A link counts as no folder. A missing folder or a missing file is accepted.
-    """
+    """Returns False if ``folder`` is a link or no folder, or ``is_plain_file`` refuses ``file``."""
     if location.is_bucket(folder):
         return True
     try:
@@ -88,10 +85,7 @@ def is_plain(folder: epath.Path, file: str) -> bool:
 
 
 def is_plain_file(path: epath.Path) -> bool:
-    """Returns True if a file is regular and has at most ``MAX_JSON_BYTES``, or if it is missing.
-
-    The folder of the file may be a link, which a user may have made on purpose.
-    """
+    """Returns True if a file is missing, or regular with at most ``MAX_JSON_BYTES``."""
     if location.is_bucket(path):
         return True
     try:
@@ -104,7 +98,7 @@ def is_plain_file(path: epath.Path) -> bool:
 def beyond_memory(
     step_path: epath.Path, step: int, needed: int, least: int, name: str | None = None
 ) -> CheckpointError:
-    """Returns the error for leaves that need ``needed`` bytes, more than this host's memory.
+    """Returns the error for leaves of more bytes than this host's memory.
 
     If storage holds fewer bytes than ``least``, the error says that the step is damaged.
     """

@@ -9,8 +9,10 @@ because it answers a write only after it has stored the object.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import errno
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,10 +28,7 @@ _AT_A_TIME = 16
 
 
 def sync_tree(top: epath.Path, *, but: str = "") -> None:
-    """Syncs a folder and everything in it, but not its name, which is stored in the folder above.
-
-    The files in folders named ``but`` are synced already; there may be thousands, of all hosts.
-    """
+    """Syncs a folder and all in it, but not its name; folders named ``but`` are synced already."""
     if location.is_bucket(top):
         return
     with concurrent.futures.ThreadPoolExecutor(_AT_A_TIME) as pool:
@@ -51,14 +50,28 @@ def sync(path: Any) -> None:
 
 
 def swap_in(partial: Path, final: Path) -> None:
-    """Gives a file or folder its final name; a loss of power leaves all of its content or no name.
+    """Gives a file or folder its final name, in place of a file that has it.
 
-    A file that has this name is replaced.
+    A loss of power leaves all of its content or no name.
     """
     for path in _within(os.fspath(partial), "") if partial.is_dir() else (partial,):
         sync(path)
     partial.replace(final)
     sync(final.parent)
+
+
+@contextlib.contextmanager
+def swapped_in(final: Path) -> Iterator[Path]:
+    """Yields the temporary name of a file or folder, which gets its own after the block."""
+    partial = final.with_name(f"{final.name}.{os.getpid()}.partial")
+    try:
+        yield partial
+        swap_in(partial, final)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
 
 
 def _within(top: str, but: str) -> Iterator[str]:

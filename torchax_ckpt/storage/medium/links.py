@@ -41,7 +41,7 @@ def take_over(source: epath.Path, target: epath.Path, *, may_copy: bool = True) 
 
 
 def link_folder(source: epath.Path, target: epath.Path, *, may_copy: bool = True) -> None:
-    """Creates a folder whose files are hard links to the files of another folder, at any depth.
+    """Creates a folder whose files are hard links to another folder's files, at any depth.
 
     The names of the new files are durable then, but not that of ``target`` in the folder above.
     """

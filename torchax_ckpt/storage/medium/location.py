@@ -25,8 +25,7 @@ _COLLAPSED = re.compile(r"g(?:c)?s:/([^/].*)")
 def resolve(directory: Any) -> epath.Path:
     """Returns the absolute path of a directory, or the URL of a prefix in a bucket.
 
-    Raises:
-      DirectoryError: ``directory`` is not a path, or its scheme is not supported.
+    Raises DirectoryError if it is no path, or its scheme is not supported.
     """
     if directory == "":  # probably an unset shell variable, not the working directory
         raise DirectoryError(
@@ -63,6 +62,12 @@ def is_bucket(path: Any) -> bool:
     return "://" in str(path)
 
 
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Returns whether a user gave a URL, even if pathlib has turned it into a local path."""
+    text = os.fspath(path)
+    return is_bucket(text) or text.partition("/")[0].endswith(":")
+
+
 def kvstore(folder: epath.Path) -> dict[str, str]:
     """Returns the spec with which TensorStore opens a folder as a key-value store."""
     if not is_bucket(folder):
@@ -78,16 +83,12 @@ def folder_of(spec: Mapping[str, str]) -> epath.Path:
 
 
 def reading_context() -> ts.Context:
-    """Returns TensorStore's settings for reading.
+    """Returns TensorStore's settings for reading: parallel file access, and a cache of the index.
 
-    The settings for reading turn on parallel file access, and a cache for the index of an OCDBT
-    database. By default TensorStore repeats a failed request to a bucket for 15 minutes; the
-    settings for reading limit this time to two minutes. These settings do not apply to writes:
-    Orbax writes with settings that are constants in its code.
-
-    The number of chunks that TensorStore unpacks at the same time is limited, so that damaged or
-    hostile chunks cannot exhaust this host's memory: TensorStore unpacks a chunk of Blosc wholly,
-    up to 2 GiB, before it compares the size with that of the array's chunks.
+    A failed request to a bucket is repeated for two minutes, by default for 15. The number of
+    chunks that are unpacked at the same time is limited, so that damaged or hostile chunks cannot
+    exhaust this host's memory: TensorStore unpacks a chunk of Blosc wholly, up to 2 GiB, before it
+    compares the size with that of the array's chunks.
     """
     most = host_memory.host_memory_bytes() // _UNPACKING_BYTES
     threads = _threads(max(1, min(most, os.cpu_count() or 1)))
@@ -103,9 +104,8 @@ def reading_context() -> ts.Context:
 def _threads(num_unpacking: int) -> ts.Context:
     """Returns the settings that limit TensorStore's threads, which stay until the program ends.
 
-    A read that fails may leave tasks to the threads. While each read had limits of its own, two of
-    many programs crashed in a thread of TensorStore 0.1.86; it is a guess that tasks had outlived
-    their limits.
+    With limits of its own for each read, two of many programs crashed in a thread of TensorStore
+    0.1.86; it is a guess that tasks of a failed read had outlived their limits.
     """
     return ts.Context(
         {

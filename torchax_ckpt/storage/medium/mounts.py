@@ -54,10 +54,7 @@ def refuse_object_store(path: Any) -> None:
 
 
 def probe(folder: Any, draft_suffix: str) -> None:
-    """Warns if a file system of type ``fuse`` lacks what commits and leases need.
-
-    The names of the files end in ``draft_suffix``, so that a later cleanup finds them.
-    """
+    """Warns if a file system of type ``fuse`` lacks what commits and leases need."""
     mount = _mount_of(folder)
     if mount is None or mount.kind != "fuse":
         return

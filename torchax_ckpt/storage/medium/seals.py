@@ -18,15 +18,10 @@ MAX_JSON_BYTES = 1 << 28
 
 
 def read_sealed(folder: epath.Path, expected: str | None = None) -> dict[str, Any]:
-    """Reads the content of a sealed JSON object that Orbax's JSON handler wrote.
+    """Reads the content of a sealed JSON object in an item of a step.
 
-    Args:
-      folder: the item of a step.
-      expected: the digest that the object must carry; None for any.
-
-    Raises:
-      OSError: the object cannot be read.
-      ValueError: the content is not what was sealed, or is another object than the expected one.
+    Raises OSError if it cannot be read, and ValueError if the content is not what was sealed, or
+    has another digest than ``expected``.
     """
     raw = json.loads((folder / "data.json").read_text())
     content = unseal(raw)
@@ -36,10 +31,9 @@ def read_sealed(folder: epath.Path, expected: str | None = None) -> dict[str, An
 
 
 def seal(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a copy of a JSON object with one more key, which holds the digest of its text.
+    """Returns a copy of a JSON object with one more key, the digest of its text.
 
-    Raises:
-      ValueError: the result is larger than the largest object that this package reads.
+    Raises ValueError if the result is too large to be read again.
     """
     text = _text(dict(content))
     # In the file a space follows each comma and each colon.
@@ -64,11 +58,7 @@ def seal_of(sealed: Mapping[str, Any]) -> str:
 
 
 def unseal(raw: Any) -> dict[str, Any]:
-    """Returns the content of a sealed JSON object.
-
-    Raises:
-      ValueError: the content is not what was sealed.
-    """
+    """Returns the content of a sealed JSON object; ValueError if it is not what was sealed."""
     if not isinstance(raw, dict) or _SEAL not in raw:
         raise ValueError(f"expected a JSON object with a digest under {_SEAL!r}, found no digest")
     content = {key: value for key, value in raw.items() if key != _SEAL}

@@ -77,8 +77,7 @@ _NETWORK = (
 def is_unavailable(error: BaseException) -> bool:
     """Returns whether a read failed because storage cannot be read now, not because of damage.
 
-    Returns False if the data is damaged or is not what was asked for. A missing file counts as
-    damage. A missing permission, an I/O error or a network failure may be temporary.
+    A missing file counts as damage; a missing permission or a network failure may be temporary.
     """
     for link in _chain(error):
         number = _errno(link)
@@ -144,8 +143,7 @@ def explained(error: BaseException, path: Any) -> str:
 def without_locals(error: BaseException) -> BaseException:
     """Clears the stack frames of an error's traceback, and returns the error.
 
-    A program that keeps an error with uncleared frames also keeps the frames' local variables
-    alive. One of them may be a copy of the whole state in the devices' memory.
+    Their variables may be all that keeps a copy of the state in the devices' memory alive.
     """
     if error.__traceback__ is not None:  # the frame that caught it still runs and cannot be cleared
         error.__traceback__ = error.__traceback__.tb_next
@@ -200,11 +198,7 @@ def _http_code(error: BaseException) -> int | None:
 def translated(action: str, directory: epath.Path) -> Iterator[None]:
     """Turns storage errors that the ``with`` block raises into DirectoryError with advice.
 
-    All other errors are raised unchanged, also those of this package.
-
-    Args:
-      action: what the block does to the directory, for the message ("read", "write").
-      directory: the directory.
+    All other errors are raised unchanged. ``action`` is for the message ("read", "write").
     """
     try:
         yield
