@@ -21,10 +21,9 @@ from etils import epath
 
 from torchax_ckpt import CheckpointOptions, policies
 from torchax_ckpt.layout.storage_plan import Plan
-from torchax_ckpt.processes import keepers
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.processes.decision_windows import DecisionWindows
-from torchax_ckpt.processes.per_host import PerHostProcesses
+from torchax_ckpt.processes.per_host import PerHostProcesses, keeper_distances
 from torchax_ckpt.restoring import local_tier
 from torchax_ckpt.saving import writer
 from torchax_ckpt.saving.capture import Capture
@@ -135,7 +134,7 @@ class _Copy:
 
     def __init__(self, index: int, count: int) -> None:
         state = _state(bytes(STATE_BYTES)).to_bytes()
-        kept = {(index - far) % count: state for far in keepers.distances(count)}
+        kept = {(index - far) % count: state for far in keeper_distances(count)}
         nodes, _ = per_process_state.joined_on_host(index, count, state, kept)
         self.document = {**_DOCUMENT, **nodes}
 

@@ -196,10 +196,7 @@ class CallLog:
         self._in_vain.clear()
 
     def tell_step(self) -> None:
-        """Publishes the last step for which this process called ``save``, unless others know it.
-
-        Most calls of ``save`` are not published. A process that waits for process 0 asks for this.
-        """
+        """Publishes the last step of a ``save``, for a process that waits, unless it is known."""
         with self._lock:
             # A later call of another kind, once published, has told the step too.
             if self._channel is not None and self.step not in (None, self._told_step):

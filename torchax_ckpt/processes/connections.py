@@ -22,11 +22,7 @@ _changing = threading.Lock()
 
 
 def make_room(count: int) -> None:
-    """Raises this process's limit of open files, if ``count`` connections would take much of it.
-
-    Raises:
-      OSError: the system does not allow enough of them.
-    """
+    """Raises the limit of open files if need be; OSError if the system does not allow enough."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = 4 * count  # the program needs files too, and JAX a connection to each process
     if soft == resource.RLIM_INFINITY or soft >= needed:
@@ -39,8 +35,7 @@ def make_room(count: int) -> None:
 def listen(host: str, backlog: int) -> socket.socket:
     """Returns a socket that listens at the address of ``host``, and no other, on any port.
 
-    Raises:
-      OSError: the name is unknown, or its address is none of this host's.
+    Raises OSError if the name is unknown, or its address is none of this host's.
     """
     family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     with _changing:

@@ -46,11 +46,7 @@ _NUM_NAMED = 8
 
 @dataclasses.dataclass
 class Outcome:
-    """What a round results in.
-
-    Attributes:
-      value: set by process 0 within the round; known to the other processes after the round.
-    """
+    """What a round results in: a value that process 0 sets, known to the others afterwards."""
 
     value: Any = None
 
@@ -58,19 +54,15 @@ class Outcome:
 class Processes(Exchanges):
     """A channel for messages between the processes of a run; has at most one round at a time.
 
+    Channels with equal names are numbered in the order of their creation, which must be the same on
+    all processes. ``client``, of JAX's coordination service, is None with one process.
+
     Attributes:
       index: the index of this process.
       count: the number of processes.
       timeout_secs: how long to wait for another process.
       log: the calls of the processes; by default an empty one, which is never compared.
       liveness: tells which processes have ended; by default, knows of none.
-
-    Args:
-      name: the name of the channel. Channels with equal names are numbered in the order of their
-        creation, which must be the same on all processes.
-      timeout_secs: how long to wait for another process.
-      client: the client of JAX's coordination service; None with one process.
-      index, count: index of this process and number of processes; default: JAX's values.
     """
 
     def __init__(
@@ -252,9 +244,9 @@ class Processes(Exchanges):
     def _missing(self, place: str) -> list[int]:
         """Returns the indices of the processes that the others wait for at ``place``.
 
-        On process 0, these are the processes that have sent no message there. On another process,
-        they are the same ones if some have sent a message and some have not. If all have sent one,
-        it is process 0, which must answer. If none has, it is process 0, which must send first.
+        On process 0, those that have sent no message there. On another process, the same ones if
+        some have sent a message; else process 0, which must answer if all have, and send first if
+        none has.
         """
         if self.is_first:
             return self._behind(place)[0]
@@ -295,7 +287,7 @@ class Processes(Exchanges):
     def _error_for_all(self, error: BaseException) -> BaseException | None:
         """Reports this process's error; returns the error that all processes raise from the round.
 
-        Returns None if process 0 had published success before it received the report.
+        None if process 0 had published success before it received the report.
         """
         message = to_json(error, self.index)
         if self._call is not None:
@@ -324,11 +316,7 @@ class Processes(Exchanges):
         return error if json.loads(verdict)["process"] == self.index else from_json(verdict)
 
     def _forget(self) -> None:
-        """Deletes messages of earlier rounds.
-
-        Call ``_forget`` only after all processes have entered the present round, because no process
-        reads messages of earlier rounds from then on.
-        """
+        """Deletes messages of earlier rounds; all processes must have entered the present one."""
         with self._forgetting:  # Orbax's threads meet too
             old, self._rounds[:-1] = self._rounds[:-1], []
         for place in old:

@@ -46,12 +46,12 @@ threading._register_atexit(_closing.set)  # type: ignore[attr-defined]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Window:
-    """Says for the steps ``first``, ``first + stride`` and so on to ``last`` which ones to save.
+class _Decisions:
+    """Which of the steps ``first``, ``first + stride`` and so on to ``last`` to save.
 
-    ``saved`` lists the steps of the window that are to be saved. If process 0 could not decide,
-    ``error`` is the error, as JSON, which every process raises instead. If not ``is_predicted``,
-    process 0 has asked for the step ``first``, after ``num_restores`` restores.
+    If process 0 could not decide, ``error`` is its error, as JSON, which every process raises. If
+    not ``is_predicted``, process 0 has asked for the step ``first``, after ``num_restores``
+    restores.
     """
 
     first: int
@@ -66,16 +66,14 @@ class _Window:
         return self.first <= step <= self.last and (step - self.first) % self.stride == 0
 
 
-_NOTHING = _Window(0, -1, 1, ())
+_NOTHING = _Decisions(0, -1, 1, ())
 
 
 class DecisionWindows:
     """The save decisions of one tier of a run, made for a window of several steps at a time.
 
-    Args:
-      processes: the processes of the run, with a channel for save decisions only.
-      decide: returns whether to save a step. Its second argument is the earlier steps that will be
-        saved, but whose saves have not begun. Called on process 0 only.
+    ``processes`` is a channel for save decisions only. Process 0 calls ``decide`` with a step and
+    the earlier steps that will be saved, but whose saves have not begun.
     """
 
     def __init__(self, processes: Processes, decide: Callable[[int, Sequence[int]], bool]) -> None:
@@ -87,7 +85,7 @@ class DecisionWindows:
         self._stride: int | None = None
         self._window = _NOTHING
         self._error: Exception | None = None  # why process 0 could not decide
-        self._next: Future[_Window] | None = None
+        self._next: Future[_Decisions] | None = None
         self._closing = threading.Event()
         self._has_differed = False  # whether this process's newest step was not process 0's
         self._num_windows = self._num_deleted = 0
@@ -131,10 +129,7 @@ class DecisionWindows:
         return self._answer
 
     def keep(self) -> None:
-        """Records that the last step for which ``ask`` was called is now being saved.
-
-        ``ask`` then returns False for this step.
-        """
+        """Records that the last step that ``ask`` got is now being saved: it then returns False."""
         self._answer = False
 
     def close(self) -> None:
@@ -143,7 +138,7 @@ class DecisionWindows:
         self._background.shutdown(wait=True)
 
     def _go_on(self, step: int) -> None:
-        """Gets the window that contains ``step``; begins the next window if it can be predicted.
+        """Gets the window that contains ``step``; begins the next one if it can be predicted.
 
         Process 0 decides on the next window. The others wait for it in the background.
         """
@@ -173,7 +168,7 @@ class DecisionWindows:
 
     def _begin(
         self, first: int, last: int, saved: list[int], *, is_predicted: bool = False
-    ) -> Future[_Window]:
+    ) -> Future[_Decisions]:
         """Returns a future of the next window: process 0 decides and publishes it, others read it.
 
         Process 0 alone uses the steps; ``saved`` are earlier ones whose saves have not begun.
@@ -190,11 +185,11 @@ class DecisionWindows:
         )
         message = json.dumps(dataclasses.astuple(window)).encode()
         self._background.submit(self._processes.put_note, str(number), message)
-        known: Future[_Window] = Future()
+        known: Future[_Decisions] = Future()
         known.set_result(window)
         return known
 
-    def _decided(self, first: int, last: int, saved: list[int]) -> _Window:
+    def _decided(self, first: int, last: int, saved: list[int]) -> _Decisions:
         """Asks ``decide`` for the steps of a window; an error for a later step ends the window."""
         decided: list[int] = []
         stride = self._stride or 1
@@ -205,20 +200,20 @@ class DecisionWindows:
             except Exception as error:
                 if step == first:
                     self._error = error
-                    return _Window(first, first, stride, (), to_json(error, 0).decode())
-                return _Window(first, step - stride, stride, decided)
-        return _Window(first, last, stride, decided)
+                    return _Decisions(first, first, stride, (), to_json(error, 0).decode())
+                return _Decisions(first, step - stride, stride, decided)
+        return _Decisions(first, last, stride, decided)
 
-    def _look_up(self, number: int) -> _Window:
+    def _look_up(self, number: int) -> _Decisions:
         while not (_closing.is_set() or self._closing.is_set()):
             if (message := self._processes.wait_for_note(str(number))) is not None:
-                return _Window(*json.loads(message))
+                return _Decisions(*json.loads(message))
         raise PolicyError(
             "this process no longer waits for a save decision of process 0: the checkpointer is "
             "closed, or the program is ending"
         )
 
-    def _result(self, window: Future[_Window], step: int) -> _Window:
+    def _result(self, window: Future[_Decisions], step: int) -> _Decisions:
         secs, log = self._processes.timeout_secs, self._processes.log
         deadline = time.monotonic() + secs
         is_decided = Flag()

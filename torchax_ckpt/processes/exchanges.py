@@ -21,21 +21,15 @@ _FIRST_WAITS = 8
 
 
 class Exchanges(Messages):
-    """The exchanges of one channel; ``Processes`` adds the rounds that they belong to.
-
-    Attributes:
-      timeout_secs: how long to wait for another process.
-    """
+    """The exchanges of one channel; ``Processes`` adds the rounds that they belong to."""
 
     timeout_secs: float
 
     def gather(self, value: bytes = b"", topic: str | None = None) -> list[bytes]:
-        """Sends a value to process 0. Returns all values on process 0, and [] on other processes.
+        """Sends a value to process 0; returns all values there, and [] on other processes.
 
-        Args:
-          value: the value of this process.
-          topic: distinguishes this message from messages that another thread sends in the same
-            round. Messages without a topic are numbered in their order.
+        A ``topic`` distinguishes the message from those of other threads in the same round.
+        Messages without a topic are numbered in their order.
         """
         if self.count == 1:
             return [value]
@@ -52,9 +46,8 @@ class Exchanges(Messages):
     def _received(self, place: str) -> dict[int, bytes]:
         """Returns the message of each other process at ``place``, when all have arrived.
 
-        One listing returns all messages that have arrived, and so costs much less than one read for
-        each message. Waits for some of the missing messages one by one between two listings; four
-        times as many as before, so that the listings are few.
+        One listing costs much less than one read for each message. Between two listings, waits for
+        some of the missing messages one by one, four times as many as before.
         """
         deadline = time.monotonic() + self.timeout_secs
         found: dict[int, bytes] = {}
@@ -114,17 +107,11 @@ class Exchanges(Messages):
         self.share(topic=topic)
 
     def common_name(self) -> str:
-        """Returns a name that is the same on all processes and at no other call, without a message.
-
-        As with messages without a topic, all processes must call this in the same order.
-        """
+        """Returns a new name, the same on all processes, if they call this in the same order."""
         return self._place_of(None).replace("/", "-")
 
     def first(self, action: Callable[[], T]) -> T:
-        """Runs an action on process 0 only; returns its result, sent as JSON, on all processes.
-
-        If the action raises, the round fails on all processes.
-        """
+        """Returns on all processes, as JSON, the result of an action that process 0 runs."""
         if self.count == 1:
             return action()
         if not self.is_first:
@@ -154,10 +141,7 @@ class Exchanges(Messages):
         return f"{self._here}/{topic}"
 
     def _deadline_of_first(self) -> float:
-        """Returns the deadline for process 0, as ``time.monotonic()``: 2 ``timeout_secs`` from now.
-
-        Process 0 may arrive late, and then itself wait for another process.
-        """
+        """Returns the deadline for process 0, which may arrive late and itself wait for another."""
         return time.monotonic() + 2 * self.timeout_secs
 
     def _get(
@@ -165,11 +149,8 @@ class Exchanges(Messages):
     ) -> bytes:
         """Returns the message ``key`` when it arrives; raises if a process fails or time runs out.
 
-        Args:
-          key: the key of the message.
-          deadline: the ``time.monotonic()`` until which to wait.
-          place: the folder of keys that shows which processes have not arrived.
-          senders: the processes that are waited for; default: the missing ones at ``place``.
+        ``deadline`` is a ``time.monotonic()``; ``senders`` are waited for, by default those that
+        are missing in the folder of keys ``place``.
         """
         raise NotImplementedError
 

@@ -99,7 +99,6 @@ class _Peer:
     """A connection that process 0 has accepted.
 
     Attributes:
-      connection: the connection.
       received: what has arrived of the token and the name of the host.
       expires: the ``time.monotonic()`` until which both must arrive.
       index, host: the process at the other end; None until then.
@@ -118,13 +117,8 @@ class _Peer:
 class Listener(Liveness):
     """Process 0: accepts and watches the connections of the other processes, on a thread.
 
-    Args:
-      client: the client of JAX's coordination service.
-      count: the number of processes.
-      host: the name or address of process 0's host that the other processes know.
-
-    Raises:
-      OSError: this process cannot listen there, or may not open so many connections.
+    ``host`` is what the others know process 0's host as. Raises OSError if this process cannot
+    listen there, or may not open so many connections.
     """
 
     def __init__(self, client: Any, count: int, host: str) -> None:
@@ -250,13 +244,7 @@ class Listener(Liveness):
 
 
 class Connection(Liveness):
-    """A process other than process 0: keeps a connection to process 0 open.
-
-    Args:
-      client: the client of JAX's coordination service.
-      index: the index of this process.
-      host: the name or address of process 0's host.
-    """
+    """A process other than process 0: keeps a connection to process 0, on ``host``, open."""
 
     def __init__(self, client: Any, index: int, host: str) -> None:
         super().__init__()
@@ -357,11 +345,7 @@ _beginning = threading.Lock()
 
 
 def of_run(client: Any) -> Liveness:
-    """Returns the ``Liveness`` of this process in its run, the same one at each call.
-
-    Args:
-      client: the client of JAX's coordination service; None with one process.
-    """
+    """Returns the ``Liveness`` of this process in its run, the same one at each call."""
     global _of_run
     if client is None:
         return Liveness()

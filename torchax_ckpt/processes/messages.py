@@ -13,13 +13,7 @@ POLL_SECS = 0.5
 
 
 class Messages:
-    """The messages of one channel. A note is a message that belongs to no round.
-
-    Attributes:
-      index: the index of this process.
-      count: the number of processes.
-      liveness: tells which processes have ended; by default, knows of none.
-    """
+    """The messages of one channel. A note is a message that belongs to no round."""
 
     index: int
     count: int

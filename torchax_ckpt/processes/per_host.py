@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import hashlib
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 
 from torchax_ckpt.processes.call_log import Call
 from torchax_ckpt.processes.coordination import Outcome, Processes
+
+# How many other processes keep a copy of a message.
+NUM_KEEPERS = 3
+_TOPIC = "copies"
 
 
 class PerHostProcesses(Processes):
@@ -17,9 +24,6 @@ class PerHostProcesses(Processes):
     would do. The processes still exchange messages and enter the same rounds: if one process fails,
     the round fails on all processes. No method sends the values of all processes to all processes,
     because the bytes would grow with the square of the number of processes.
-
-    Args:
-      processes: the channel between the processes of the run.
 
     Attributes:
       host_index: the index of this process in the run.
@@ -67,10 +71,7 @@ class PerHostProcesses(Processes):
     def answer(self, value: bytes, answers: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
         """Returns what process 0 answers to this process, given the values of all processes.
 
-        Args:
-          value: the value of this process.
-          answers: called on process 0, with the values in the order of the processes; returns one
-            answer for each process, in the same order.
+        ``answers`` is called on process 0; values and answers are in the order of the processes.
         """
         values = self._processes.gather(value)
         return self._processes.scatter(answers(values) if self._processes.is_first else ())
@@ -98,3 +99,61 @@ class PerHostProcesses(Processes):
     def agreed_time(self) -> int:
         """Waits until all processes have called ``agreed_time``; returns the time of process 0."""
         return int.from_bytes(self.combine(b"", lambda _: time.time_ns().to_bytes(8)))
+
+
+class Keepers:
+    """Exchanges messages with the processes that keep copies, so that a lost one loses none.
+
+    A message belongs to a group; the processes of a group are those that have equal parts of the
+    state. The keepers of a message are other processes of its group, as far from each other as
+    possible, because neighbours are often lost together. The processes exchange digests first. A
+    message is sent only if one of its keepers does not have it, neither as its own message nor from
+    the exchange before. So the messages and bytes of an exchange grow in proportion to the number
+    of processes.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, bytes] = {}  # digest -> message, of the exchange before
+
+    def exchange(self, processes: PerHostProcesses, message: bytes, group: str) -> dict[int, bytes]:
+        """Returns the messages that this process keeps for others, by the index of the process.
+
+        All processes call this within a round; ``group`` names the group of this process.
+        """
+        mine = hashlib.sha256(message).hexdigest()
+        known = {**self._known, mine: message}
+        report = json.dumps([group, mine, list(known)]).encode()
+        must_send, kept = json.loads(processes.answer(report, answers))
+        if must_send:
+            processes.post(_TOPIC, message)
+        for index, digest in kept:
+            if digest not in known:
+                known[digest] = processes.posted(_TOPIC, index)
+        self._known = {digest: known[digest] for digest in (mine, *(d for _, d in kept))}
+        return {index: known[digest] for index, digest in kept}
+
+
+def keeper_distances(count: int) -> list[int]:
+    """Returns how far from a process its keepers are, in a ring of ``count`` processes."""
+    parts = NUM_KEEPERS + 1
+    return sorted({-(-part * count // parts) for part in range(1, parts)} - {count})
+
+
+def answers(reports: Sequence[bytes]) -> list[bytes]:
+    """Returns, for each process, whether it must send its message, and which messages it keeps.
+
+    ``reports`` has each process's group, digest of its message, and digests that it knows.
+    """
+    groups, digests, known = zip(*map(json.loads, reports), strict=True)
+    members: dict[str, list[int]] = collections.defaultdict(list)
+    for index, group in enumerate(groups):
+        members[group].append(index)
+    must_send = [False] * len(reports)
+    kept: list[list[tuple[int, str]]] = [[] for _ in reports]
+    for ring in members.values():
+        for place, index in enumerate(ring):
+            for distance in keeper_distances(len(ring)):
+                keeper = ring[(place + distance) % len(ring)]
+                kept[keeper].append((index, digests[index]))
+                must_send[index] |= digests[index] not in known[keeper]
+    return [json.dumps(answer).encode() for answer in zip(must_send, kept, strict=True)]

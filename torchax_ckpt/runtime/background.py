@@ -52,16 +52,14 @@ class Flag:
 
 
 class Task:
-    """A function that runs once, on a daemon thread of its own.
+    """A function that runs once, on a daemon thread of its own, named ``name``.
+
+    When ``ended`` is set, the task no longer refers to the function.
 
     Attributes:
       ended: set when the function has ended, or will never run.
       is_cancelled: whether the function will never run.
       pid: the process that made the task; the thread does not exist in forked ones.
-
-    Args:
-      name: the thread's name.
-      run: the function. When ``ended`` is set, the task no longer refers to it.
     """
 
     def __init__(self, name: str, run: Callable[[], object]) -> None:
@@ -148,10 +146,7 @@ def finish_at_exit(task: Task, lost: Callable[[], str]) -> None:
     """Waits for a started task at the end of the program, whatever interrupts the wait.
 
     The first interrupt is logged. A second one ends the process at once with exit code 130.
-
-    Args:
-      task: what the program has to finish before it ends.
-      lost: returns what is lost if the program does not wait.
+    ``lost`` returns what is lost then.
     """
     interrupt: BaseException | None = None
     while not task.ended.is_set and task.pid == os.getpid():

@@ -28,15 +28,9 @@ class FailureLog:
     def report(self, failure: CheckpointError, action: str = "", kind: str = "") -> None:
         """Logs a failure, and keeps it until ``raise_oldest`` raises it.
 
-        A failure is a repetition if the last failure of the same action had the same kind, and
-        ``over`` was not called since. A repetition is logged at level DEBUG, every other failure at
-        level ERROR. A repetition that is reported while earlier failures wait to be raised is not
-        kept, so ``raise_oldest`` never raises it.
-
-        Args:
-          failure: the failure.
-          action: the action that failed; "" for a failure that does not repeat.
-          kind: the kind of failure; failures with the same remedy have the same kind.
+        A failure is a repetition if the last failure of the same action had the same kind (the same
+        remedy), and ``over`` was not called since; one without action never is. Repetitions are
+        logged at level DEBUG, and not kept while earlier failures wait to be raised.
         """
         is_known = bool(action) and self._known.get(action) == kind
         logger.log(logging.DEBUG if is_known else logging.ERROR, "%s", failure)

@@ -47,11 +47,9 @@ def host_memory_bytes() -> int:
 
 
 def available_host_bytes() -> int | None:
-    """Returns how many more bytes this process can allocate now.
+    """Returns how many more bytes this process can allocate now, counting freeable caches.
 
-    The result includes the bytes of file caches that the kernel would free for the process.
-
-    Returns None if Linux gives no figure for the machine and no control group has a limit.
+    None if Linux gives no figure for the machine and no control group has a limit.
     """
     available = []
     with contextlib.suppress(OSError):
@@ -72,7 +70,7 @@ def _machine_bytes() -> int:
 
 
 def _limited_groups() -> Iterator[tuple[Path, _Interface, int]]:
-    """Yields this process's control group and its ancestors, if limited below the machine's memory.
+    """Yields this process's control group and its ancestors, if limited below the machine.
 
     Yields (folder, version, limit in bytes). The limit file of a group without a limit contains
     ``max`` in version 2, and a number beyond any machine's memory in version 1.
@@ -88,11 +86,10 @@ def _limited_groups() -> Iterator[tuple[Path, _Interface, int]]:
 
 
 def _groups() -> Iterator[tuple[Path, Path, _Interface]]:
-    """Yields each control-group hierarchy that may limit the memory of this process.
+    """Yields (mount point, folder of this process's group, version) of each hierarchy of groups.
 
-    Yields (mount point, folder of this process's group, version of control groups). There may be
-    two hierarchies: in a hybrid layout, version 1 of control groups limits memory, and version 2 is
-    also mounted, but without a memory controller. A hierarchy without limit files sets no limit.
+    There may be two: in a hybrid layout, version 1 of control groups limits memory, and version 2
+    is also mounted, but without a memory controller.
     """
     try:
         groups = (_PROC / "self" / "cgroup").read_text().splitlines()
@@ -122,15 +119,11 @@ def _groups() -> Iterator[tuple[Path, Path, _Interface]]:
 def _mounted(
     mounts: Sequence[str], kind: str, controller: str | None = None
 ) -> list[tuple[str, Path]]:
-    """Returns (root, mount point) for each mount of the given kind of file system.
+    """Returns (root, mount point) for each mount of a kind of file system, from ``mountinfo``.
 
-    The root is the folder of the file system that appears at the mount point.
-
-    Args:
-      mounts: lines of ``mountinfo``: ``36 35 98:0 /root /mount/point rw shared:1 - kind source
-        options``, with octal escapes in paths.
-      kind: the kind of file system.
-      controller: an option that the file system must have; None for any.
+    A line of it: ``36 35 98:0 /root /mount/point rw shared:1 - kind source options``, with octal
+    escapes in paths. The root is the folder of the file system that appears at the mount point;
+    ``controller`` is an option that the file system must have.
     """
     found = []
     for line in mounts:

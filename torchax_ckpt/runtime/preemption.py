@@ -45,9 +45,8 @@ _WAKE = b"\0"  # wakes the thread that reads the pipe; not a signal number
 class Preemption:
     """Tells whether one checkpointer's run got a preemption notice, such as a SIGTERM.
 
-    Args:
-      grace_secs: seconds from a SIGTERM to the end of the process. With None, a SIGTERM is no
-        preemption notice, and this object does not change how the process handles it.
+    ``grace_secs`` is the time from a SIGTERM to the end of the process. None: a SIGTERM is no
+    preemption notice, and its handling is left as it is.
     """
 
     def __init__(self, grace_secs: float | None) -> None:
@@ -58,10 +57,9 @@ class Preemption:
     def listen(self) -> None:
         """From now on, treats a SIGTERM as a preemption notice to this run.
 
-        ``listen`` may be called before each step. Python allows only the main thread to change
-        signal handlers. A call on another thread before any call on the main thread therefore
-        installs no handler, and logs once that SIGTERM is not noticed. Under ``jax.distributed``,
-        or if ``grace_secs`` is None, ``listen`` does nothing.
+        May be called before each step. Python allows only the main thread to change signal
+        handlers, so a call on another thread before any on the main thread only logs, once, that
+        SIGTERM is not noticed. Does nothing under ``jax.distributed``, or without ``grace_secs``.
         """
         if self.grace_secs is not None and not _jax_has_sigterm():
             _watch.add(self, self.grace_secs)
@@ -69,11 +67,9 @@ class Preemption:
     def reached(self, step: int | None = None) -> bool:
         """Returns whether the run got a preemption notice, and so should save and end.
 
-        Call ``reached(step)`` after ``step`` is completed. Under ``jax.distributed``, JAX reports a
-        preemption at one step only, the same step on all processes, so each process must call
-        ``reached`` at every step. Without ``step``, ``reached`` does not look for a new notice, and
-        returns what its last call returned. Once ``reached`` has returned True, all later
-        calls return True.
+        Call this after ``step`` is completed. Under ``jax.distributed``, JAX reports a preemption
+        at one step only, the same on all processes, so each must ask at every step. Without
+        ``step``, returns the last answer. Once True, the answer stays True.
         """
         if step is not None and step != self._decided and not self._reached:
             if _jax_has_sigterm():
@@ -85,20 +81,14 @@ class Preemption:
     def decide(self, step: int) -> bool:
         """Returns ``reached(step)``, and fixes the answer for this step.
 
-        If a notice arrives after ``decide(step)`` has returned False, ``reached(step)`` still
-        returns False, and a call of ``reached`` for a later step returns True. Without this rule,
-        the training loop could skip the save of a step, then see the notice, and end unsaved.
+        Otherwise the loop could skip the save of a step, then see a notice, and end unsaved.
         """
         answer = self.reached(step)
         self._decided = step
         return answer
 
     def close(self) -> None:
-        """Undoes ``listen``.
-
-        Restores the previous SIGTERM handler, unless another checkpointer of this process still
-        listens, a SIGTERM has arrived, or the caller is not on the main thread.
-        """
+        """Undoes ``listen``, on the main thread; not if others listen, or a SIGTERM has arrived."""
         _watch.remove(self)
 
 
@@ -200,11 +190,7 @@ class _Watch:
         return self._pipe is not None
 
     def _take_wakeup_fd(self) -> None:
-        """Sets the write end of this object's pipe as Python's wakeup file descriptor for signals.
-
-        Keeps the previous wakeup descriptor, so that the thread that reads the pipe can also write
-        each signal to the previous descriptor.
-        """
+        """Sets a pipe as Python's wakeup descriptor; keeps the previous one, to pass signals on."""
         assert self._pipe is not None
         current = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         if current not in (-1, self._pipe[1]):
@@ -225,14 +211,9 @@ class _Watch:
             os.close(fd)
 
     def _give_back(self) -> list[int]:
-        """Restores the previous SIGTERM handler and the previous wakeup descriptor.
+        """Restores the previous handler and wakeup descriptor, unless other code has replaced them.
 
-        If other code has since replaced the handler of this object, the other code's handler
-        stays. If other code has since replaced the descriptor, the other code's descriptor stays.
-
-        Returns:
-          The file descriptors of this object, which the caller closes after the thread that reads
-          the pipe has ended.
+        Returns this object's descriptors, to close after the thread that reads the pipe has ended.
         """
         assert self._pipe is not None
         (*ours, write_end), self._pipe = self._pipe, None

@@ -1,13 +1,20 @@
-"""The start and the current stage of a save in flight, and how long a finished save took."""
+"""A save in flight: its start, its stage, and reports if it takes longer than is expected."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
+import sys
 import time
+import traceback
 from collections.abc import Callable
+from typing import Any
 
+from torchax_ckpt.errors import SaveTimeoutError
 from torchax_ckpt.runtime.background import Flag, Task
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,19 +33,14 @@ class SaveCost:
 
 
 class SaveInFlight(Task):
-    """The state of one save in flight. The task's thread carries out the save.
+    """The state of one save in flight, which the task's thread carries out by calling ``write``.
 
     Attributes:
       is_known_overdue: whether a SaveTimeoutError for this save was raised.
       handed_over: set once the training thread continues.
-      blocking_secs: seconds from the start of the save until the training thread continued; valid
-        once ``handed_over`` is set.
+      blocking_secs: seconds from ``began``, a ``time.perf_counter()``, until the training thread
+        continued; valid once ``handed_over`` is set.
       transferred: set once all arrays are on the host.
-
-    Args:
-      step: the saved step.
-      began: ``time.perf_counter()`` when the training thread began the save.
-      write: the function that the thread runs.
     """
 
     def __init__(self, step: int, began: float, write: Callable[[SaveInFlight], None]) -> None:
@@ -64,3 +66,27 @@ class SaveInFlight(Task):
         """Returns a text that names the current stage of the save and the stage's age."""
         phase, since = self._phase
         return f"{phase}, for {time.perf_counter() - since:.1f} s"
+
+    def timeout_error(self, path: Any) -> SaveTimeoutError:
+        """Returns the error of a caller that has waited too long for this save to ``path``."""
+        return SaveTimeoutError(
+            f"the save of step {self.step} to {path} is still in flight after "
+            f"{self.age_secs:.2f} s. Current stage: {self.where()}. The save continues; earlier "
+            "steps are intact.",
+            step=self.step,
+            path=path,
+        )
+
+    def watch(self, limit_secs: float, path: Any) -> None:
+        """Has a thread log stage and call stack after 1, 2, 4, 8, ... times ``limit_secs``."""
+
+        def run() -> None:
+            secs = limit_secs
+            while not self.ended.wait(secs - self.age_secs):
+                if self.age_secs >= secs:
+                    frame = sys._current_frames().get(self.thread_id)
+                    stack = "".join(traceback.format_stack(frame)) if frame else "unknown"
+                    logger.error("%s Stack of its thread:\n%s", self.timeout_error(path), stack)
+                    secs *= 2
+
+        Task(f"watch-save-{self.step}", run).start()

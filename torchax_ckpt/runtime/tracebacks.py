@@ -16,10 +16,7 @@ _OWN = frozenset({__name__.partition(".")[0], "asyncio", "concurrent", "contextl
 
 
 def shorten(error: CheckpointError) -> None:
-    """Cuts the frames off an error, unless other code than this package's has raised it.
-
-    To be called by the public function, before it raises the error again. Cause and context stay.
-    """
+    """Cuts the frames off an error, unless other code raised it; the public function calls this."""
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     if all(f.f_globals.get("__name__", "").partition(".")[0] in _OWN for f in frames):
         error.__traceback__ = None

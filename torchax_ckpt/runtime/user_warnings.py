@@ -10,15 +10,10 @@ logger = logging.getLogger(__name__)
 
 
 def warn(message: str, stacklevel: int = 1) -> None:
-    """Logs a message as a warning, and issues it as a UserWarning too.
+    """Logs a message as a warning, and issues it as a UserWarning too, at ``stacklevel``.
 
-    The log message reaches the log files of a job; the UserWarning reaches programs that collect
-    warnings. ``warn`` never raises the warning as an error, because a run must resume under
-    ``python -W error`` too.
-
-    Args:
-      message: the message.
-      stacklevel: the caller that the UserWarning names, as for ``warnings.warn``.
+    The log reaches the log files of a job; the UserWarning reaches programs that collect warnings.
+    It is never raised as an error, because a run must resume under ``python -W error`` too.
     """
     logger.warning("%s", message)
     with contextlib.suppress(UserWarning):  # raised if a filter turns warnings into errors

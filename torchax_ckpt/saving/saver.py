@@ -24,7 +24,7 @@ from torchax_ckpt.errors import (
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.processes.call_log import Call, Kind
 from torchax_ckpt.processes.coordination import Processes
-from torchax_ckpt.runtime import overdue, progress
+from torchax_ckpt.runtime import progress
 from torchax_ckpt.runtime.failure_log import FailureLog
 from torchax_ckpt.runtime.save_in_flight import SaveCost, SaveInFlight
 from torchax_ckpt.saving import closing
@@ -178,11 +178,11 @@ class Saver:
             self._history.begin(capture.step)
             save.start()
             if (limit := self._options.save_timeout_secs) is not None:
-                overdue.watch(save, limit, self.path)
+                save.watch(limit, self.path)
             if capture.snapshot.way == "transfer" and not save.transferred.wait(
                 self._remaining_secs(save)
             ):
-                raise overdue.timeout_error(save, self.path)
+                raise save.timeout_error(self.path)
         except BaseException as error:  # also an interrupt, or no thread can be started
             if save.cancel():
                 self._not_begun(save, error)
@@ -218,7 +218,7 @@ class Saver:
             return
         bounds = [s for s in (timeout_secs, self._remaining_secs(save)) if s is not None]
         if not save.ended.wait(min(bounds, default=None)):
-            raise overdue.timeout_error(save, self.path)
+            raise save.timeout_error(self.path)
 
     def close(self) -> None:
         """Waits for the save in flight, then releases the lease; may be called repeatedly.
@@ -253,7 +253,7 @@ class Saver:
             return
         if self._remaining_secs(save) == 0:
             save.is_known_overdue = True
-            raise overdue.timeout_error(save, self.path)
+            raise save.timeout_error(self.path)
 
     def _remaining_secs(self, save: SaveInFlight) -> float | None:
         """Returns the seconds until a save reaches ``save_timeout_secs``; None without a limit."""

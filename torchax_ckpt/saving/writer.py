@@ -21,8 +21,7 @@ from torchax_ckpt.layout.manifest import Digests, Manifest, Node, installed_vers
 from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.processes.coordination import Processes
-from torchax_ckpt.processes.keepers import Keepers
-from torchax_ckpt.processes.per_host import PerHostProcesses
+from torchax_ckpt.processes.per_host import Keepers, PerHostProcesses
 from torchax_ckpt.runtime.background import Flag
 from torchax_ckpt.runtime.failure_log import FailureLog
 from torchax_ckpt.saving import host_parts

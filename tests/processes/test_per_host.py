@@ -8,8 +8,7 @@ import agreement
 from support.group import Group
 
 from torchax_ckpt.processes.coordination import Processes
-from torchax_ckpt.processes.keepers import Keepers, distances
-from torchax_ckpt.processes.per_host import PerHostProcesses
+from torchax_ckpt.processes.per_host import Keepers, PerHostProcesses, keeper_distances
 
 
 def test_requests_and_bytes_of_every_call_grow_in_proportion_to_the_processes() -> None:
@@ -25,7 +24,7 @@ def test_requests_and_bytes_of_every_call_grow_in_proportion_to_the_processes() 
 
 
 def test_keepers_lie_far_apart_and_never_on_the_process_itself() -> None:
-    assert [distances(count) for count in (1, 2, 3, 4, 8)] == [
+    assert [keeper_distances(count) for count in (1, 2, 3, 4, 8)] == [
         [],
         [1],
         [1, 2],
