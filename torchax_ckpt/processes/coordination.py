@@ -22,18 +22,19 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from torchax_ckpt.errors import ProcessError, ProcessTimeoutError
 from torchax_ckpt.processes.call_log import Call, CallLog
 from torchax_ckpt.processes.error_messages import from_json, to_json
-from torchax_ckpt.processes.exchanges import Exchanges
 from torchax_ckpt.processes.liveness import Liveness
-from torchax_ckpt.processes.messages import POLL_SECS
+from torchax_ckpt.processes.messages import POLL_SECS, Messages
 from torchax_ckpt.runtime.lazily import jax
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _made: collections.Counter[str] = collections.Counter()
 # Begins the verdict on a round that succeeded on all processes; the JSON of its value follows.
@@ -42,6 +43,13 @@ _SUCCESS = b"+"
 _LOOKING_SECS = 5.0
 # How many processes the message of a timeout names.
 _NUM_NAMED = 8
+# Messages to process 0 that together may be longer have keys of their own, so that a listing does
+# not repeat them.
+_MAX_LISTED_BYTES = 4 << 20
+_LONG = b"\1"
+_SHORT = b"\0"
+# How many messages a process waits for one by one, after the first listing of what has arrived.
+_FIRST_WAITS = 8
 
 
 @dataclasses.dataclass
@@ -51,7 +59,7 @@ class Outcome:
     value: Any = None
 
 
-class Processes(Exchanges):
+class Processes(Messages):
     """A channel for messages between the processes of a run; has at most one round at a time.
 
     Channels with equal names are numbered in the order of their creation, which must be the same on
@@ -94,11 +102,16 @@ class Processes(Exchanges):
         self._forgetting = threading.Lock()
         # Key prefixes of rounds that this process refused since it entered the newest round.
         self._refused: list[str] = []
-        self._messages = 0
+        self._messages = 0  # without a topic, in this round
         self._verdict: bytes | None = None
         # The call that the newest round belongs to, and whether waiting for others was in vain.
         self._call: Call | None = None
         self._is_in_vain = False
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is process 0, which commits, moves and deletes steps for all processes."""
+        return self.index == 0
 
     @property
     def is_per_host(self) -> bool:
@@ -189,23 +202,137 @@ class Processes(Exchanges):
         if is_met:
             self.gather(topic="the end")
         if not self.is_first:
-            place = f"{self._here}/the end"
-            self._verdict = self._get(f"{self._here}/verdict/0", self._deadline_of_first(), place)
+            place = f"{self._round_prefix}/the end"
+            self._verdict = self._get(
+                f"{self._round_prefix}/verdict/0", self._deadline_of_first(), place
+            )
         # Another process may have called this and failed while it waited.
         elif not self._is_decided():
-            self._set(f"{self._here}/verdict/0", _SUCCESS + json.dumps(value).encode())
+            self._set(f"{self._round_prefix}/verdict/0", _SUCCESS + json.dumps(value).encode())
         self._require_no_failure()
+
+    # --- exchanges of values through process 0, within a round ---
+
+    def gather(self, value: bytes = b"", topic: str | None = None) -> list[bytes]:
+        """Sends a value to process 0; returns all values there, and [] on other processes.
+
+        A ``topic`` distinguishes the message from those of other threads in the same round.
+        Messages without a topic are numbered in their order.
+        """
+        if self.count == 1:
+            return [value]
+        place = self._prefix_of(topic)
+        if not self.is_first:
+            if is_long := len(value) > _MAX_LISTED_BYTES // self.count:
+                self._set(f"{place} long/{self.index}", value)
+            self._set(f"{place}/{self.index}", _LONG if is_long else _SHORT + value)
+            return []
+        values = self._received(place)
+        self._forget()
+        return [value, *(values[index] for index in range(1, self.count))]
+
+    def _received(self, place: str) -> dict[int, bytes]:
+        """Returns the message of each other process at ``place``, when all have arrived.
+
+        One listing costs much less than one read for each message. Between two listings, waits for
+        some of the missing messages one by one, four times as many as before.
+        """
+        deadline = time.monotonic() + self.timeout_secs
+        found: dict[int, bytes] = {}
+        num_waits = _FIRST_WAITS
+        while missing := [index for index in range(1, self.count) if index not in found]:
+            keys = {f"{place}/{index}": index for index in missing}
+            listed = self._listed(f"{place}/")
+            found |= {keys[key]: message for key, message in listed if key in keys}
+            for index in [index for index in missing if index not in found][:num_waits]:
+                found[index] = self._get(f"{place}/{index}", deadline, place)
+            num_waits *= 4
+        return {
+            index: message[1:]
+            if message != _LONG
+            else self._get(f"{place} long/{index}", deadline, place)
+            for index, message in found.items()
+        }
+
+    def scatter(self, values: Sequence[bytes] = (), topic: str | None = None) -> bytes:
+        """Returns ``values[i]`` of process 0 on process i; ``topic`` is as for ``gather``."""
+        if self.count == 1:
+            return values[0]
+        place = self._prefix_of(topic)
+        if not self.is_first:
+            return self._get(f"{place} to/{self.index}", self._deadline_of_first(), place)
+        for index in range(1, self.count):
+            self._set(f"{place} to/{index}", values[index])
+        return values[0]
+
+    def post(self, topic: str, value: bytes) -> None:
+        """Sends a value to the processes that call ``posted`` in the same round."""
+        self._set(f"{self._round_prefix}/{topic}/from {self.index}", value)
+
+    def posted(self, topic: str, index: int) -> bytes:
+        """Returns the value that process ``index`` posts in this round."""
+        place = f"{self._round_prefix}/{topic}"
+        return self._get(f"{place}/from {index}", self._deadline_of_first(), place, [index])
+
+    def share(self, value: bytes = b"", topic: str | None = None) -> bytes:
+        """Returns process 0's ``value`` on all processes; ``topic`` is as for ``gather``."""
+        if self.count == 1:
+            return value
+        place = self._prefix_of(topic)
+        if self.is_first:
+            self._set(f"{place}/shared", value)
+            return value
+        return self._get(f"{place}/shared", self._deadline_of_first(), place)
+
+    def meet(self, topic: str | None = None) -> None:
+        """Waits until all processes have called ``meet``; ``topic`` is as for ``gather``."""
+        if self.count == 1:
+            return
+        if topic is None:
+            topic = f"meeting {self._messages}"
+            self._messages += 1
+        self.gather(topic=topic)
+        self.share(topic=topic)
+
+    def common_name(self) -> str:
+        """Returns a new name, the same on all processes, if they call this in the same order."""
+        return self._prefix_of(None).replace("/", "-")
+
+    def first(self, action: Callable[[], T]) -> T:
+        """Returns on all processes, as JSON, the result of an action that process 0 runs."""
+        if self.count == 1:
+            return action()
+        if not self.is_first:
+            return json.loads(self.share())
+        value = action()
+        self.share(json.dumps(value).encode())
+        return value
 
     # --- messages ---
 
     @property
-    def _here(self) -> str:
+    def _round_prefix(self) -> str:
+        """The prefix of the keys of this round."""
         return self._rounds[-1]
+
+    def _prefix_of(self, topic: str | None) -> str:
+        if topic is None:
+            topic = str(self._messages)
+            self._messages += 1
+        return f"{self._round_prefix}/{topic}"
+
+    def _deadline_of_first(self) -> float:
+        """Returns the deadline for process 0, which may arrive late and itself wait for another."""
+        return time.monotonic() + 2 * self.timeout_secs
 
     def _get(
         self, key: str, deadline: float, place: str, senders: Sequence[int] | None = None
     ) -> bytes:
-        """Implements ``Exchanges._get``."""
+        """Returns the message ``key`` when it arrives; raises if a process fails or time runs out.
+
+        ``deadline`` is a ``time.monotonic()``; ``senders`` are waited for, by default those that
+        are missing in the folder of keys ``place``.
+        """
         while True:
             self.liveness.connect()
             message = self._wait(key, min(deadline - time.monotonic(), POLL_SECS))
@@ -233,7 +360,7 @@ class Processes(Exchanges):
         """Returns whether another process failed (on process 0) or a verdict exists (on others)."""
         if self._verdict is None:
             kind = "failed" if self.is_first else "verdict"
-            found = self._client.key_value_dir_get_bytes(f"{self._here}/{kind}/")
+            found = self._client.key_value_dir_get_bytes(f"{self._round_prefix}/{kind}/")
             self._verdict = next((message for _, message in sorted(found)), None)
         return self._verdict is not None
 
@@ -295,10 +422,10 @@ class Processes(Exchanges):
         try:
             if self.is_first:
                 verdict = self._verdict or message
-                self._set(f"{self._here}/verdict/0", verdict)
+                self._set(f"{self._round_prefix}/verdict/0", verdict)
             else:
                 if self._verdict is None:
-                    self._set(f"{self._here}/failed/{self.index}", message)
+                    self._set(f"{self._round_prefix}/failed/{self.index}", message)
                     # No wait for a process 0 that may not answer at all.
                     secs = 0 if self._is_in_vain else 2 * self.timeout_secs
                     deadline = time.monotonic() + secs

@@ -46,7 +46,7 @@ threading._register_atexit(_closing.set)  # type: ignore[attr-defined]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Decisions:
+class _DecisionWindow:
     """Which of the steps ``first``, ``first + stride`` and so on to ``last`` to save.
 
     If process 0 could not decide, ``error`` is its error, as JSON, which every process raises. If
@@ -66,7 +66,7 @@ class _Decisions:
         return self.first <= step <= self.last and (step - self.first) % self.stride == 0
 
 
-_NOTHING = _Decisions(0, -1, 1, ())
+_NOTHING = _DecisionWindow(0, -1, 1, ())
 
 
 class DecisionWindows:
@@ -85,7 +85,7 @@ class DecisionWindows:
         self._stride: int | None = None
         self._window = _NOTHING
         self._error: Exception | None = None  # why process 0 could not decide
-        self._next: Future[_Decisions] | None = None
+        self._next: Future[_DecisionWindow] | None = None
         self._closing = threading.Event()
         self._has_differed = False  # whether this process's newest step was not process 0's
         self._num_windows = self._num_deleted = 0
@@ -168,7 +168,7 @@ class DecisionWindows:
 
     def _begin(
         self, first: int, last: int, saved: list[int], *, is_predicted: bool = False
-    ) -> Future[_Decisions]:
+    ) -> Future[_DecisionWindow]:
         """Returns a future of the next window: process 0 decides and publishes it, others read it.
 
         Process 0 alone uses the steps; ``saved`` are earlier ones whose saves have not begun.
@@ -185,11 +185,11 @@ class DecisionWindows:
         )
         message = json.dumps(dataclasses.astuple(window)).encode()
         self._background.submit(self._processes.put_note, str(number), message)
-        known: Future[_Decisions] = Future()
+        known: Future[_DecisionWindow] = Future()
         known.set_result(window)
         return known
 
-    def _decided(self, first: int, last: int, saved: list[int]) -> _Decisions:
+    def _decided(self, first: int, last: int, saved: list[int]) -> _DecisionWindow:
         """Asks ``decide`` for the steps of a window; an error for a later step ends the window."""
         decided: list[int] = []
         stride = self._stride or 1
@@ -200,20 +200,20 @@ class DecisionWindows:
             except Exception as error:
                 if step == first:
                     self._error = error
-                    return _Decisions(first, first, stride, (), to_json(error, 0).decode())
-                return _Decisions(first, step - stride, stride, decided)
-        return _Decisions(first, last, stride, decided)
+                    return _DecisionWindow(first, first, stride, (), to_json(error, 0).decode())
+                return _DecisionWindow(first, step - stride, stride, decided)
+        return _DecisionWindow(first, last, stride, decided)
 
-    def _look_up(self, number: int) -> _Decisions:
+    def _look_up(self, number: int) -> _DecisionWindow:
         while not (_closing.is_set() or self._closing.is_set()):
             if (message := self._processes.wait_for_note(str(number))) is not None:
-                return _Decisions(*json.loads(message))
+                return _DecisionWindow(*json.loads(message))
         raise PolicyError(
             "this process no longer waits for a save decision of process 0: the checkpointer is "
             "closed, or the program is ending"
         )
 
-    def _result(self, window: Future[_Decisions], step: int) -> _Decisions:
+    def _result(self, window: Future[_DecisionWindow], step: int) -> _DecisionWindow:
         secs, log = self._processes.timeout_secs, self._processes.log
         deadline = time.monotonic() + secs
         is_decided = Flag()
