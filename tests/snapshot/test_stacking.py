@@ -83,7 +83,8 @@ def test_every_layout_restores_into_a_program_of_any_other(
     layout: str, rule: Any, directory: Path
 ) -> None:
     expected = saved(directory, layout, rule)
-    for other, target in zip(LAYOUTS, (None, fsdp_rule(fsdp_mesh(4)), rule), strict=True):
+    placements = (None, fsdp_rule(fsdp_mesh(4)), rule)
+    for other, target in itertools.product(LAYOUTS, placements):
         model, optimizer = deep(rule=target)
         options = CheckpointOptions(layout=other)  # type: ignore[arg-type]
         assert TorchaxCheckpointer(directory, options=options).attach(model, optimizer) == 2
