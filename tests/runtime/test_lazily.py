@@ -25,7 +25,7 @@ PROGRAM = """
     run, out = sys.argv[1:]
     for words in (
         ["ls", run], ["show", run], ["verify", run], ["diff", run, run],
-        ["export", run, f"{out}.safetensors"], ["report", run, "-o", f"{out}.html"],
+        ["export", run, f"{out}.safetensors"], ["report", run, f"{out}.html"],
     ):
         sys.argv[1:] = words
         try:
