@@ -105,7 +105,6 @@ class TorchaxCheckpointer:
             self._options,
             self._hook.call if self._hook else None,
             on_donated=snapshotter.donated,
-            on_still=snapshotter.keep_apart,
         )
         self._processes = self._tiers.processes
         durable = self._tiers.durable

@@ -18,7 +18,7 @@ from starts import HUNG
 from torture import Torture
 
 from torchax_ckpt.layout.manifest import Manifest
-from torchax_ckpt.saving.unchanged import comparison
+from torchax_ckpt.saving.unchanged import ledger
 from torchax_ckpt.state import node_checks
 
 LONG = (pytest.mark.slow, pytest.mark.long)
@@ -164,7 +164,7 @@ def test_a_reader_that_is_less_careful_is_found_out(
     readers: fault_fuzz.Readers,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    changed = (readers, "by_name"), (comparison, "are_equal"), (Manifest, "from_json")
+    changed = (readers, "by_name"), (ledger, "is_same"), (Manifest, "from_json")
     for owner, name in (*changed, (node_checks, "check_document")):
         monkeypatch.setattr(owner, name, getattr(owner, name))  # is put back
     fault_fuzz.WEAKENINGS[weakening](readers)

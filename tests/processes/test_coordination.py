@@ -553,7 +553,7 @@ def test_the_digests_of_all_processes_become_those_of_the_arrays() -> None:
     def act(member: Processes) -> Any:
         mine = taken(member.index)
         with member.round("saving"):
-            return block_digests.gathered(mine, {name: stored[name] for name in mine}, member)
+            return block_digests.gathered(mine, {name: stored[name] for name in mine}, {}, member)
 
     found = Group()(act)[0]
     assert {name: np.frombuffer(known.values, "<u8").tolist() for name, known in found.items()} == {
@@ -569,7 +569,7 @@ def test_the_digests_of_all_processes_become_those_of_the_arrays() -> None:
         if member.index == 2:
             del mine["model/b"]
         with member.round("saving"):
-            return block_digests.gathered(mine, {name: stored[name] for name in mine}, member)
+            return block_digests.gathered(mine, {name: stored[name] for name in mine}, {}, member)
 
     told = Group()(differ)
     assert {type(error) for error in told} == {ProcessError}

@@ -5,7 +5,8 @@ python reuse_on_processes.py INDEX COUNT PORT DIRECTORY FIRST LAST SETTINGS
 Saves the steps FIRST to LAST, each of which holds ``state(mesh, step)``. SETTINGS is JSON: "model":
 the size of the mesh's second axis (default 2); "keep": how many steps are kept (default all);
 "restored": the step to load and compare first; "kill": the process that kills itself in the last
-save, after it has linked; "odd": the process that fails at the given step; "mode": the snapshot;
+save, after it has linked; "odd": the process that fails at the given step, while it links; "late":
+the one that fails at the given step, when it has written; "mode": the snapshot;
 "changed": the step from which on the base has other values; "ramdisks": the folder of local tiers,
 which save each step too; "durable": the steps that are saved durably (default all); "mixed":
 whether a layer of the base changes in each step; "host": whether the state also has leaves on the
@@ -37,6 +38,7 @@ from processes_program import COUNT, INDEX, report, shards, spread
 from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, errors, policies
 from torchax_ckpt.processes.messages import Messages
 from torchax_ckpt.saving.unchanged import identities
+from torchax_ckpt.storage.arrays import block_digests
 from torchax_ckpt.storage.medium import links
 from torchax_ckpt.storage.writing import fetching
 
@@ -178,7 +180,7 @@ def main() -> None:
         snapshot=settings.get("mode", "auto"),
         process_timeout_secs=settings.get("timeout_secs", 60),
     )
-    link = links.link_folder
+    link, gathered = links.link_folder, block_digests.gathered
 
     def at(step: int) -> dict[str, Any]:
         base_changed = changed if "host" not in settings else None
@@ -241,6 +243,8 @@ def main() -> None:
             same["base"]["sharded"] = changed_here(same["base"]["sharded"])
         is_odd = settings.get("odd") == [INDEX, step]
         links.link_folder = failed if is_odd else links.link_folder
+        is_late = settings.get("late") == [INDEX, step]
+        block_digests.gathered = failed if is_late else gathered  # type: ignore[assignment]
         try:
             ckpt.save(step, state=at(step), force=local is None)
             ckpt.wait_until_finished()

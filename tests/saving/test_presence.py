@@ -6,13 +6,13 @@ import contextlib
 import logging
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from etils import epath
 from support.compare import assert_trees_identical, training_state
 from support.damage import halve
 from support.linked import data_file, databases, files
@@ -20,14 +20,7 @@ from support.models import Tuned
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
 from torchax_ckpt.errors import SaveError
-from torchax_ckpt.layout.digests import Digests
-from torchax_ckpt.layout.unchanged import Database
-from torchax_ckpt.saving.unchanged import presence
-from torchax_ckpt.saving.unchanged.known_databases import Content, KnownDatabase
-from torchax_ckpt.saving.unchanged.reuse import Reuse
-from torchax_ckpt.storage.directory.run_directory import RunDirectory
-from torchax_ckpt.storage.medium import links, location
-from torchax_ckpt.storage.writing.databases import File
+from torchax_ckpt.storage.medium import links
 
 REUSE = CheckpointOptions(reuse=True)
 ALL = {"preservation_policy": policies.PreserveAll()}
@@ -97,8 +90,9 @@ def test_it_is_noticed_in_the_step_that_the_run_was_restored_from(
         with caplog.at_level(logging.WARNING, "torchax_ckpt"):
             train(5, 6, 7, 8)
     assert caplog.text.count(AGAIN) == 1
-    assert files(directory, 5) & files(directory, 3)
-    assert files(directory, 8) & files(directory, 6)
+    assert not files(directory, 6) & files(directory, 4)
+    for step in (7, 8):
+        assert files(directory, step) & files(directory, step - 2)
     assert_resumes(directory, 8, model)
 
 
@@ -137,56 +131,24 @@ def test_a_file_that_changes_while_it_is_taken_over_costs_the_save(
     assert_resumes(directory, 8, model)
 
 
-def test_what_one_of_several_files_leaves_behind_is_not_committed(tmp_path: Path) -> None:
-    """If a database has several files, Orbax does not open all of them when it writes a step."""
-    step = epath.Path(tmp_path)
-    folder = step / "state" / "ocdbt.process_unchanged0x1"
-    (folder / "d").mkdir(parents=True)
-    sizes = {"manifest.ocdbt": File(3), "d/a": File(5), "d/b": File(0)}
-    for name, file in sizes.items():
-        (folder / name).write_bytes(bytes(file.size))
-    stored = {"unchanged0": Database(0, ("w",), (1,))}
-    content = Content(("w",), (1,), "float32", Digests((1,), bytes(8), bytes(16)))
-    taken = KnownDatabase((1, 1), "unchanged7", {"w": content}, True, (5,), [sizes])
-    assert presence.files_in(step, stored, [taken]) == {"unchanged0": [sizes]}
-    (folder / "d" / "b").unlink()
-    with pytest.raises(SaveError, match="x1/d/b is gone before the step was committed"):
-        presence.files_in(step, stored, [taken])
-    del sizes["d/b"]
-    assert presence.files_in(step, stored, []) == {"unchanged0": [sizes]}
-    (folder / "manifest.ocdbt").unlink()
-    with pytest.raises(SaveError, match="x1 is gone before the step was committed"):
-        presence.files_in(step, stored, [])
-
-
-def test_many_lost_files_are_logged_once(tmp_path: Path, caplog: Any) -> None:
-    """A file that no database wrote does not count, neither when it comes nor when it goes."""
-    folder = tmp_path / "state" / "ocdbt.process_unchanged0"
-    (folder / "d").mkdir(parents=True)
-    sizes = {"manifest.ocdbt": File(3), "d/a": File(5), "d/b": File(7)}
-    for name, file in (*sizes.items(), ("d/other", File(1))):
-        (folder / name).write_bytes(bytes(file.size))
-    step = epath.Path(tmp_path)
-    known = KnownDatabase((1, 1), "unchanged0", {}, True, None, [sizes])
-    assert presence.whole([(known, step)]) == [(known, step)]
-    for name in ("a", "b"):
-        (folder / "d" / name).unlink()
-    assert presence.whole([(known, step)]) == []
-    assert f"{folder}/d/a is gone, and 1 more{AGAIN}" in caplog.text
-
-
-def test_only_failures_of_saves_that_copy_in_a_bucket_keep_saves_from_copying(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
-    """Where a save fails before it knows what it could copy, the service refused no copy."""
-    reuse = Reuse(RunDirectory(directory), True, True, list, lambda *_: None, lambda leaves: None)
-    monkeypatch.setattr(location, "is_bucket", lambda path: True)
-    for takes_over in (True, False, False, True):
-        reuse._takes_over = takes_over
-        reuse.failed()
-        reuse.failed()
-    said = [re.findall(r"the next (\d+) saves write all", text) for text in caplog.messages]
-    assert said == [["2"], ["4"]]
+@pytest.mark.parametrize("lost", ["two files", "the folder"])
+def test_many_lost_files_are_logged_once(lost: str, directory: Path, caplog: Any) -> None:
+    model = Tuned().to("jax")
+    with opened(directory, model) as train:
+        train(1, 2, 3, 4)
+        folder = directory / "3" / "state" / databases(directory, 3)[0]
+        if lost == "the folder":
+            shutil.rmtree(folder)
+        else:
+            data_file(directory, 3).unlink()
+            halve(folder / "manifest.ocdbt")
+        with caplog.at_level(logging.WARNING, "torchax_ckpt"):
+            train(5, 6, 7)
+    assert caplog.text.count(AGAIN) == 1
+    found = " is gone" if lost == "the folder" else r"/\S+ .*, and 1 more"
+    assert re.search(re.escape(str(folder)) + found + AGAIN, caplog.text)
+    assert files(directory, 7) & files(directory, 5)
+    assert_resumes(directory, 7, model)
 
 
 def test_files_of_others_beside_a_database_keep_no_save_from_linking(

@@ -13,9 +13,7 @@ import numpy as np
 import pytest
 import torch
 from support.compare import training_state
-from support.damage import flip_bit
-from support.linked import assert_holds, data_file, files
-from support.own_orbax import abstract
+from support.linked import assert_holds, files
 from support.still import (
     ALL,
     REUSE,
@@ -23,7 +21,6 @@ from support.still import (
     assert_resumes,
     committed,
     run,
-    save_all,
     still_state,
     train,
     tuned,
@@ -183,99 +180,30 @@ def test_where_no_identity_proves_anything_no_leaf_is_asked_again(
     assert not asked
 
 
-# --- as restored ---------------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("identity_proves")
-@pytest.mark.parametrize(
-    "num_devices", [8, pytest.param(2, marks=pytest.mark.slow)], ids=["same", "other-mesh"]
-)
-def test_restored_parameters_are_neither_fetched_nor_written(
-    num_devices: int, directory: Path, fetched: list[tuple[int, ...]]
-) -> None:
-    run(directory, range(1, 7), **ALL)
-    fetched.clear()
-    mesh = fsdp_mesh(num_devices)
-    state = run(directory, range(7, 10), mesh, **ALL)
-    shape = tuned().base.weight.shape
-    assert tuple(shape) not in fetched
-    for step in (7, 8, 9):
-        assert files(directory, step) & files(directory, step - 2)
-        assert not files(directory, step) & files(directory, step - 1)
-    assert_resumes(directory, 9, state, mesh)
-
-
-@pytest.mark.usefixtures("identity_proves")
-@pytest.mark.parametrize("how", ["replaced", "restored-again", "unverified", "other-copy-gone"])
-def test_restored_parameters_that_may_differ_are_fetched(
+@pytest.mark.parametrize("how", ["restored", "loaded", "replaced"])
+def test_after_a_restart_one_save_looks_at_the_arrays(
     how: str, directory: Path, fetched: list[tuple[int, ...]]
 ) -> None:
+    """It writes the copy that the restored step lacks; from then on, both are known."""
     run(directory, range(1, 7), **ALL)
-    fetched.clear()
     model = tuned()
-    options = CheckpointOptions(reuse=True, verify="never" if how == "unverified" else "restore")
-    if how == "other-copy-gone":
-        for step in (1, 3, 5):
-            shutil.rmtree(directory / str(step))
-    with TorchaxCheckpointer(directory, options=options, **ALL) as ckpt:
+    shape = tuple(model.base.weight.shape)
+    with TorchaxCheckpointer(directory, options=REUSE, **ALL) as ckpt:
         assert ckpt.attach(model, shardings=fsdp_rule(fsdp_mesh())) == 6
-        if how == "replaced":
+        if how == "loaded":  # what a run looks at beside its state changes nothing
+            ckpt.load(4)
+            ckpt.load(6)
+        elif how == "replaced":
             with torch.no_grad():
                 model.base.weight.mul_(2)
-        elif how == "restored-again":
-            ckpt.restore(6)
-            ckpt.restore(4)
-        train(ckpt, model, range(7, 8))
-        ckpt.wait_until_finished()
-    is_fetched = tuple(model.base.weight.shape) in fetched
-    assert is_fetched == (how != "restored-again")
-    assert_resumes(directory, 7, training_state(model))
-
-
-@pytest.mark.usefixtures("identity_proves")
-def test_restored_parameters_are_fetched_if_the_other_copy_has_other_values(
-    directory: Path, fetched: list[tuple[int, ...]]
-) -> None:
-    run(directory, range(1, 6), **ALL)
-    model = tuned()
-    with TorchaxCheckpointer(directory, options=REUSE, **ALL) as ckpt:
-        ckpt.attach(model, shardings=fsdp_rule(fsdp_mesh()))
-        with torch.no_grad():
-            model.base.weight.mul_(2)
-        train(ckpt, model, range(6, 7))
-    fetched.clear()
-    state = run(directory, range(7, 9), **ALL)
-    assert fetched.count(tuple(model.base.weight.shape)) == 2  # compared, and written
-    assert files(directory, 8) & files(directory, 6)
-    assert_resumes(directory, 8, state)
-
-
-@pytest.mark.usefixtures("identity_proves")
-def test_a_loaded_state_is_not_fetched_either(
-    directory: Path, fetched: list[tuple[int, ...]]
-) -> None:
-    states = [still_state(x=step) for step in range(8)]
-    save_all(directory, states[:6], **ALL)
-    fetched.clear()
-    with TorchaxCheckpointer(directory, options=REUSE, **ALL) as ckpt:
-        assert ckpt.attach() == 6
-        state = ckpt.load(6, abstract(states[5]))
-        ckpt.load(4)  # what a run looks at beside its state changes nothing
-        ckpt.load(6)
-        for step in (7, 8):
-            ckpt.save(step, state={**state, "x": states[step - 1]["x"]}, force=True)
-            ckpt.load(step - 1)
-    assert (ROWS, 8) not in fetched
-    for step in (7, 8):
-        assert files(directory, step) & files(directory, step - 2)
-    assert_holds(directory, 8, {**state, "x": states[7]["x"]})
-
-
-@pytest.mark.usefixtures("identity_proves")
-def test_a_damaged_copy_is_written_again_from_restored_parameters(directory: Path) -> None:
-    """The copy is in a step that the new run has not read."""
-    run(directory, range(1, 7), **ALL)
-    flip_bit(path := data_file(directory, 5), path.stat().st_size // 2)
-    state = run(directory, range(7, 9), **ALL)
-    assert not files(directory, 7) & files(directory, 5)
-    assert_resumes(directory, 8, state)
+        for step in (7, 8, 9):
+            fetched.clear()
+            train(ckpt, model, range(step, step + 1))
+            ckpt.wait_until_finished()
+            if how != "replaced":
+                assert (shape in fetched) == (step == 7), step
+            is_linked = bool(files(directory, step) & files(directory, step - 2))
+            assert is_linked == (step > 7 and how != "replaced")
+            assert not files(directory, step) & files(directory, step - 1)
+    assert_resumes(directory, 9, training_state(model))

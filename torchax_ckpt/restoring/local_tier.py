@@ -66,7 +66,6 @@ class HostSteps:
         verified: Verified,
     ) -> None:
         self.committed = committed
-        self.compared: Compared | None = None  # no host has compared the whole step
         self._verified, self._axis = verified, replica_axis
         self._options = dataclasses.replace(options, single_replica_restore=False)
         self._processes = processes
@@ -83,6 +82,11 @@ class HostSteps:
         self._has_own_state = False
         self.document: Mapping[str, Node]
         self.document, self._specs = self._opened()
+
+    @property
+    def compared(self) -> Compared | None:
+        """What was read from this host's copy, if it was not ignored."""
+        return None if self._copy is None else self._copy.compared
 
     def _opened(self) -> tuple[Mapping[str, Node], Mapping[str, Any]]:
         """Returns the document for this process, and the shardings of leaves at the save."""

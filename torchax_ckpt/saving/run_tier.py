@@ -36,10 +36,9 @@ class RunTier:
         if is_verified:
             self.directory.verified.note(committed, is_sound=True)
         if self.reuse is not None:
-            self.reuse.adopt(committed, is_verified=is_verified)
-        self.loaded(committed, compared)
+            self.reuse.restored(committed, compared)
 
     def loaded(self, committed: CommittedStep, compared: Compared | None) -> None:
         """Records that this run read a step of this tier; ``compared`` as for ``restored``."""
-        if self.reuse is not None and compared is not None:
-            self.reuse.read(committed, compared)
+        if self.reuse is not None:
+            self.reuse.loaded(committed, compared)

@@ -21,7 +21,8 @@ from torchax_ckpt.saving.capture import Capture
 from torchax_ckpt.saving.loop import Loop
 from torchax_ckpt.saving.run_tier import RunTier
 from torchax_ckpt.saving.tiers import Tiers
-from torchax_ckpt.saving.unchanged.identities import Kept, together
+from torchax_ckpt.saving.unchanged import identities
+from torchax_ckpt.saving.unchanged.identities import Kept
 from torchax_ckpt.snapshot.snapshotter import Snapshotter
 from torchax_ckpt.state import per_process_state
 from torchax_ckpt.state.training_state import TrainingState
@@ -191,8 +192,11 @@ class SaveCalls:
             names, arrays, per_process = per_process_state.split(captured)
         document = {name: part.form.node for name, part in captured.items()}
         reuses = [tier.reuse for tier in due]
-        kept = together([reuse.kept(names, arrays) if reuse else Kept() for reuse in reuses])
+        kept = [reuse.kept(names, arrays) if reuse else Kept() for reuse in reuses]
+        kept = identities.common(kept)
         others = kept[0].others(names, arrays)  # in all tiers the same
+        if self._durable.reuse is not None:
+            self.snapshotter.keep_apart(self._durable.reuse.apart)
         snapshot = self.snapshotter.take(*others, frozenset().union(*(k.stacks for k in kept)))
         form = captured["model"].form if "model" in captured else None
         assets = self.model_files.encoded(form)

@@ -28,6 +28,7 @@ from torchax_ckpt.storage.directory import run_identity
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.run_history import RunHistory
+from torchax_ckpt.storage.medium import location
 from torchax_ckpt.telemetry.events import Event
 from torchax_ckpt.telemetry.recorder import Telemetry
 
@@ -35,8 +36,8 @@ from torchax_ckpt.telemetry.recorder import Telemetry
 class Tiers:
     """The tiers of a run; iteration yields the durable tier, then the local tier if there is one.
 
-    ``on_event`` gets the events of the durable tier; ``on_still`` the names of the leaves that do
-    not change, when they change. ``replica_axis`` is the mesh axis along which slices lie.
+    ``on_event`` gets the events of the durable tier. ``replica_axis`` is the mesh axis along which
+    slices lie.
 
     Raises PolicyError, TierError (options that do not allow a restore from a local tier) and
     DirectoryError.
@@ -51,11 +52,10 @@ class Tiers:
         options: CheckpointOptions,
         on_event: Callable[[Event], None] | None,
         on_donated: Callable[[], None],
-        on_still: Callable[[frozenset[str]], None],
     ) -> None:
         self._options = options
         self._on_event = on_event
-        self._on_donated, self._on_still = on_donated, on_still
+        self._on_donated = on_donated
         durable = RunDirectory(directory, read_only=options.read_only)
         self.call_log = CallLog()
         self.processes = self._connect(f"calls {durable.path}")
@@ -114,13 +114,11 @@ class Tiers:
             is_single = name == "local" and keep_policy.n == 1  # two copies would take more space
             reuse = Reuse(
                 directory,
-                not is_single,
-                self._options.verify != "never",
-                lambda: history.branches.committed,
-                preserving.kept_before,
-                self._on_still,
+                history,
+                preserving,
                 saves,
-                None if name == "durable" else self.durable.reuse,
+                has_two_copies=not (is_single or location.is_bucket(directory.path)),
+                leader=None if name == "durable" else self.durable.reuse,
             )
         parts = directory, history, preserving, self._options, telemetry, calls, saves
         saver = Saver(*parts, self._on_donated, reuse)

@@ -26,10 +26,8 @@ from torchax_ckpt.runtime.background import Flag
 from torchax_ckpt.runtime.failure_log import FailureLog
 from torchax_ckpt.saving import host_parts
 from torchax_ckpt.saving.capture import Capture
-from torchax_ckpt.saving.unchanged.comparison import Offer
-from torchax_ckpt.saving.unchanged.division import Division, Written, divided
-from torchax_ckpt.saving.unchanged.reuse import Reuse
-from torchax_ckpt.snapshot.host_array import HostArray
+from torchax_ckpt.saving.unchanged.division import Division
+from torchax_ckpt.saving.unchanged.reuse import Reuse, Written
 from torchax_ckpt.snapshot.planner import with_host_leaves
 from torchax_ckpt.snapshot.sharding import to_host_part
 from torchax_ckpt.snapshot.snapshotter import Stored
@@ -47,7 +45,7 @@ from torchax_ckpt.storage.directory.committed_step import (
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.run_history import RunHistory
 from torchax_ckpt.storage.medium import links, seals
-from torchax_ckpt.storage.writing import array_writer, fetching, retained, step_writer
+from torchax_ckpt.storage.writing import array_writer, retained, step_writer
 from torchax_ckpt.stored.stored_step import StoredStep
 
 
@@ -65,8 +63,8 @@ class Draft:
     """A step that is about to be written, as the processes have agreed.
 
     ``document`` and ``plan`` are complete on process 0. ``arrays`` are those that this process
-    writes or takes over; ``digests``, of those taken over, are known on process 0. ``seal`` is the
-    digest of the step's assets.
+    writes or takes over; a later save may take over those in ``reusable``. ``seal`` is the digest
+    of the step's assets.
     """
 
     path: epath.Path
@@ -74,14 +72,19 @@ class Draft:
     plan: Plan
     arrays: Mapping[str, Stored]
     seal: str | None
+    reusable: Mapping[str, Stored]
     division: Division
-    digests: Mapping[str, Digests]
-    unchanged: Mapping[str, HostArray]
 
     @property
     def written(self) -> dict[str, Stored]:
         """The arrays that are not taken over."""
         return {n: array for n, array in self.arrays.items() if n not in self.division.linked}
+
+    @property
+    def places(self) -> dict[str, Any]:
+        """Stored name -> the leaves of a stack, and the database of unchanged arrays, in JSON."""
+        databases = {n: name for name, d in self.division.databases.items() for n in d.arrays}
+        return {n: [self.plan.stacks.get(n), databases.get(n)] for n in self.arrays}
 
 
 class Writer:
@@ -147,9 +150,7 @@ class Writer:
             max_bytes=self._options.max_host_bytes,
             on_host=on_host,
         )
-        if self._reuse:
-            self._reuse.digested(draft.division, draft.plan, draft.unchanged, taken, capture.kept)
-        digests = block_digests.gathered(taken, draft.written, self._processes)
+        digests = block_digests.gathered(taken, draft.written, draft.places, self._processes)
         progress.enter("writing and committing")
         at_nsecs = time.time_ns() if self._hosts is None else self._hosts.agreed_time()
         self._summary = {
@@ -157,9 +158,20 @@ class Writer:
             SUMMARY_FIELD: self._history.abandons(),
             **self._directory.run_name.for_summary(),
         }
+        if self._processes.is_first:
+            all_digests = {**digests, **draft.division.digests}
+            self._complete(capture, draft, all_digests, began_nsecs, at_nsecs)
+        if self._reuse:
+            self._written = self._reuse.written(
+                draft.path,
+                draft.division,
+                draft.plan,
+                draft.reusable,
+                digests,
+                capture.kept.references,
+            )
         if not self._processes.is_first:
             return None
-        self._complete(capture, draft, {**digests, **draft.digests}, began_nsecs, at_nsecs)
         self._directory.fence()
         step_writer.mark(draft.path)
         commit = self._commit if self._hosts is None else self._commit_part
@@ -197,10 +209,6 @@ class Writer:
             began_nsecs=began_nsecs,
             at_nsecs=at_nsecs,
         )
-        if self._reuse:
-            self._written = self._reuse.written(
-                draft.path, draft.division, draft.plan, draft.arrays, digests
-            )
 
     def committed(self, described: Any) -> tuple[CommittedStep, dict[str, Any]]:
         """Returns the newest save's step and summary, given process 0's result of ``write``."""
@@ -216,7 +224,7 @@ class Writer:
 
     def landed(self, durable: CommittedStep) -> None:
         """Records that the newest save succeeded on all processes."""
-        if self._reuse:
+        if self._reuse and self._written:
             self._reuse.landed(durable, self._still, self._written)
 
     def failed(self) -> None:
@@ -243,50 +251,35 @@ class Writer:
         """Stacks the arrays, makes the directory ready, and finds what is taken over."""
         directory, processes = self._directory, self._processes
 
-        def prepare() -> tuple[str, list[Any], str | None, list[Any]]:
+        def prepare() -> tuple[str, list[Any], str | None, list[Any] | None]:
             """Cleans up the directory; returns what the other processes must know."""
             recover()
             known = committed_step.described(self._history.branches.in_place)
-            offered = self._reuse.offers(capture.step, metrics) if self._reuse else []
-            offers = [dataclasses.astuple(offer) for offer in offered]
+            candidate = self._reuse.candidate(capture.step, metrics) if self._reuse else None
             path = directory.path_for(capture.step)
             step_writer.begin(path)
-            return path.name, known, capture.assets.seal if capture.assets else None, offers
+            return path.name, known, capture.assets.seal if capture.assets else None, candidate
 
         prepared, plan, arrays, states = self._begin(capture, progress, prepare)
-        name, existing, seal, offers = prepared
+        name, existing, seal, candidate = prepared
         self._history.refresh(committed_step.named(existing, directory.path))
-        document, plan, stored, answers = self._stored(
-            capture, plan, arrays, states, offers, progress
-        )
-        division, digests = Division(), dict[str, Digests]()
-        if reuse := self._reuse:
-
-            def decide() -> Any:
-                decision = reuse.decide(plan, stored, answers)
-                digests.update(decision.digests)
-                return decision.to_json()
-
-            decided = processes.first(decide)
-            division = divided(decided, stored, directory.path, processes)
-            gone = capture.kept.arrays.keys() - division.linked
-            stored = {**stored, **self._here(capture.kept.stored(gone))}
-        names = division.linked | division.folders.keys() if capture.kept.references else ()
-        unchanged = {
-            n: fetching.without_parts(array)
-            for n in names
-            if not isinstance(array := arrays.get(n), np.ndarray | None)
-        }
-        return Draft(
-            directory.path / name,
-            document,
-            plan,
-            stored,
-            seal,
-            division,
-            digests,
-            unchanged | capture.kept.arrays,
-        )
+        plan = Plan({**plan.stacks, **capture.kept.stacks}, plan.empty)
+        arrays = {**arrays, **capture.kept.forms}
+        if self._reuse and processes.count > 1:  # some may keep what others do not
+            arrays = dict(sorted(arrays.items()))
+        document = capture.document
+        if processes.is_per_host:
+            document = host_parts.described(document, plan, arrays)
+        here = self._here(arrays)
+        division = Division()
+        if self._reuse:
+            progress.enter("comparing the arrays with earlier steps")
+            division = self._reuse.divide(candidate, plan, arrays, here, capture.kept)
+            here |= self._here(capture.kept.stored(capture.kept.forms.keys() - division.linked))
+        nodes, leaves = self._states(capture, document, states)
+        plan, more = with_host_leaves(plan, leaves, self._options.layout)
+        document, stored = {**document, **nodes}, {**here, **more}
+        return Draft(directory.path / name, document, plan, stored, seal, here, division)
 
     def _begin(
         self, capture: Capture, progress: Progress, prepare: Callable[[], Any]
@@ -319,46 +312,17 @@ class Writer:
         plan, arrays = capture.snapshot.stored(any_process)
         return prepared, plan, arrays, states
 
-    def _stored(
-        self,
-        capture: Capture,
-        plan: Plan,
-        arrays: Mapping[str, Stored],
-        states: Sequence[bytes],
-        offers: Sequence[Any],
-        progress: Progress,
-    ) -> tuple[Mapping[str, Node], Plan, Mapping[str, Stored], list[bytes]]:
-        """Returns the document, plan, this process's arrays and (process 0) answers to offers."""
-        plan = Plan({**plan.stacks, **capture.kept.stacks}, plan.empty)
-        arrays = {**arrays, **capture.kept.arrays}
-        if capture.per_process is None:
-            return (
-                capture.document,
-                plan,
-                arrays,
-                [self._answer(capture, offers, plan, arrays, progress)],
-            )
-        if self._reuse:  # all processes need one order, and some may keep what others do not
-            arrays = dict(sorted(arrays.items()))
-        is_per_host = self._processes.is_per_host
-        document = capture.document
-        if is_per_host:
-            document = host_parts.described(document, plan, arrays)
-        stored = self._here(arrays)
-        answer = self._answer(capture, offers, plan, stored, progress)
-        answers = self._processes.gather(answer) if self._reuse else []
+    def _states(
+        self, capture: Capture, document: Mapping[str, Node], states: Sequence[bytes]
+    ) -> tuple[Mapping[str, Node], Mapping[str, np.ndarray]]:
+        """Returns the nodes and leaves of the per-process states that this process stores."""
         if self._hosts is not None:
             state = capture.state(document)
             kept = self._keepers.exchange(self._hosts, state, host_parts.parts(document))
-            nodes, leaves = joined_on_host(
-                self._hosts.host_index, self._hosts.num_hosts, state, kept
-            )
-        elif not self._processes.is_first:
-            return document, plan, stored, []
-        else:
-            nodes, leaves = joined(states)
-        plan, more = with_host_leaves(plan, leaves, self._options.layout)
-        return {**document, **nodes}, plan, {**stored, **more}, answers
+            return joined_on_host(self._hosts.host_index, self._hosts.num_hosts, state, kept)
+        if capture.per_process is None or not self._processes.is_first:
+            return {}, {}
+        return joined(states)
 
     def _here(self, arrays: Mapping[str, Stored]) -> dict[str, Stored]:
         """Returns the arrays that this process writes, given those over the devices of all.
@@ -376,20 +340,6 @@ class Writer:
             elif self._processes.is_first:
                 stored[name] = np.asarray(array)
         return stored
-
-    def _answer(
-        self,
-        capture: Capture,
-        offers: Sequence[Any],
-        plan: Plan,
-        arrays: Mapping[str, Stored],
-        progress: Progress,
-    ) -> bytes:
-        """Returns what this process answers to the databases that the save could take over."""
-        if self._reuse is None:
-            return b""
-        progress.enter("comparing the arrays with earlier steps")
-        return self._reuse.answer([Offer(*o) for o in offers], plan, arrays, capture.kept)
 
     def _commit(self, step: int, path: epath.Path) -> CommittedStep:
         durable = self._directory.commit(step, path)

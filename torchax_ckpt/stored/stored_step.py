@@ -14,7 +14,6 @@ import itertools
 import json
 import logging
 import math
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -109,10 +108,10 @@ class StoredLeaf:
 
 @dataclasses.dataclass(frozen=True)
 class Compared:
-    """The leaves that were read from a step and compared; ``references`` are those on devices."""
+    """The names of the leaves that were read from a step and compared with its digests."""
 
     manifest: Manifest
-    references: dict[str, weakref.ref[Any]] = dataclasses.field(default_factory=dict)
+    leaves: set[str] = dataclasses.field(default_factory=set)
 
 
 class StoredStep:
@@ -314,8 +313,7 @@ class StoredStep:
             moved[name] = np.zeros(spec.shape, np.dtype(reads[name].dtype or spec.dtype))
         found |= put(moved, {name: placements[name] for name in moved})
         if self.compared is not None:
-            on_devices = {n: a for n, a in found.items() if not isinstance(a, np.ndarray)}
-            self.compared.references.update({n: weakref.ref(a) for n, a in on_devices.items()})
+            self.compared.leaves.update(found)
         return found
 
     def is_whole(self, reads: Mapping[str, Read], num_processes: int) -> bool:

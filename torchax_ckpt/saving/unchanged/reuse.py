@@ -5,329 +5,373 @@ still. The storage plan keeps still leaves out of the stacks of other leaves, an
 in databases of their own (``layout/unchanged.py``). A later save that finds equal arrays takes such
 a database over from an earlier step instead of writing it.
 
-That a leaf is still decides only where it is stored. Before a save takes a database over, it
-compares the 128-bit digests of the arrays that it saves with those of the stored arrays. The save
-computes these digests itself, from the bytes that it would write; or an earlier save or the restore
-has, for arrays on TPUs that are the same objects as then (``identities.py``, ``restored.py``).
+That a leaf is still decides only where it is stored. Whether a save takes a database over is
+decided by 128-bit digests: those of the arrays that it saves, and those in the entry of the earlier
+step (``ledger.py``). Process 0 names the step. Each process compares what it stores of the arrays,
+and all take over what all found equal.
 
-There are two copies of each database, and a new step has another one than the step that is kept
-before it (``copies.py``). This run takes over only what it wrote, or what it read and compared.
-
-In a run of several processes, process 0 knows the databases and decides. All processes know which
-leaves are still, because all must make the same storage plan. So this changes only when a step is
-restored or a save has ended on all processes. The planner is told at a restore and before a save.
+A step shares no files with the step that is kept before it: they have different copies of the
+unchanged arrays. With ``LatestN(1)`` and ``EveryNSteps(100)``, step 399 follows step 300, because
+step 398 is about to be deleted. In a bucket, where objects are copied, there is one copy.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import logging
+import operator
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
 from etils import epath
 
+from torchax_ckpt.errors import CheckpointError, SaveError
 from torchax_ckpt.layout import unchanged
 from torchax_ckpt.layout.digests import Digests
 from torchax_ckpt.layout.storage_plan import Plan
-from torchax_ckpt.processes.coordination import SINGLE_PROCESS, Processes
-from torchax_ckpt.saving.unchanged import (
-    comparison,
-    earlier_steps,
-    known_databases,
-    presence,
-    still_leaves,
-)
-from torchax_ckpt.saving.unchanged.comparison import Answer, Offer, Taken
-from torchax_ckpt.saving.unchanged.continuation import Continuation
-from torchax_ckpt.saving.unchanged.copies import Copies
-from torchax_ckpt.saving.unchanged.division import Decision, Division, Written
-from torchax_ckpt.saving.unchanged.identities import Identities, Kept
-from torchax_ckpt.saving.unchanged.known_databases import Content, KnownDatabase
-from torchax_ckpt.saving.unchanged.refusals import Refusals
+from torchax_ckpt.layout.unchanged import Database
+from torchax_ckpt.processes.coordination import Processes
+from torchax_ckpt.saving.preserving import Preserving
+from torchax_ckpt.saving.unchanged import identities, ledger
+from torchax_ckpt.saving.unchanged.division import Division
+from torchax_ckpt.saving.unchanged.identities import Kept
+from torchax_ckpt.saving.unchanged.ledger import Content, Entry, Reference
 from torchax_ckpt.snapshot.host_array import HostArray
 from torchax_ckpt.snapshot.stacking import Array
 from torchax_ckpt.storage.arrays.chunking import AnyArray
 from torchax_ckpt.storage.directory.abandonment import Key
-from torchax_ckpt.storage.directory.committed_step import CommittedStep
+from torchax_ckpt.storage.directory.committed_step import STATE, CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
+from torchax_ckpt.storage.directory.run_history import RunHistory
 from torchax_ckpt.storage.medium import location
-from torchax_ckpt.storage.writing import retained
-from torchax_ckpt.stored.stored_step import Compared
+from torchax_ckpt.storage.writing import databases, retained
+from torchax_ckpt.storage.writing.databases import File
+from torchax_ckpt.stored.stored_step import Compared, parse_manifest
 
 logger = logging.getLogger(__name__)
 
+# After so many failures in a row, the number of saves that take nothing over stays the same.
+_MAX_DOUBLINGS = 6
+_UNKNOWN: Key = (-1, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """What becomes known once the step of a save is committed."""
+
+    entry: Entry  # without its key
+    # On process 0: the leaves that count as still from then on, None if these do not change; and
+    # the bytes of the files that the save took over.
+    still: Sequence[str] | None
+    reused_bytes: int
+
 
 class Reuse:
-    """Knows the databases of unchanged arrays of a run, and divides the arrays of each save.
+    """Knows the databases of unchanged arrays in the steps of one tier, and divides each save.
 
-    The thread of a save calls all methods but ``plan_save``, ``adopt``, ``read`` and ``kept``,
-    which the training thread calls: all but ``read`` while no save is in flight.
+    For a local tier, ``leader`` is the ``Reuse`` of the durable tier, which says which leaves are
+    still, because a snapshot for both tiers has one storage plan. The methods are called while no
+    save is in flight, or by the thread of the save; ``loaded`` at any time.
 
-    Args:
-      directory: the directory of the run.
-      alternates: whether there are two copies of the unchanged arrays; if not, all steps share one.
-      searches: whether to take over what earlier programs stored, after reading it.
-      steps: returns the steps of the run, oldest first.
-      kept_before: see ``Preserving.kept_before``; called on process 0.
-      on_still: called with the names of the still leaves after a restore and before each save.
-      processes: the processes of the run.
-      leader: for a local tier, the ``Reuse`` of the durable tier, which says which leaves are
-        still, because a snapshot for both tiers has one storage plan. ``plan_save`` is not called
-        for a local tier.
+    Attributes:
+      apart: the leaves that storage plans keep apart from the others.
     """
 
     def __init__(
         self,
         directory: RunDirectory,
-        alternates: bool,
-        searches: bool,
-        steps: Callable[[], Sequence[CommittedStep]],
-        kept_before: Callable[
-            [Sequence[CommittedStep], int, Mapping[str, Any]], CommittedStep | None
-        ],
-        on_still: Callable[[frozenset[str]], None],
-        processes: Processes = SINGLE_PROCESS,
+        history: RunHistory,
+        preserving: Preserving,
+        processes: Processes,
+        *,
+        has_two_copies: bool,
         leader: Reuse | None = None,
     ) -> None:
-        self._leader = leader
         self._directory = directory
-        self._copies = Copies(alternates, steps)
-        self._kept_before = kept_before
-        self._searches = searches
-        self._steps = steps
-        self._on_still = on_still
+        self._history = history
+        self._preserving = preserving
         self._processes = processes
-        # What the storage plan of the next save keeps apart, and what process 0 keeps apart.
-        self._still: frozenset[str] = frozenset()
-        self._apart: frozenset[str] = frozenset()
-        self._has_learned = False
-        # The databases of the newest offers, and their steps.
-        self._offered: list[tuple[KnownDatabase, epath.Path]] = []
-        self._compared: frozenset[str] = frozenset()  # the arrays that the newest answer was about
-        self._sent: dict[str, Taken] = {}  # and what it said of those that are offered
-        self._last: Mapping[str, Content] = {}
-        self._identities = Identities(
-            alternates, processes.count == 1 and not processes.is_per_host
-        )
-        self._may_search = searches
-        self._takes_over = False
-        self._refusals = Refusals()
-        self._continuation = Continuation(
-            directory, steps, processes, self._copies, self._identities
-        )
+        self._has_two_copies = has_two_copies
+        self._leader = leader or self
+        self.apart: frozenset[str] = frozenset()
+        self._still: frozenset[str] | None = None  # None: the run does not know yet
+        self._last: Mapping[str, Content] = {}  # what the newest save has stored
+        # For each copy, the newest step that has it; the newest of all; those of its databases that
+        # are equal in both copies; and the step whose databases the folder ``unchanged`` has.
+        self._entries: dict[int, Entry] = {}
+        self._newest: Entry | None = None
+        self._repeated: list[dict[str, HostArray]] = []
+        self._retained: Key | None = None
+        # Which copy each step has, None for none; and whose turn it is.
+        self._copies: dict[Key, int | None] = {}
+        self._turn = 0
+        self._origin: Key | None = None  # the step that the run continues from, until it saves
+        # Still leaves none of which is on a TPU, so that later saves need not ask each of them.
+        self._without_proof: frozenset[str] | None = None
+        # Of the save in flight: the entry that it could take over, and whether it does.
+        self._base: Entry | None = None
+        self._takes_over = self._has_logged = False
+        # Saves in a row that failed while a bucket copied, and how many take nothing over now.
+        self._num_refused = self._num_in_full = 0
+
+    # --- which leaves are still ---
 
     def plan_save(self, expected: Callable[[], frozenset[str]]) -> None:
-        """Tells the planner which leaves are still; called before each save to this tier.
+        """Decides which leaves the next save to this tier keeps apart.
 
-        Args:
-          expected: returns the leaves that will probably not change, for the saves before the run
-            knows. If the guess is right, the first two saves write the leaves as later saves need
-            them; if it is wrong, these saves take longer.
+        ``expected`` guesses which leaves will not change, for the saves before the run knows. If
+        the guess is right, the first two saves write the leaves as later saves need them; if it is
+        wrong, these saves take longer.
         """
-        if not self._has_learned:
-            self._be_still(expected())
-        self._on_still(self._still)
+        self._keep_apart(expected() if self._still is None else self._still)
 
-    def adopt(self, committed: CommittedStep, *, is_verified: bool) -> None:
-        """Makes the next save look for what it can take over: all processes continue from a step.
+    @property
+    def still(self) -> frozenset[str]:
+        """The leaves that did not change, as far as is known; else those that are kept apart."""
+        return self.apart if self._still is None else self._still
 
-        Args:
-          committed: the step.
-          is_verified: whether the run has read all of the step and compared it with its digests.
-        """
-        if not self._searches:
+    def _keep_apart(self, leaves: frozenset[str]) -> None:
+        if leaves != self.apart:
+            logger.info("%d leaves do not change and are stored apart from the others", len(leaves))
+            self.apart = leaves
+
+    # --- what earlier steps have ---
+
+    def restored(self, committed: CommittedStep, compared: Compared | None) -> None:
+        """Begins anew from a step, on all processes; else as ``loaded``."""
+        self._entries, self._newest, self._origin = {}, None, committed.key
+        leader, still = self._leader, frozenset[str]()
+        if compared is not None:
+            still = ledger.leaves_in(compared.manifest)
+        if self._processes.is_per_host:  # what the hosts have of the step may differ
+            with leader._processes.round("looking for unchanged arrays"):
+                still = frozenset(leader._processes.first(lambda: sorted(still)))
+        elif compared is not None:
+            leader._last = ledger.contents_of_step(compared.manifest)
+        if still:
+            leader._still = still
+            leader._keep_apart(still)
+        self.loaded(committed, compared)
+
+    def loaded(self, committed: CommittedStep, compared: Compared | None) -> None:
+        """Records the arrays that were read of the step that the run continues from."""
+        if committed.key != self._origin or compared is None:
             return
-        self._may_search = True
-        self._continuation.begin(committed, is_verified=is_verified)
-        (self._leader or self)._learn(committed)
-
-    def read(self, committed: CommittedStep, compared: Compared) -> None:
-        """Learns which objects a restore or a load has made of a step's unchanged arrays.
-
-        Does nothing unless the run continues from the step and has not saved yet. Reads only the
-        manifests of earlier steps, and only if some identity proves anything.
-
-        Args:
-          committed: the step.
-          compared: what was read of it, and compared with its digests.
-        """
-        self._continuation.read(committed, compared)
+        manifest = compared.manifest
+        self._copies[committed.key] = copy = _copy_in(manifest.unchanged)
+        if copy is None:
+            return
+        stored = ledger.contents_of_step(manifest).items()
+        contents = {name: c for name, c in stored if compared.leaves.issuperset(c.members)}
+        if (before := self._entries.get(copy)) is not None:
+            contents |= before.contents
+        files: Mapping[str, File] = {}
+        try:
+            if self._processes.is_first:
+                files = (
+                    databases.present(committed.path / STATE) if before is None else before.files
+                )
+        except OSError as error:
+            logger.info("nothing is taken over from step %d: %s", committed.step, error)
+            return
+        self._record(Entry(committed.key, copy, manifest.unchanged, contents, files=files))
 
     def kept(self, names: Sequence[str], arrays: Sequence[Array]) -> Kept:
-        """Returns the arrays that the next save need not look at, to take them over.
+        """Returns those of the leaves of a state that the next save need not look at."""
+        self._origin = None
+        still = self._leader.still
+        if still is self._without_proof:
+            return Kept()
+        leaves = dict(zip(names, arrays, strict=True))
+        steps, entry = self._history.branches.committed, self._newest
+        forms: dict[str, HostArray] = {}
+        contents: dict[str, Content] = {}
+        references: dict[str, Reference] = {}
+        if entry is not None and steps and steps[-1].key == entry.key:
+            for database in self._repeated:
+                found = {name: entry.contents[name] for name in database}
+                members = [leaf for content in found.values() for leaf in content.members]
+                known = {leaf: entry.references[leaf] for leaf in members}
+                if all(leaves.get(leaf) is reference() for leaf, reference in known.items()):
+                    forms, contents = forms | database, contents | found
+                    references |= known
+        kept = {leaf: leaves[leaf] for leaf in references}
+        others = still.intersection(leaves).difference(kept)
+        references |= self._proven({leaf: leaves[leaf] for leaf in others})
+        if not references:
+            self._without_proof = still
+        return Kept(forms, contents, kept, references)
 
-        Args:
-          names, arrays: the leaves of the state.
+    def _proven(self, leaves: Mapping[str, Any]) -> dict[str, Reference]:
+        """Returns references to those of the leaves whose identity proves their values.
+
+        In a run of several processes, process 0 stores the arrays on devices of one process as host
+        arrays, and other processes have others.
         """
-        self._continuation.end()
-        steps = self._steps()
-        newest = steps[-1].key if steps else None
-        return self._identities.kept(newest, names, arrays, (self._leader or self)._still)
-
-    def offers(self, step: int, metrics: Mapping[str, Any]) -> list[Offer]:
-        """Returns the databases that the next save could take over; called on process 0 only.
-
-        Args:
-          step, metrics: of the next save.
-        """
-        if self._may_search:
-            self._may_search = False
-            found = self._continuation.search()
-            self._apart = self._apart or found
-        self._takes_over, self._offered = False, []
-        before = self._kept_before(self._steps(), step, metrics)
-        copy = None if before is None else self._continuation.copy_in(before)
-        stored = self._copies.take_turn(copy)
-        if not self._refusals.may_take_over():
-            return []
-        paths: dict[Key | None, epath.Path] = {s.key: s.path for s in self._steps()}
-        paths[None] = retained.path_of(self._directory.path)
-        self._offered = presence.whole([(s, paths[s.step]) for s in stored if s.step in paths])
-        return [Offer.of(known, path.name) for known, path in self._offered]
-
-    def answer(
-        self, offers: Sequence[Offer], plan: Plan, arrays: Mapping[str, AnyArray], kept: Kept
-    ) -> bytes:
-        """Compares the arrays of a save with the offers; returns a message for process 0.
-
-        Fetches the arrays of the databases that the save could take over, and computes their
-        digests, except of the arrays that are kept.
-
-        Args:
-          offers: the result of ``offers`` on process 0.
-          plan: the storage plan.
-          arrays: stored name -> array, for the arrays that the save may take over.
-          kept: what the method ``kept`` returned for the save.
-        """
-        here, self._compared = self._processes, frozenset(arrays)
-        known = [stored.contents for stored, _ in self._offered] if here.is_first else None
-        found = comparison.answer(
-            offers, plan, arrays, kept.taken, self._directory.path, here, known
-        )
-        self._sent = found.taken(offers)
-        return found.to_bytes()
-
-    def decide(
-        self, plan: Plan, arrays: Mapping[str, AnyArray], answers: Sequence[bytes]
-    ) -> Decision:
-        """Decides which databases the new step has; called on process 0 only.
-
-        Args:
-          plan, arrays: as for ``answer``, but ``arrays`` are all arrays of the save.
-          answers: the answers of all processes.
-
-        Raises:
-          ProcessError: the processes have different storage plans.
-        """
-        found = [*map(Answer.of_bytes, answers)]
-        comparison.require_same_stacks(found)
-        decision = Decision(self._copies.turn)
-        for number, (stored, path) in enumerate(self._offered):
-            live, read = ([getattr(a, f)[number] for a in found] for f in ("live", "stored"))
-            is_same = {
-                name
-                for name, content in stored.contents.items()
-                if content.members == known_databases.members_of(plan, name)
-            }
-            if is_same != stored.contents.keys() or not comparison.are_equal(stored.contents, live):
-                continue
-            if not stored.is_verified and not comparison.are_equal(stored.contents, read):
-                text = "%s is damaged: the unchanged arrays are written again"
-                folder = comparison.folders_of(path.name, stored.name, stored.processes)[0]
-                logger.warning(text, self._directory.path / folder)
-                continue
-            decision.take_over(stored, path.name, arrays)
-            self._takes_over = True
-        apart = self._apart if self._leader is None else self._leader._still
-        still = {
-            name: array
-            for name, array in arrays.items()
-            if name in self._compared
-            and name not in decision.digests
-            and apart.issuperset(known_databases.members_of(plan, name))
+        is_alone = self._processes.count == 1 and not self._processes.is_per_host
+        return {
+            name: weakref.ref(array)
+            for name, array in leaves.items()
+            if isinstance(array, jax.Array)
+            and identities.is_proof(array)
+            and (is_alone or not array.is_fully_addressable)
         }
-        for names in known_databases.packed(still):
-            decision.write(names, still, self._processes.count)
-        return decision
 
-    def digested(
-        self,
-        division: Division,
-        plan: Plan,
-        arrays: Mapping[str, HostArray],
-        digests: Mapping[str, Digests],
-        kept: Kept,
-    ) -> None:
-        """Learns which objects the unchanged arrays are; called on each process.
+    def _record(self, entry: Entry) -> None:
+        self._newest, self._repeated = entry, []
+        if not entry.databases:
+            return
+        if not self._has_two_copies:
+            self._entries.clear()
+        self._entries[entry.copy] = entry
+        other = self._entries.get(1 - entry.copy) if self._has_two_copies else entry
+        if entry.references:
+            self._without_proof = None
+            if other is not None:
+                per_host = self._processes.is_per_host
+                self._repeated = identities.in_both_copies(entry, other, is_per_host=per_host)
 
-        Args:
-          division, plan: as for ``written``.
-          arrays: stored name -> array over the devices of all processes; values do not count.
-          digests: stored name -> digests of the blocks that this process has written.
-          kept: what the method ``kept`` returned for the save.
+    # --- a save ---
+
+    def candidate(self, step: int, metrics: Mapping[str, Any]) -> list[Any]:
+        """Names on process 0 what the next save could take over.
+
+        Returns the copy that the new step will have, and the key and folder of the step that has
+        it; the key is None if there is no such step, or it lacks files.
         """
-        taken = {name: sent for name, sent in self._sent.items() if name in division.linked}
-        for name, found in digests.items():
-            if name in division.folders and found.long is not None:
-                taken[name] = Taken(found.block, comparison.encoded(found.long))
-        self._identities.saving(division.databases, plan, arrays, taken, kept.references)
+        steps = self._history.branches.committed
+        if not self._has_two_copies:
+            self._turn = next(iter(self._entries), 0)
+        else:
+            before = self._preserving.kept_before(steps, step, metrics)
+            if before is not None and (copy := self._copy_of(before)) is not None:
+                self._turn = 1 - copy
+        nothing = [self._turn, None, ""]
+        if self._num_in_full:
+            self._num_in_full -= 1
+            return nothing
+        if (entry := self._entries.get(self._turn)) is None:
+            return nothing
+        path = next((s.path for s in steps if s.key == entry.key), None)
+        if entry.key == self._retained:
+            path = path or retained.path_of(self._directory.path)
+        if path is None:
+            return nothing
+        if lacking := [*databases.differing(entry.files, databases.present(path / STATE))]:
+            others = f", and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+            where = f"{path / STATE / lacking[0]}{others}"
+            logger.warning("%s: the unchanged arrays are written again", where)
+            return nothing
+        return [self._turn, entry.key, path.name]
+
+    def _copy_of(self, committed: CommittedStep) -> int | None:
+        """Returns which copy of the unchanged arrays a step has; None if it has none."""
+        if committed.key not in self._copies:
+            self._copies[committed.key] = None
+            with contextlib.suppress(CheckpointError):  # no run can be restored from it
+                manifest = parse_manifest(committed)
+                self._copies[committed.key] = _copy_in(manifest.unchanged)
+        return self._copies[committed.key]
+
+    def divide(
+        self,
+        candidate: Sequence[Any],
+        plan: Plan,
+        arrays: Mapping[str, AnyArray],
+        here: Mapping[str, AnyArray],
+        kept: Kept,
+    ) -> Division:
+        """Divides the arrays of a save, on all processes together, given the ``candidate``.
+
+        Fetches the arrays that the save could take over, but those that are kept. ``arrays`` are
+        those that are not of one process, and ``here`` has those of them that this process stores.
+        """
+        copy, key, folder = candidate
+        processes, base, equal = self._processes, None, 0
+        if key is not None:
+            base = next((e for e in self._entries.values() if e.key == tuple(key)), None)
+            if base is not None:
+                long, is_first = kept.long_digests, processes.is_first
+                equal = ledger.compare(base, plan, arrays, here, long, is_first=is_first)
+            answers = processes.gather(equal.to_bytes((equal.bit_length() + 7) // 8))
+            equal = processes.first(
+                lambda: functools.reduce(operator.and_, map(int.from_bytes, answers))
+            )
+        self._base, self._takes_over = base, equal > 0
+        divided = Division(copy)
+        if base is not None:
+            source = self._directory.path / folder / STATE
+            divided.take_over(base, equal, source, arrays, here, processes)
+        divided.write(plan, arrays, here, self._leader.still, processes)
+        return divided
 
     def written(
         self,
         path: epath.Path,
-        division: Division,
+        divided: Division,
         plan: Plan,
-        arrays: Mapping[str, Any],
+        here: Mapping[str, AnyArray],
         digests: Mapping[str, Digests],
+        references: Mapping[str, Reference],
     ) -> Written:
-        """Returns what is to be known once the new step is durable; called on process 0 only.
+        """Returns, on each process, what is to be known once the new step is committed.
 
-        Args:
-          path: the folder of the step, which all processes have written, before its commit mark.
-          division: the arrays that the save took over or stored apart.
-          plan: the storage plan of the save.
-          arrays: stored name -> array.
-          digests: stored name -> digests, of all arrays.
-
-        Raises:
-          SaveError, OSError: files that the save took over are gone, or storage does not answer.
+        Process 0 calls it before the commit mark, when all processes have written; raises SaveError
+        if files that the save took over are gone.
         """
-        linked = [s for s, _ in self._offered if s.contents.keys() <= division.linked]
-        files = presence.files_in(path, division.databases, linked)
-        contents = known_databases.contents_of_arrays(plan, arrays, digests, self._compared)
-        told = None
-        if self._leader is None:
-            still = still_leaves.found(plan, arrays, contents, self._last, self._apart)
-            told = None if still == self._still else sorted(still)
-        reused_bytes = sum(s.num_bytes for s in linked)
-        return Written(division.databases, contents, files, told, reused_bytes)
+        contents = ledger.contents_of_save(plan, here, {**digests, **divided.digests})
+        files: dict[str, File] = {}
+        still: Sequence[str] | None = None
+        if self._processes.is_first and divided.databases:
+            present = databases.present(path / STATE)
+            for difference in databases.differing(divided.files, present):
+                raise SaveError(
+                    f"{path / STATE / difference} before the step was committed, so the step is "
+                    "not kept. Another program changes files of this run; keep it out of the "
+                    "directory"
+                )
+            linked = {name.partition("/")[0] for name in divided.files}  # may have files of others
+            files = {n: f for n, f in present.items() if n.partition("/")[0] not in linked}
+            files |= divided.files
+        if self._processes.is_first and self._leader is self:
+            found = ledger.still_leaves(contents, self._last, self.still, here)
+            still = None if found == self._still else sorted(found)
+        reused_bytes = sum(file.size for file in divided.files.values())
+        entry = Entry(_UNKNOWN, divided.copy, divided.databases, contents, references, files)
+        return Written(entry, still, reused_bytes)
 
     def landed(
-        self, committed: CommittedStep, still: Iterable[str] | None, written: Written | None
+        self, committed: CommittedStep, still: Iterable[str] | None, written: Written
     ) -> None:
-        """Records that a save is durable on all processes.
-
-        Args:
-          committed: the step.
-          still: the attribute of ``written`` on process 0.
-          written: what the method ``written`` returned; None on other processes.
-        """
-        self._has_learned = True
-        self._identities.landed(committed.key)
-        self._be_still(self._still if still is None else frozenset(still))
+        """Records that a save is committed on all processes; ``still`` is as on process 0."""
+        if still is not None:
+            self._still = frozenset(still)
+        self._last = written.entry.contents
         if self._takes_over:
-            self._takes_over = False
-            self._refusals.succeeded()
-        if written is None:
+            self._num_refused = 0
+            self._log_first(committed, written.reused_bytes)
+        self._takes_over, self._base = False, None
+        present = {s.key for s in self._history.branches.committed}
+        self._copies = {key: copy for key, copy in self._copies.items() if key in present}
+        self._copies[committed.key] = _copy_in(written.entry.databases)
+        self._record(dataclasses.replace(written.entry, key=committed.key))
+
+    def _log_first(self, committed: CommittedStep, reused_bytes: int) -> None:
+        if self._has_logged or not self._processes.is_first:
             return
-        known = []
-        for name, database in written.databases.items():
-            held = {stored: written.contents[stored] for stored in database.arrays}
-            found = committed.key, name, held, True, database.processes, written.files[name]
-            known.append(KnownDatabase(*found))
-        self._copies.landed(committed.key, known)
-        self._last = written.contents
+        self._has_logged = True
+        how = (
+            "as hard links. cp -r copies a linked file once for each step; cp -a, rsync -H and "
+            "torchax-ckpt copy keep the links"
+        )
+        if location.is_bucket(committed.path):
+            how = "as copies that the storage service made"
+        text = "step %d of %s has %d bytes of unchanged arrays of an earlier step, %s"
+        logger.info(text, committed.step, self._directory.path, reused_bytes, how)
 
     def failed(self) -> None:
         """Records that a save failed: the next save takes nothing over that this save tried to.
@@ -335,60 +379,41 @@ class Reuse:
         The reason may be that a database of an earlier step is damaged, or that several processes
         did not agree on which leaves are still.
         """
-        self._copies.forget()
-        self._identities.forget()
+        self._entries = {c: e for c, e in self._entries.items() if e is not self._base}
+        self._newest = None
         if self._takes_over and location.is_bucket(self._directory.path):
-            self._refusals.failed()
-            said = (self._directory.path, self._refusals.num_in_full)
+            # A bucket that refuses every copy must not fail every other save.
+            self._num_refused = min(self._num_refused + 1, _MAX_DOUBLINGS)
+            self._num_in_full = 2**self._num_refused
+            said = (self._directory.path, self._num_in_full)
             logger.warning("%s: the next %d saves write all arrays", *said)
-        self._takes_over = False  # the next failure may come before the save knows
+        self._takes_over, self._base = False, None  # the next may fail before it knows
         if self._processes.count > 1:
-            self._has_learned = False
-            self._be_still(frozenset())
+            self._still = None
 
     def retain(self, doomed: Iterable[CommittedStep]) -> None:
-        """Keeps the copy that the newest step lacks, if it is in steps to be deleted."""
-        steps = {committed.key: committed for committed in doomed}
-        directory = self._directory
-        spare = self._copies.spare
-        stored = [] if spare is None else self._copies.databases(spare)
-        if needed := {s.step for s in stored if s.step is not None and s.step in steps}:
-            newest = max(needed)  # the folder takes databases of one step only
-            held = [s for s in stored if s.step == newest]
+        """Keeps the copy that the newest step lacks, if it is in a step to be deleted."""
+        directory, steps = self._directory, self._history.branches.committed
+        copy = self._copies.get(steps[-1].key) if steps and self._has_two_copies else None
+        spare = None if copy is None else self._entries.get(1 - copy)
+        by_key = {committed.key: committed for committed in doomed}
+        if spare is not None and spare.key in by_key:
+            folders = [
+                folder
+                for name, database in spare.databases.items()
+                for folder in unchanged.folders_of(name, database.processes)
+            ]
             try:
-                folders = [f for s in held for f in unchanged.folders_of(s.name, s.processes)]
-                retained.keep(directory.path, steps[newest], folders, directory.fence)
+                retained.keep(directory.path, by_key[spare.key], folders, directory.fence)
             except OSError as error:  # the next save writes these arrays
-                logger.info("%s: no unchanged arrays are kept aside: %s", newest, error)
+                logger.info("%s: no unchanged arrays are kept aside: %s", spare.key, error)
                 return
-            self._copies.replace([dataclasses.replace(s, step=None) for s in held], spare)
-        elif self._copies.is_in_steps:
+            self._retained = spare.key
+        elif all(entry.key != self._retained for entry in self._entries.values()):
             retained.remove(directory.path, directory.fence)
+            self._retained = None
 
-    def _learn(self, committed: CommittedStep) -> None:
-        """Learns which leaves are still from the step that the run continues from, or before it.
 
-        Process 0 reads this for all processes, which must make the same storage plan. A local step
-        teaches nothing to a run that knows the still leaves already.
-        """
-
-        def found() -> list[str] | None:
-            if self._has_learned and committed.path.parent != self._directory.path:
-                return None
-            if (manifest := earlier_steps.manifest_for(committed, self._directory)) is None:
-                return None
-            self._last = dict(known_databases.contents_of(manifest))
-            return sorted(known_databases.leaves_in(manifest))
-
-        with self._processes.round("looking for unchanged arrays"):
-            still = self._processes.first(found)
-        if still is not None:
-            self._has_learned = True
-            self._be_still(frozenset(still))
-            self._on_still(self._still)
-
-    def _be_still(self, leaves: frozenset[str]) -> None:
-        self._apart = leaves
-        if leaves != self._still:
-            logger.info("%d leaves do not change and are stored apart from the others", len(leaves))
-            self._still = leaves
+def _copy_in(found: Mapping[str, Database]) -> int | None:
+    """Returns which copy of the unchanged arrays a step has; None if it has no databases."""
+    return next((database.copy for database in found.values()), None)

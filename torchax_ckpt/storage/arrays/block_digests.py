@@ -15,6 +15,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -63,18 +64,42 @@ def take_long(
     return values.tobytes()
 
 
+def stored_blocks(array: AnyArray, block: tuple[int, ...]) -> np.ndarray:
+    """Returns for each block of an array, in C order, whether this process stores it."""
+    grid = grid_shape(array.shape, block)
+    found = np.full(grid, isinstance(array, np.ndarray))
+    if not isinstance(array, np.ndarray):
+        size = grid_shape(chunking.written_shape(array), block)
+        for part in chunking.stored_parts(array):
+            first = [s // b for s, b in zip(part.start, block, strict=True)]
+            found[tuple(slice(f, f + n) for f, n in zip(first, size, strict=True))] = True
+    return found.ravel()
+
+
 def gathered(
-    digests: Mapping[str, Digests], arrays: Mapping[str, AnyArray], processes: Processes
+    digests: Mapping[str, Digests],
+    arrays: Mapping[str, AnyArray],
+    places: Mapping[str, Any],
+    processes: Processes,
 ) -> Mapping[str, Digests]:
     """Returns, on process 0, which writes the manifest, the digests of all processes.
 
-    Raises ProcessError if the processes do not save the same arrays.
+    ``places`` says where the leaves of each array are stored, in JSON.
+
+    Raises ProcessError if the processes do not save the same arrays at the same places.
     """
     if processes.count == 1:
         return digests
     shared = [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]
     layouts = [
-        [n, arrays[n].dtype.name, arrays[n].shape, digests[n].block, digests[n].long is not None]
+        [
+            n,
+            places.get(n),
+            arrays[n].dtype.name,
+            arrays[n].shape,
+            digests[n].block,
+            digests[n].long is not None,
+        ]
         for n in shared
     ]
     layouts_digest = xxhash.xxh3_64_digest(json.dumps(layouts).encode())

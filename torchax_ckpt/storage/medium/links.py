@@ -32,12 +32,12 @@ _REFUSALS = {
 _has_warned = False
 
 
-def take_over(source: epath.Path, target: epath.Path, *, may_copy: bool = True) -> None:
+def take_over(source: epath.Path, target: epath.Path) -> None:
     """Creates a folder that has the files of another folder on the same medium, at any depth."""
     if location.is_bucket(source):
         bucket.copy(source, target)
     else:
-        link_folder(source, target, may_copy=may_copy)
+        link_folder(source, target)
 
 
 def link_folder(source: epath.Path, target: epath.Path, *, may_copy: bool = True) -> None:

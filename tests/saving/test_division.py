@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from torchax_ckpt.saving.unchanged import known_databases
+from torchax_ckpt.saving.unchanged import division
 from torchax_ckpt.storage.arrays import chunking
 
 LIMIT = 100
@@ -36,10 +36,10 @@ def array(num_bytes: int, *writers: int) -> Any:
 def test_no_process_writes_more_to_a_database_than_the_limit(
     arrays: list[Any], expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(known_databases, "_DATABASE_BYTES", LIMIT)
+    monkeypatch.setattr(division, "_DATABASE_BYTES", LIMIT)
     monkeypatch.setattr(chunking, "storing_processes", lambda array: array.writers)
     named = {str(number): array for number, array in enumerate(arrays)}
-    groups = [*known_databases.packed(named)]
+    groups = [*division.grouped(named, named)]
     assert [name for group in groups for name in group] == [*named]
     assert [len(group) for group in groups] == expected
 
@@ -49,4 +49,15 @@ def test_a_database_has_either_device_arrays_or_host_arrays(
 ) -> None:
     monkeypatch.setattr(chunking, "storing_processes", lambda array: frozenset({0}))
     arrays = {"a": array(1, 0), "h": np.zeros(1), "b": array(1, 0), "i": np.zeros(1)}
-    assert [*known_databases.packed(arrays)] == [("a", "b"), ("h", "i")]
+    assert [*division.grouped(arrays, arrays)] == [("a", "b"), ("h", "i")]
+
+
+def test_what_a_process_does_not_store_is_on_the_host_of_process_0(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So all processes number the databases of device arrays alike."""
+    monkeypatch.setattr(chunking, "storing_processes", lambda array: frozenset({0, 1}))
+    arrays = {"h": np.zeros(1), "a": array(1, 0), "b": array(1, 0)}
+    here = {name: arrays[name] for name in ("a", "b")}
+    assert [*division.grouped(arrays, here)] == [("a", "b"), ("h",)]
+    assert [*division.grouped(arrays, arrays)] == [("a", "b"), ("h",)]
