@@ -68,7 +68,8 @@ class TorchaxCheckpointer:
       save_decision_policy: when ``save`` saves; default: if no save is in flight, or at preemption.
       preservation_policy: which steps are kept; default: the latest three.
       local: a second tier for frequent saves, on a disk of each host, with policies of its own.
-      options: how steps are written and read.
+      options: how steps are written and read. By default, if half of the state are parameters with
+        ``requires_grad=False``, saves link what did not change (see ``reuse``).
       on_event: called with each ``Event``, in order, on a separate thread, which ``close`` waits
         for. Its exceptions are logged.
 

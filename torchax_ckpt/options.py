@@ -12,6 +12,7 @@ Layout = Literal["auto", "flat"]
 SnapshotMode = Literal["auto", "reference", "copy", "offload", "transfer"]
 Verify = Literal["restore", "never"]
 OnSaveError = Literal["continue", "raise"]
+Reuse = bool | Literal["auto"]
 TierName = Literal["durable", "local"]
 
 
@@ -51,10 +52,14 @@ class CheckpointOptions:
         in the next call of ``save``, also in ``steps``.
       reuse: whether a save takes over what did not change since an earlier step, instead of writing
         it again, by hard links to files of the earlier step, or in a bucket by copies that the
-        storage service makes; every step stays complete when others are deleted. The newest step
-        shares no files with the step that is kept before it, except in a local tier that keeps one
-        step. Works for device arrays and for host leaves of 16 KiB or more, in each tier by itself.
-        128-bit digests of an array's bytes on all processes decide whether it changed.
+        storage service makes; every step stays complete when others are deleted. On a disk the
+        newest step shares no files with the step that is kept before it, except in a local tier
+        that keeps one step. Works for device arrays and for host leaves of 16 KiB or more, in each
+        tier by itself. 128-bit digests of an array's bytes on all processes decide whether it
+        changed. "auto" decides at the first durable save of a program, and again after each
+        restore: yes if at least half of the bytes of the state are parameters with
+        ``requires_grad=False``. ``cp -r`` multiplies links; ``torchax-ckpt copy``, ``cp -a`` and
+        ``rsync -H`` do not.
       read_only: whether the checkpointer only reads. A bucket then need not grant write permission,
         and ``save`` and ``delete`` refuse.
       max_host_bytes: upper bound, in bytes per process, on array data in transit at one time: from
@@ -94,7 +99,7 @@ class CheckpointOptions:
     verify: Verify = "restore"
     read_back: bool = False
     on_save_error: OnSaveError = "continue"
-    reuse: bool = False
+    reuse: Reuse = "auto"
     read_only: bool = False
     max_host_bytes: int | None = None
     preemption_grace_secs: float | None = 30.0
@@ -113,13 +118,16 @@ class CheckpointOptions:
             "restore_in_budget",
             "read_back",
             "read_only",
-            "reuse",
             "single_replica_restore",
         ):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(
                     f"CheckpointOptions: {name}: expected a bool, found {getattr(self, name)!r}"
                 )
+        if not isinstance(self.reuse, bool) and self.reuse != "auto":
+            raise ValueError(
+                f"CheckpointOptions: reuse: expected one of True, False, auto, found {self.reuse!r}"
+            )
         if self.single_replica_restore and self.restore_in_budget:
             raise ValueError(
                 "CheckpointOptions: single_replica_restore restores all leaves together, but "

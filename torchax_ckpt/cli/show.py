@@ -87,7 +87,7 @@ def _listing(run: RunDirectory, height: int | None = None) -> RenderableType:
         parts = [_line(f"{run.path}: there are no checkpoints")]
     if any(step["shared_bytes"] for step in steps):
         text = f"{len(steps)} steps, {output.size(total_bytes)}; shared bytes count once"
-        parts.append(_line(text))
+        parts.append(_line(f"{text} (cp -r copies them for each step, cp -a does not)"))
     if (writer := writer_of(run)) is not None:
         holder, is_running = writer
         text = "a program writes here" if is_running else "the last program did not close the run"

@@ -37,13 +37,22 @@ class Preserving:
         self._reads_back = options.read_back
         self._is_local = is_local
         self._is_per_host = processes.is_per_host
-        is_at_risk = options.reuse and not (options.read_back or options.read_only or is_local)
-        if is_at_risk and processes.is_first and preservation.keeps_one(policy):
+        self._is_verified = options.read_back or options.read_only
+        self._is_first = processes.is_first
+        if options.reuse is True:
+            self.warn_of_sharing()
+
+    def warn_of_sharing(self) -> None:
+        """Warns if one damaged file, which many steps share, could leave no step."""
+        if self._is_verified or self._is_local or not self._is_first:
+            return
+        if preservation.keeps_one(self._policy):
             logger.warning(
                 "%s: the preservation policy keeps one step, and with reuse a step takes over "
                 "files of earlier ones unread: one damaged file can leave no step to resume from. "
-                "Keep two steps, LatestN(2), or give CheckpointOptions(read_back=True)",
-                directory.path,
+                "Keep two steps, LatestN(2), or give CheckpointOptions(read_back=True) or "
+                "CheckpointOptions(reuse=False)",
+                self._directory.path,
             )
 
     def kept(self, steps: Sequence[CommittedStep]) -> list[bool]:

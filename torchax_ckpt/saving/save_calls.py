@@ -133,8 +133,6 @@ class SaveCalls:
             for tier in due:
                 tier.saver.wait()
             parts = attached or self._unattached
-            if self._durable.reuse is not None and any(tier is self._durable for tier in due):
-                self._durable.reuse.plan_save(parts.frozen)
             captures = self._captures(step, due, parts, state, fetch_metrics, began)
         except BaseException as error:
             if not self._is_alone:
@@ -191,6 +189,8 @@ class SaveCalls:
         if not self._is_alone:
             names, arrays, per_process = per_process_state.split(captured)
         document = {name: part.form.node for name, part in captured.items()}
+        if self._durable.reuse is not None and any(tier is self._durable for tier in due):
+            self._durable.reuse.plan_save(names, arrays, attached.frozen)
         reuses = [tier.reuse for tier in due]
         kept = [reuse.kept(names, arrays) if reuse else Kept() for reuse in reuses]
         kept = identities.common(kept)

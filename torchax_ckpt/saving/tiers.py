@@ -110,13 +110,14 @@ class Tiers:
             directory, keep_policy, self._options, saves, is_local=name == "local"
         )
         reuse = None
-        if self._options.reuse:
+        if self._options.reuse and not self._options.read_only:
             is_single = name == "local" and keep_policy.n == 1  # two copies would take more space
             reuse = Reuse(
                 directory,
                 history,
                 preserving,
                 saves,
+                is_automatic=self._options.reuse == "auto",
                 has_two_copies=not (is_single or location.is_bucket(directory.path)),
                 leader=None if name == "durable" else self.durable.reuse,
             )

@@ -73,7 +73,8 @@ class Written:
 class Reuse:
     """Knows the databases of unchanged arrays in the steps of one tier, and divides each save.
 
-    For a local tier, ``leader`` is the ``Reuse`` of the durable tier, which says which leaves are
+    If ``is_automatic``, the state decides whether saves take anything over. For a local tier,
+    ``leader`` is the ``Reuse`` of the durable tier, which says which leaves are
     still, because a snapshot for both tiers has one storage plan. The methods are called while no
     save is in flight, or by the thread of the save; ``loaded`` at any time.
 
@@ -89,6 +90,7 @@ class Reuse:
         processes: Processes,
         *,
         has_two_copies: bool,
+        is_automatic: bool = False,
         leader: Reuse | None = None,
     ) -> None:
         self._directory = directory
@@ -97,6 +99,8 @@ class Reuse:
         self._processes = processes
         self._has_two_copies = has_two_copies
         self._leader = leader or self
+        self._is_automatic = is_automatic
+        self._is_on = self._is_decided = not is_automatic
         self.apart: frozenset[str] = frozenset()
         self._still: frozenset[str] | None = None  # None: the run does not know yet
         self._last: Mapping[str, Content] = {}  # what the newest save has stored
@@ -120,18 +124,35 @@ class Reuse:
 
     # --- which leaves are still ---
 
-    def plan_save(self, expected: Callable[[], frozenset[str]]) -> None:
-        """Decides which leaves the next save to this tier keeps apart.
+    def plan_save(
+        self, names: Sequence[str], arrays: Sequence[Array], frozen: Callable[[], frozenset[str]]
+    ) -> None:
+        """Decides which leaves of a state the next save to this tier keeps apart.
 
-        ``expected`` guesses which leaves will not change, for the saves before the run knows. If
-        the guess is right, the first two saves write the leaves as later saves need them; if it is
+        ``frozen`` returns the leaves that are not expected to change, for the saves before the run
+        knows. If it is right, the first saves write the leaves as later saves need them; if it is
         wrong, these saves take longer.
         """
-        self._keep_apart(expected() if self._still is None else self._still)
+        if not self._is_decided:
+            self._decide(names, arrays, frozen())
+        self._keep_apart(frozen() if self._is_on and self._still is None else self.still)
+
+    def _decide(
+        self, names: Sequence[str], arrays: Sequence[Array], frozen: frozenset[str]
+    ) -> None:
+        sizes = {n: a.size * a.dtype.itemsize for n, a in zip(names, arrays, strict=True)}
+        frozen_bytes, all_bytes = sum(sizes[n] for n in frozen & sizes.keys()), sum(sizes.values())
+        self._is_on, self._is_decided = 2 * frozen_bytes >= all_bytes > 0, True
+        if self._is_on:
+            text = "%s: %d of %d bytes of the state are frozen parameters, so saves reuse them"
+            logger.info(text, self._directory.path, frozen_bytes, all_bytes)
+            self._preserving.warn_of_sharing()
 
     @property
     def still(self) -> frozenset[str]:
         """The leaves that did not change, as far as is known; else those that are kept apart."""
+        if not self._is_on:
+            return frozenset()
         return self.apart if self._still is None else self._still
 
     def _keep_apart(self, leaves: frozenset[str]) -> None:
@@ -152,6 +173,8 @@ class Reuse:
                 still = frozenset(leader._processes.first(lambda: sorted(still)))
         elif compared is not None:
             leader._last = ledger.contents_of_step(compared.manifest)
+        if leader._is_automatic:
+            leader._is_on, leader._is_decided = bool(still), False  # on until the next save decides
         if still:
             leader._still = still
             leader._keep_apart(still)
@@ -243,6 +266,8 @@ class Reuse:
         Returns the copy that the new step will have, and the key and folder of the step that has
         it; the key is None if there is no such step, or it lacks files.
         """
+        if not self._leader._is_on:
+            return [self._turn, None, ""]
         steps = self._history.branches.committed
         if not self._has_two_copies:
             self._turn = next(iter(self._entries), 0)
@@ -323,7 +348,9 @@ class Reuse:
         Process 0 calls it before the commit mark, when all processes have written; raises SaveError
         if files that the save took over are gone.
         """
-        contents = ledger.contents_of_save(plan, here, {**digests, **divided.digests})
+        contents: Mapping[str, Content] = {}
+        if self._leader._is_on:
+            contents = ledger.contents_of_save(plan, here, {**digests, **divided.digests})
         files: dict[str, File] = {}
         still: Sequence[str] | None = None
         if self._processes.is_first and divided.databases:
@@ -337,7 +364,7 @@ class Reuse:
             linked = {name.partition("/")[0] for name in divided.files}  # may have files of others
             files = {n: f for n, f in present.items() if n.partition("/")[0] not in linked}
             files |= divided.files
-        if self._processes.is_first and self._leader is self:
+        if self._processes.is_first and self._leader is self and self._is_on:
             found = ledger.still_leaves(contents, self._last, self.still, here)
             still = None if found == self._still else sorted(found)
         reused_bytes = sum(file.size for file in divided.files.values())
