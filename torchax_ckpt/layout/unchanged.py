@@ -8,9 +8,9 @@ the objects.
 In a run of several processes, each process writes its parts of the arrays to a folder of its own.
 The folders of all these processes together are the database. A later step takes all of them.
 
-Two copies of the unchanged arrays exist, numbered 0 and 1. They were written separately and share
-no files. A new step has another copy than the newest step that is kept beside it, so damage to one
-file never affects both.
+On a disk, two copies of the unchanged arrays exist, numbered 0 and 1. They were written separately
+and share no files. A new step has another copy than the newest step that is kept beside it, so
+damage to one file never affects both. In a bucket, all steps have the same copy.
 
 An array counts as unchanged if the 128-bit digests of all its blocks are equal to those of the
 stored array. Two different blocks with equal digests by chance are as good as impossible: among

@@ -28,25 +28,18 @@ _DATABASE_BYTES = 64 << 20
 
 @dataclasses.dataclass
 class Division:
-    """Which arrays of a save are stored in databases of unchanged arrays.
+    """Which arrays of a save are stored in databases of unchanged arrays, by stored names."""
 
-    Attributes:
-      copy: which of the two copies of the unchanged arrays the step has.
-      databases: the databases of the new step, by name.
-      folders: stored name -> folder, for the arrays in these databases that this process writes.
-      linked: the stored names of the arrays whose database the save takes over.
-      digests: stored name -> digests, for those of them that this process knows.
-      links: what this process takes over: the folder in the earlier step, the new folder's name.
-      files: on process 0, the files that the step takes over, by their new names.
-    """
-
-    copy: int = 0
+    copy: int = 0  # which of the two copies of the unchanged arrays the step has
     databases: dict[str, Database] = dataclasses.field(default_factory=dict)
+    # Stored name -> folder, for the arrays in these databases that this process writes.
     folders: dict[str, str] = dataclasses.field(default_factory=dict)
+    # The arrays whose database the save takes over, and their digests, as known to this process.
     linked: set[str] = dataclasses.field(default_factory=set)
     digests: dict[str, Digests] = dataclasses.field(default_factory=dict)
+    # What this process takes over: the folder in the earlier step, and the new folder's name.
     links: list[tuple[epath.Path, str]] = dataclasses.field(default_factory=list)
-    files: dict[str, File] = dataclasses.field(default_factory=dict)
+    files: dict[str, File] = dataclasses.field(default_factory=dict)  # of all links, on process 0
 
     def take_over(
         self,
@@ -59,8 +52,7 @@ class Division:
     ) -> None:
         """Adds the databases of an earlier step, in the folder ``source``, that have a bit set.
 
-        Their folders are divided among the processes, whichever processes wrote them. Process 0
-        alone stores host arrays, and takes their databases over.
+        The processes share their folders, whoever wrote them; process 0 takes those of host arrays.
         """
         files = collections.defaultdict[str, dict[str, File]](dict)  # by folder
         for path, file in base.files.items():
@@ -95,10 +87,7 @@ class Division:
         apart: frozenset[str],
         processes: Processes,
     ) -> None:
-        """Adds databases of the other arrays all of whose leaves are kept apart.
-
-        They are the same on all processes, but those of host arrays, which come last.
-        """
+        """Adds databases of the other arrays that are ``apart``, those of host arrays last."""
         index = processes.index if processes.count > 1 else None
         still = {
             name: array

@@ -31,17 +31,15 @@ from torchax_ckpt.snapshot.stacking import Array, execute
 class Kept:
     """The arrays that a save need not look at to take them over: their leaves are the same objects.
 
-    Attributes:
-      forms: stored name -> array without values, over the devices of all processes.
-      contents: stored name -> what the array holds, as this tier stores it.
-      leaves: name -> leaf, for all leaves in the arrays. They are held until the save ends, because
-        the step that has their values may be deleted before the save begins to write.
-      references: references to all still leaves whose identity proves their values.
+    The leaves are held until the save ends, because the step that has their values may be deleted
+    before the save begins to write.
     """
 
+    # Stored name -> array without values, over the devices of all processes; and what it holds.
     forms: Mapping[str, HostArray] = dataclasses.field(default_factory=dict)
     contents: Mapping[str, Content] = dataclasses.field(default_factory=dict)
     leaves: Mapping[str, Array] = dataclasses.field(default_factory=dict)
+    # To all still leaves whose identity proves their values.
     references: Mapping[str, Reference] = dataclasses.field(default_factory=dict)
 
     @property
@@ -94,10 +92,7 @@ def common(found: Sequence[Kept]) -> list[Kept]:
 
 
 def in_both_copies(newest: Entry, other: Entry, *, is_per_host: bool) -> list[dict[str, HostArray]]:
-    """Returns the databases of ``newest`` that ``other`` has too, if identity proves their values.
-
-    Each is stored name -> array without values.
-    """
+    """Returns the databases that both have, as forms, if identity proves their values."""
     found = []
     for database in newest.databases.values():
         forms: dict[str, HostArray] = {}
@@ -136,11 +131,8 @@ def _form(name: str, entry: Entry) -> HostArray | None:
 
 
 def is_proof(array: jax.Array) -> bool:
-    """Returns whether the identity of an array proves that its values did not change.
-
-    On a GPU, DLPack lets an array share memory with another library, which may change it. Memory of
-    the host may be shared as well.
-    """
+    """Returns whether the identity of an array proves that its values did not change."""
+    # On a GPU or a host, DLPack lets an array share memory with a library that changes it.
     return _is_on_tpu(array.sharding)
 
 

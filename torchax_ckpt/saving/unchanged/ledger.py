@@ -3,11 +3,8 @@
 An entry is recorded only for a step that was committed on all processes, from the digests that its
 save has taken, or for a step that was read and compared with its digests. What a save has sent
 proves nothing: if the save fails on another process, an equal array would count as unchanged
-although no step stores it.
-
-Each process compares the arrays that it stores with an entry; process 0 takes over what all
-processes found equal. So an array counts as unchanged only if the 128-bit digest of each of its
-blocks is equal to that of the stored block.
+although no step stores it. An array counts as unchanged only if the 128-bit digest of each of its
+blocks is equal to that of the stored block, on the process that stores the block.
 """
 
 from __future__ import annotations
@@ -43,40 +40,25 @@ _MIN_LEAF_BYTES, _MIN_HOST_LEAF_BYTES = 1 << 10, 16 << 10
 
 @dataclasses.dataclass(frozen=True)
 class Content:
-    """What a stored array holds.
-
-    Attributes:
-      members: the leaves in the array, in order.
-      shape, dtype: of the stored array.
-      digests: of its blocks; on other processes than process 0, maybe those of the blocks that the
-        process stores, and 0 for the others.
-    """
+    """What a stored array holds: its leaves, in order, and the digests of its blocks."""
 
     members: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: str
-    digests: Digests
+    digests: Digests  # 0 for blocks that only other processes know
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """The databases of unchanged arrays of one step.
+    """The databases of unchanged arrays of one step."""
 
-    Attributes:
-      key: the step's number and commit time.
-      copy: which of the two copies of the unchanged arrays the step has.
-      databases: name -> database; in the same order on all processes.
-      contents: stored name -> content, for the arrays that this process knows.
-      references: leaf -> the object that has its values, if the identity of the object proves it.
-      files: on process 0, the files of the databases.
-    """
-
-    key: Key
-    copy: int
-    databases: Mapping[str, Database]
-    contents: Mapping[str, Content]
+    key: Key  # the step's number and commit time
+    copy: int  # which of the two copies of the unchanged arrays the step has
+    databases: Mapping[str, Database]  # in the same order on all processes
+    contents: Mapping[str, Content]  # stored name -> content, of arrays that this process knows
+    # Leaf -> the object that has its values, if the identity of the object proves it.
     references: Mapping[str, Reference] = dataclasses.field(default_factory=dict)
-    files: Mapping[str, File] = dataclasses.field(default_factory=dict)
+    files: Mapping[str, File] = dataclasses.field(default_factory=dict)  # on process 0
 
 
 def members_of(plan: Plan, name: str) -> tuple[str, ...]:
@@ -113,10 +95,9 @@ def leaves_in(manifest: Manifest) -> frozenset[str]:
 def are_on_host(
     names: Collection[str], arrays: Collection[str], here: Mapping[str, AnyArray]
 ) -> bool | None:
-    """Returns whether arrays are host arrays, which process 0 stores alone.
+    """Returns whether process 0 stores arrays alone; None if not all, or if one is not saved.
 
-    None if some are and some are not, or if one is not in ``arrays``, those of the save. ``here``
-    has those that this process stores.
+    ``arrays`` are those of the save, and ``here`` has those that this process stores.
     """
     if not all(name in arrays for name in names):
         return None
@@ -133,10 +114,9 @@ def compare(
     *,
     is_first: bool,
 ) -> int:
-    """Returns one bit for each database of an entry: whether its arrays are equal, as stored here.
+    """Returns one bit for each database of an entry: whether what is stored here of it is equal.
 
-    Fetches the arrays one after another, but those whose long digests are ``known``. A process that
-    stores no part of an array finds it equal.
+    Fetches the arrays one after another, but those whose long digests are ``known``.
     """
     equal = 0
     for number, database in enumerate(entry.databases.values()):
@@ -181,10 +161,9 @@ def still_leaves(
     known: Collection[str],
     arrays: Mapping[str, AnyArray],
 ) -> frozenset[str]:
-    """Returns the leaves that did not change since the save before, unless they have few bytes.
+    """Returns the leaves that did not change since the ``last`` save, unless they have few bytes.
 
-    ``contents`` and ``last`` are those of the save and of the one before, and ``known`` has the
-    leaves that counted as still so far.
+    ``known`` has the leaves that counted as still so far.
     """
     sizes: dict[bool, dict[str, int]] = {False: {}, True: {}}  # is on the host -> leaf -> bytes
     for name, now in contents.items():
@@ -198,10 +177,7 @@ def still_leaves(
 
 
 def _still_in(now: Content, before: Content | None, known: Collection[str]) -> Iterator[str]:
-    """Yields the leaves of an array that are still.
-
-    If the save before stored the leaves in another array, a leaf is still if it was.
-    """
+    """Yields the leaves that are still; if their array was another one, those that were still."""
     if (
         before is None
         or (before.members, before.shape) != (now.members, now.shape)

@@ -64,19 +64,17 @@ class Written:
     """What becomes known once the step of a save is committed."""
 
     entry: Entry  # without its key
-    # On process 0: the leaves that count as still from then on, None if these do not change; and
-    # the bytes of the files that the save took over.
-    still: Sequence[str] | None
-    reused_bytes: int
+    still: Sequence[str] | None  # on process 0, the leaves that are still; None: as before
+    reused_bytes: int  # on process 0, of the files that the save took over
 
 
 class Reuse:
-    """Knows the databases of unchanged arrays in the steps of one tier, and divides each save.
+    """The ledger of one tier, which divides the arrays of each save.
 
     If ``is_automatic``, the state decides whether saves take anything over. For a local tier,
-    ``leader`` is the ``Reuse`` of the durable tier, which says which leaves are
-    still, because a snapshot for both tiers has one storage plan. The methods are called while no
-    save is in flight, or by the thread of the save; ``loaded`` at any time.
+    ``leader`` is the ``Reuse`` of the durable tier, which says which leaves are still, because a
+    snapshot for both tiers has one storage plan. The methods are called while no save is in flight,
+    or by the thread of the save; ``loaded`` at any time.
 
     Attributes:
       apart: the leaves that storage plans keep apart from the others.
@@ -129,9 +127,7 @@ class Reuse:
     ) -> None:
         """Decides which leaves of a state the next save to this tier keeps apart.
 
-        ``frozen`` returns the leaves that are not expected to change, for the saves before the run
-        knows. If it is right, the first saves write the leaves as later saves need them; if it is
-        wrong, these saves take longer.
+        Before the run knows, those that ``frozen`` expects not to change: a wrong guess costs time.
         """
         if not self._is_decided:
             self._decide(names, arrays, frozen())
@@ -230,11 +226,8 @@ class Reuse:
         return Kept(forms, contents, kept, references)
 
     def _proven(self, leaves: Mapping[str, Any]) -> dict[str, Reference]:
-        """Returns references to those of the leaves whose identity proves their values.
-
-        In a run of several processes, process 0 stores the arrays on devices of one process as host
-        arrays, and other processes have others.
-        """
+        """Returns references to those of the leaves whose identity proves their values."""
+        # Of several processes, each may have others on its own devices; process 0 stores its own.
         is_alone = self._processes.count == 1 and not self._processes.is_per_host
         return {
             name: weakref.ref(array)
@@ -261,11 +254,7 @@ class Reuse:
     # --- a save ---
 
     def candidate(self, step: int, metrics: Mapping[str, Any]) -> list[Any]:
-        """Names on process 0 what the next save could take over.
-
-        Returns the copy that the new step will have, and the key and folder of the step that has
-        it; the key is None if there is no such step, or it lacks files.
-        """
+        """Returns the new step's copy, and the key (or None) and folder of a whole step with it."""
         if not self._leader._is_on:
             return [self._turn, None, ""]
         steps = self._history.branches.committed
@@ -312,8 +301,8 @@ class Reuse:
     ) -> Division:
         """Divides the arrays of a save, on all processes together, given the ``candidate``.
 
-        Fetches the arrays that the save could take over, but those that are kept. ``arrays`` are
-        those that are not of one process, and ``here`` has those of them that this process stores.
+        Fetches what the save could take over, but is not kept. Of ``arrays``, this process stores
+        those in ``here``.
         """
         copy, key, folder = candidate
         processes, base, equal = self._processes, None, 0
@@ -345,8 +334,7 @@ class Reuse:
     ) -> Written:
         """Returns, on each process, what is to be known once the new step is committed.
 
-        Process 0 calls it before the commit mark, when all processes have written; raises SaveError
-        if files that the save took over are gone.
+        Raises SaveError if files that the save took over are gone.
         """
         contents: Mapping[str, Content] = {}
         if self._leader._is_on:
@@ -401,11 +389,7 @@ class Reuse:
         logger.info(text, committed.step, self._directory.path, reused_bytes, how)
 
     def failed(self) -> None:
-        """Records that a save failed: the next save takes nothing over that this save tried to.
-
-        The reason may be that a database of an earlier step is damaged, or that several processes
-        did not agree on which leaves are still.
-        """
+        """Records that a save failed: a database may be damaged, or processes may not agree."""
         self._entries = {c: e for c, e in self._entries.items() if e is not self._base}
         self._newest = None
         if self._takes_over and location.is_bucket(self._directory.path):
