@@ -47,12 +47,12 @@ MAX_FILES, MAX_FILES_AT_THE_TOP, MAX_LINES = 13, 6, 500
 MAX_LINES_OF = {"checkpointer.py": 560}
 # What a person who takes this over reads. A change that needs more makes room first.
 BUDGETS = {
-    "lines": 34_500,
-    "lines of docstrings": 6_700,
-    "files": 215,
-    "files that one other imports": 49,
-    "classes whose name stands twice": 1,
-    "lines of tests": 49_300,
+    "lines": 32_000,
+    "lines of docstrings": 5_800,
+    "files": 190,
+    "files that one other imports": 30,
+    "classes whose name stands twice": 0,
+    "lines of tests": 49_000,
 }
 
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -1,5 +1,50 @@
-"""Lets ``python -m torchax_ckpt`` run the same program as ``torchax-ckpt``."""
+"""The entry point of ``torchax-ckpt``, also as ``python -m torchax_ckpt``; JAX gets CPUs only."""
 
-from torchax_ckpt.cli.main import main
+from __future__ import annotations
 
-main()
+import _thread
+import importlib.util
+import os
+import sys
+from typing import Any
+
+from torchax_ckpt.cli.exit_codes import INTERRUPTED, USAGE
+
+_EXTRA = ("jinja2", "rich", "safetensors", "typer")
+
+
+def main() -> None:
+    """Runs the command that the arguments of ``torchax-ckpt`` name."""
+    if any(importlib.util.find_spec(library) is None for library in _EXTRA):
+        print(
+            'torchax-ckpt needs its extra: pip install "torchax-ckpt[cli]"',
+            file=sys.stderr,
+        )
+        sys.exit(USAGE)
+    # A training on this host may use the accelerators, and two programs cannot share one TPU. No
+    # command computes on a device.
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    # libtpu, with which `plan --topology` compiles, prints warnings on hosts that do not say which
+    # TPUs they have. It compiles for the topology of the option, whatever stands here.
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    sys.unraisablehook = _interrupt_again
+    try:
+        from torchax_ckpt.cli.app import app
+
+        app(prog_name="torchax-ckpt")
+    except KeyboardInterrupt:  # raised during the imports; each command handles later ones itself
+        sys.exit(INTERRUPTED)
+
+
+def _interrupt_again(unraisable: Any) -> None:
+    """Repeats a Ctrl-C that Python swallowed, as it does in a callback of the garbage collector."""
+    if issubclass(unraisable.exc_type, KeyboardInterrupt):
+        # On another thread, because the interrupt must arrive after this function has ended.
+        _thread.start_new_thread(_thread.interrupt_main, ())
+    else:
+        sys.__unraisablehook__(unraisable)
+
+
+if __name__ == "__main__":
+    main()

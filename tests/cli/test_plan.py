@@ -53,7 +53,7 @@ def test_a_plan_says_what_the_library_says() -> None:
 
 def test_a_plan_from_parameters_needs_neither_torch_nor_jax(directory: Path) -> None:
     program = WITHOUT_TORCH_AND_JAX + (
-        "from torchax_ckpt.cli.main import main\n"
+        "from torchax_ckpt.__main__ import main\n"
         f"sys.argv = {['torchax-ckpt', *map(str, LARGE)]!r}\n"
         "main()\n"
     )

@@ -119,7 +119,7 @@ TYPED = {"_TYPER_COMPLETE_ARGS": "torchax-ckpt ver"}
 )
 def test_shells_complete_commands(shell: str, words: dict[str, str]) -> None:
     env = {"_TORCHAX_CKPT_COMPLETE": f"complete_{shell}", **words}
-    program = "from torchax_ckpt.cli.main import main; main()"
+    program = "from torchax_ckpt.__main__ import main; main()"
     assert "verify" in run_python(program, env=env, fresh=True).stdout
 
 
@@ -128,7 +128,7 @@ def test_without_the_extra_one_line_says_what_to_install(missing: str) -> None:
     program = f"""
         import sys
         sys.modules["{missing}"] = None
-        from torchax_ckpt.cli.main import main
+        from torchax_ckpt.__main__ import main
         main()
     """
     result = run_python(program, "ls", ".", check=False, fresh=True)
@@ -199,7 +199,7 @@ def test_an_error_of_the_command_itself_is_no_finding(
 def test_ctrl_c_ends_a_command_with_130_and_without_a_word(saved: Path) -> None:
     program = """
         import os, signal, sys, time
-        from torchax_ckpt.cli.main import main
+        from torchax_ckpt.__main__ import main
         from torchax_ckpt.stored.stored_step import StoredStep
         def interrupted(*args, **kwargs):
             os.kill(os.getpid(), signal.SIGINT)
@@ -216,7 +216,7 @@ def test_ctrl_c_ends_a_command_with_130_and_without_a_word(saved: Path) -> None:
 def test_ctrl_c_while_a_command_starts_is_as_quiet() -> None:
     program = """
         import os, signal, sys
-        from torchax_ckpt.cli.main import main
+        from torchax_ckpt.__main__ import main
         class Interrupted:
             def find_spec(self, name, path, target=None):
                 if name == "torchax_ckpt.cli.app":
@@ -231,7 +231,7 @@ def test_ctrl_c_while_a_command_starts_is_as_quiet() -> None:
 def test_ctrl_c_in_a_callback_of_the_collector_is_not_lost() -> None:
     program = """
         import gc, os, signal, sys
-        from torchax_ckpt.cli.main import main
+        from torchax_ckpt.__main__ import main
         def callback(phase, info):
             gc.callbacks.remove(callback)
             os.kill(os.getpid(), signal.SIGINT)

@@ -49,7 +49,7 @@ from torchax_ckpt.layout.manifest import Manifest, array_nodes
 from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.processes.coordination import SINGLE_PROCESS
 from torchax_ckpt.processes.per_host import PerHostProcesses
-from torchax_ckpt.restoring import host_shards, load, local_tier
+from torchax_ckpt.restoring import host_shards, local_tier, read_calls
 from torchax_ckpt.saving.unchanged import ledger
 from torchax_ckpt.state import node_checks
 from torchax_ckpt.storage.arrays import array_checks
@@ -423,7 +423,7 @@ class Readers:
         def read() -> None:
             with _spanning():
                 source = local_tier.HostSteps(committed, options, alone, "replica", Verified())
-                found = load.load_state(source, abstract, SINGLE_PROCESS)
+                found = read_calls.load_state(source, abstract, SINGLE_PROCESS)
             for name, leaf in leaves.items():
                 assert np.asarray(found[name]).tobytes() == leaf.tobytes()
 

@@ -10,7 +10,7 @@ import torch
 
 from torchax_ckpt import planning
 from torchax_ckpt.errors import PlanError
-from torchax_ckpt.planning.sizes import MOMENTS
+from torchax_ckpt.planning.closed_forms import MOMENTS
 
 
 def test_a_parameter_under_adamw_takes_twelve_bytes() -> None:

@@ -88,7 +88,7 @@ def of_command(max_bytes: str, *arguments: str) -> None:
     import torchax_ckpt.cli.app
     import torchax_ckpt.cli.convert
     import torchax_ckpt.formats.state_dict  # noqa: F401
-    from torchax_ckpt.cli.main import main
+    from torchax_ckpt.__main__ import main
     from torchax_ckpt.storage.arrays import read_arrays
 
     read_arrays.STREAMED_BYTES = int(max_bytes)

@@ -17,7 +17,7 @@ from torchax_ckpt.layout.names import of_process
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.processes.per_host import PerHostProcesses
 from torchax_ckpt.restoring import local_tier
-from torchax_ckpt.restoring.exchange_plans import StateSenders
+from torchax_ckpt.restoring.host_shards import StateSenders
 from torchax_ckpt.snapshot.sharding import Local
 from torchax_ckpt.state import per_process_state
 from torchax_ckpt.state.component import Read

@@ -19,7 +19,7 @@ from support import PROGRAMS
 from support.processes import Running, run_processes
 from support.slices import PROGRAM, assert_ends_alike, killed, resumed, settings, straight
 
-from torchax_ckpt.restoring.exchange_plans import routes
+from torchax_ckpt.restoring.host_shards import routes
 
 
 @pytest.fixture(scope="module")

@@ -128,9 +128,9 @@ def diff(
     elements, how many elements differ and by how much at most. Two NaNs are equal. Leaves that
     differ only in the bits of equal values (NaN payloads, signs of zero) are listed too.
     """
-    from torchax_ckpt.cli import diff
+    from torchax_ckpt.cli import show
 
-    return diff.diff(a, b, filter, as_json=json)
+    return show.diff(a, b, filter, as_json=json)
 
 
 @app.command("report", epilog=EPILOG)
@@ -147,9 +147,9 @@ def report(
     Reads the events that the run's programs have recorded in the directory; a program may still be
     running. The page contains no script and loads nothing from the network.
     """
-    from torchax_ckpt.cli.report import command
+    from torchax_ckpt.cli import report
 
-    return command.report(directory, out, as_json=json)
+    return report.report(directory, out, as_json=json)
 
 
 app.command("plan", epilog=EPILOG)(ends_well(plan.plan))

@@ -1,9 +1,10 @@
-"""The commands that inspect steps: ``ls``, ``show`` and ``verify``."""
+"""The commands that inspect steps: ``ls``, ``show``, ``verify`` and ``diff``."""
 
 from __future__ import annotations
 
 import contextlib
 import fnmatch
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -26,6 +27,7 @@ from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.verified import MARK
 from torchax_ckpt.storage.medium import location
 from torchax_ckpt.stored import shared_files
+from torchax_ckpt.stored.compare import Difference, StepComparison, compare
 from torchax_ckpt.stored.shared_files import Usage
 from torchax_ckpt.stored.stored_step import StoredStep
 from torchax_ckpt.telemetry.journal import latest_start
@@ -320,3 +322,75 @@ def _verify_one(run: RunDirectory, committed: CommittedStep, *, read_only: bool)
         "marked": is_marked,
         "code": OK,
     }
+
+
+_IN_WORDS = {
+    "only_in_a": "only in A",
+    "only_in_b": "only in B",
+    "form": "kind, dtype or shape",
+    "bits": "equal values, other bits",
+    "content": "content",
+}
+
+
+def diff(a: str, b: str, pattern: str | None, *, as_json: bool) -> int:
+    """Runs ``torchax-ckpt diff``; returns the exit code."""
+    steps = [StoredStep(chosen(text)[1]) for text in (a, b)]
+    left, right = steps
+    with progress.bar("comparing", lambda: left.stored_bytes) as on_bytes:
+        result = compare(
+            left,
+            right,
+            is_wanted=lambda name: pattern is None or fnmatch.fnmatchcase(name, pattern),
+            on_bytes=on_bytes,
+        )
+    if as_json:
+        output.print_json(
+            {
+                **{
+                    side: {"path": str(step.committed.path), "step": step.committed.step}
+                    for side, step in zip("ab", steps, strict=True)
+                },
+                "identical": result.is_identical,
+                "num_identical": result.num_identical,
+                "leaves": [_difference_as_json(difference) for difference in result.leaves],
+                "values": [_difference_as_json(difference) for difference in result.values],
+            }
+        )
+    else:
+        _print_comparison(result)
+    return OK if result.is_identical else FOUND
+
+
+def _difference_as_json(difference: Difference) -> dict[str, Any]:
+    is_infinite = difference.max_abs is not None and math.isinf(difference.max_abs)
+    return {
+        **vars(difference),
+        "max_abs": "inf" if is_infinite else difference.max_abs,  # JSON has no infinity
+    }
+
+
+def _print_comparison(result: StepComparison) -> None:
+    found = (*result.leaves, *result.values)
+    if rows := [(d.name, _IN_WORDS[d.what], _difference_detail(d)) for d in found]:
+        output.print_table(("name", "difference", ""), rows)
+    if result.is_identical:
+        output.print_line(f"identical to the bit: {result.num_identical} leaves, and all values")
+    else:
+        output.print_line(
+            f"{result.num_identical} leaves are identical to the bit; {len(result.leaves)} leaves "
+            f"and {len(result.values)} values differ"
+        )
+
+
+def _difference_detail(difference: Difference) -> str:
+    if difference.what == "bits":
+        return ""
+    if difference.num_elements is None:
+        return " -> ".join(text for text in (difference.a, difference.b) if text is not None)
+    parts = [f"{difference.num_elements} elements"]
+    if difference.max_abs is not None:
+        parts.append(f"by at most {difference.max_abs:.6g}")
+    if difference.num_nan:
+        parts.append(f"{difference.num_nan} NaN on one side")
+    return ", ".join(parts)

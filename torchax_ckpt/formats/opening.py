@@ -1,14 +1,27 @@
-"""Opens weight files that other programs wrote, in any of the supported formats."""
+"""Opens weight files that other programs wrote; reads those of ``torch.save`` itself.
+
+Files of ``torch.save`` are mapped, and none of their code is run.
+"""
 
 from __future__ import annotations
 
+import warnings
+import zipfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from torchax_ckpt.errors import SelectionError
+import torch
+
+from torchax_ckpt.errors import MismatchError, SelectionError, UnsupportedLeafError
+from torchax_ckpt.formats.archives import Section, load, members
 from torchax_ckpt.formats.dcp import is_dcp, open_dcp
 from torchax_ckpt.formats.safetensors_io import is_safetensors, open_safetensors
-from torchax_ckpt.formats.tensor_files import TensorFiles
-from torchax_ckpt.formats.torch_reading import is_torch_file, open_torch_file
+from torchax_ckpt.formats.state_dict import array_of, native_torch
+from torchax_ckpt.formats.tensor_files import FilePart, FileTensor, TensorFiles
+from torchax_ckpt.formats.untrusted_files import reading_file
+from torchax_ckpt.layout import names
+from torchax_ckpt.layout.manifest import STORABLE_DTYPES
 
 
 def is_known(path: Path) -> bool:
@@ -35,3 +48,138 @@ def open_files(path: Path, at: str | None = None) -> TensorFiles:
             f"have nested keys, to which at={at!r} could refer. Call again without at=."
         )
     return open_safetensors(path)
+
+
+_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+_ZIP = b"PK\x03\x04"
+# Keys under which training programs save the weights: those of torch's tutorials and of Lightning.
+_MODELS = ("model", "state_dict")
+# Enough for some 200,000 tensors.
+_MAX_DESCRIPTION_BYTES = 32 << 20
+_MAX_DEPTH = 64
+
+
+def is_torch_file(path: Path) -> bool:
+    """Returns whether the path is a file with a suffix of ``torch.save``'s, or a zip archive."""
+    if not path.is_file() or path.suffix in _SUFFIXES:
+        return path.is_file()
+    try:
+        with open(path, "rb") as file:
+            return file.read(len(_ZIP)) == _ZIP
+    except OSError:  # open_files then raises an error that states the cause
+        return False
+
+
+def open_torch_file(path: Path, at: str | None = None) -> TensorFiles:
+    """Opens a file of ``torch.save`` without reading a tensor; see ``open_files``.
+
+    Tensors with the same storage, offset, shape and strides are tied. Values that are neither
+    tensors nor dicts of tensors are left out. The default place is ``model``, ``state_dict``, or
+    the file.
+    """
+    with reading_file(path, "a file of torch.save", may_be_link=True):
+        root = _loaded(path)
+        tensors: dict[str, FileTensor] = {}
+        ties: dict[str, str] = {}
+        named: dict[Any, str] = {}
+        for keys, tensor in _tensors(_place(path, root, at)):
+            name = ".".join(keys)
+            if name in tensors or name in ties:
+                raise UnsupportedLeafError(f"{path}: two tensors would be called {name!r}")
+            with native_torch():
+                array = _array(path, name, tensor)
+                identity = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+            if array.size and (other := named.setdefault(identity, name)) != name:
+                ties[name] = other
+                continue
+            part = FilePart(path, (0,) * array.ndim, array.shape, array=array)
+            tensors[name] = FileTensor(array.dtype.name, array.shape, (part,))
+        if not tensors:
+            raise _no_tensors(path, root, at)
+    return TensorFiles(tensors, ties, (path,))
+
+
+def _loaded(path: Path) -> Any:
+    if not zipfile.is_zipfile(path):
+        with open(path, "rb") as file:
+            begins = file.read(len(_ZIP))
+        if begins == _ZIP:
+            raise ValueError(
+                "the zip archive is cut off: its list of files is missing. Copy the file again"
+            )
+        raise UnsupportedLeafError(
+            f"{path}: expected a zip archive, as torch.save has written since torch 1.6. Load "
+            "the file with torch.load and save it again with torch.save"
+        )
+    with open(path, "rb") as file:
+        members(Section(file, 0, path.stat().st_size, _MAX_DESCRIPTION_BYTES))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about kinds of tensors that are refused below
+            return load(path, path, map_location="cpu", mmap=True)
+    except (RuntimeError, AssertionError) as error:  # torch's words say nothing of the file
+        raise ValueError(f"{error!s:.200}. Copy the file again, or save it again") from error
+
+
+def _array(path: Path, name: str, tensor: torch.Tensor) -> Any:
+    """Returns a tensor as an array, without a copy; raises if no step can store the tensor."""
+    kind = "quantized" if tensor.is_quantized else "meta" if tensor.is_meta else tensor.layout
+    if kind is not torch.strided:
+        raise UnsupportedLeafError(
+            f"{path}: {name}: expected a plain tensor, found a tensor of the kind {kind}. "
+            "Save it as a plain tensor"
+        )
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in STORABLE_DTYPES:
+        raise UnsupportedLeafError(f"{path}: {name}: dtype {dtype} cannot be stored")
+    return array_of(tensor)
+
+
+def _place(path: Path, root: Any, at: str | None) -> Any:
+    """Returns what the keys ``at`` lead to; for None, the dict of the weights or ``root``."""
+    if at is None:
+        dicts = (inner for key in _MODELS if isinstance(inner := _under(root, key), dict))
+        return next(dicts, root)
+    found = root
+    for key in names.split(at):
+        found = _under(found, key)
+    if found is None:
+        raise _no_tensors(path, root, at)
+    return found
+
+
+def _under(root: Any, key: str) -> Any:
+    if not isinstance(root, dict):
+        return None
+    return next((value for k, value in root.items() if _key(k) == key), None)
+
+
+def _tensors(root: Any) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+    """Yields the keys and the tensor of each tensor in nested dicts, in the dicts' order."""
+    seen: set[int] = set()
+    waiting: list[tuple[tuple[str, ...], Any]] = [((), root)]
+    while waiting:
+        keys, value = waiting.pop()
+        if isinstance(value, torch.Tensor):
+            yield keys, value
+        elif isinstance(value, dict):
+            # Nested dicts can share so many parts that a walk through all paths would never end.
+            if id(value) in seen or len(keys) > _MAX_DEPTH:
+                raise ValueError(
+                    f"{'.'.join(keys):.80}: expected nested dicts that form a tree, found a dict "
+                    f"that is in two places, or more than {_MAX_DEPTH} dicts deep"
+                )
+            seen.add(id(value))
+            inner = ((_key(key), member) for key, member in value.items())
+            waiting += [((*keys, k), member) for k, member in inner if k is not None][::-1]
+
+
+def _key(key: Any) -> str | None:
+    return str(key) if type(key) in (str, int) else None
+
+
+def _no_tensors(path: Path, root: Any, at: str | None) -> MismatchError:
+    keys = [_key(key) for key in root] if isinstance(root, dict) else []
+    found = ", ".join(repr(key)[:80] for key in keys[:10] if key) or "no dict"
+    where = f"at {at!r}" if at else "in a dict that torch.save wrote"
+    return MismatchError(f"{path}: expected tensors {where}, found {found}", path=path)

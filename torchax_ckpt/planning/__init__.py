@@ -12,19 +12,17 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from torchax_ckpt.planning.intervals import (
+from torchax_ckpt.planning.closed_forms import (
     BestInterval,
+    StateBytes,
     best_interval,
     daly_training_secs,
     expected_goodput,
-    save_cost_secs,
-    young_interval_secs,
-)
-from torchax_ckpt.planning.sizes import (
-    StateBytes,
     module_state_bytes,
     ramdisk_bytes_per_host,
+    save_cost_secs,
     state_bytes,
+    young_interval_secs,
 )
 
 if TYPE_CHECKING:

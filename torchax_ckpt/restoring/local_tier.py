@@ -28,7 +28,7 @@ from torchax_ckpt.layout.manifest import Node, array_nodes
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.processes.per_host import PerHostProcesses
 from torchax_ckpt.restoring import host_shards
-from torchax_ckpt.restoring.exchange_plans import Answer, StateSenders, rounds_of, routes, runs
+from torchax_ckpt.restoring.host_shards import Answer, StateSenders, rounds_of, routes, runs
 from torchax_ckpt.saving import host_parts
 from torchax_ckpt.saving.host_parts import digest
 from torchax_ckpt.snapshot.move_shards import permute_over_processes, put, reshard

@@ -20,7 +20,7 @@ from support.compare import entries
 from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer
 from torchax_ckpt.cli import exit_codes
 from torchax_ckpt.errors import DirectoryError
-from torchax_ckpt.storage.medium import mounts
+from torchax_ckpt.storage.medium import permissions
 
 STATE = {"w": np.arange(3)}
 ROOT = "1 0 254:0 / / rw,relatime - ext4 /dev/vda rw,discard"
@@ -33,7 +33,7 @@ Mounted = Callable[..., None]
 def mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mounted:
     """Has the kernel list mounts below the root: "NUMBER PARENT ROOT POINT TYPE SOURCE"."""
     table = tmp_path / "mountinfo"
-    monkeypatch.setattr(mounts, "_MOUNTINFO", table)
+    monkeypatch.setattr(permissions, "_MOUNTINFO", table)
 
     def mount(*described: str) -> None:
         lines = [ROOT]
@@ -51,7 +51,7 @@ def mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mounted:
 def refusal(path: str | Path) -> str | None:
     """The URL that the error names; None if the path may be written."""
     try:
-        mounts.refuse_object_store(path)
+        permissions.refuse_object_store(path)
     except DirectoryError as error:
         return re.findall(r"Give (gs://\S+) \(", str(error))[0]
     return None
@@ -115,10 +115,10 @@ def test_a_link_leads_to_a_mount_and_no_list_of_mounts_refuses_nothing(
     for text in (b"", b"\xff\n", b"1 2 3\n\n"):
         (tmp_path / "mountinfo").write_bytes(text)
         assert refusal(bucket) is None
-    monkeypatch.setattr(mounts, "_MOUNTINFO", tmp_path / "missing")
+    monkeypatch.setattr(permissions, "_MOUNTINFO", tmp_path / "missing")
     assert refusal(bucket) is None
     monkeypatch.undo()
-    assert mounts._mount_of(tmp_path) is not None
+    assert permissions._mount_of(tmp_path) is not None
 
 
 def test_a_mounted_bucket_is_refused_at_attach_and_at_every_write_and_read_all_the_same(
@@ -210,7 +210,7 @@ def test_a_file_system_of_fuse_that_does_not_say_what_it_is_is_probed(
     monkeypatch.setattr(where, name, changed(getattr(where, name)))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        mounts.probe(disk, ".draft")
+        permissions.probe(disk, ".draft")
     monkeypatch.undo()
     assert [*disk.iterdir()] == []
     assert len(caught) == (expected is not None)

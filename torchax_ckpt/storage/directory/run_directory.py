@@ -51,7 +51,7 @@ from torchax_ckpt.storage.directory.compare_and_swap import DRAFT_SUFFIX
 from torchax_ckpt.storage.directory.run_identity import RunName
 from torchax_ckpt.storage.directory.summaries import Summaries
 from torchax_ckpt.storage.directory.verified import Verified
-from torchax_ckpt.storage.medium import bucket, fsync, location, mounts, permissions, storage_errors
+from torchax_ckpt.storage.medium import bucket, fsync, location, permissions, storage_errors
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +174,7 @@ class RunDirectory:
             permissions.make_folder(self.path)
             self.fence()
             permissions.prove_writable(self.path, DRAFT_SUFFIX)
-            mounts.probe(self.path, DRAFT_SUFFIX)
+            permissions.probe(self.path, DRAFT_SUFFIX)
 
     def runs(self) -> list[str]:
         """Checks the lease; returns the name of the run in a list; on a durable directory only."""
@@ -387,7 +387,7 @@ class RunDirectory:
                 f"{self.path}: cannot be written: CheckpointOptions(read_only=True) was given",
                 path=self.path,
             )
-        mounts.refuse_object_store(self.path)
+        permissions.refuse_object_store(self.path)
 
     def _translated(self, action: str) -> contextlib.AbstractContextManager[None]:
         return storage_errors.translated(action, self.path)

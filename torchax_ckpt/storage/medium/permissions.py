@@ -1,4 +1,4 @@
-"""Creates files and folders that are never writable by everybody, whatever the umask is.
+"""Creates files and folders that are never writable by everybody; refuses mounted buckets.
 
 Orbax and TensorStore create files and folders with the modes that the umask allows. The umask
 belongs to the whole process, so a change of the umask during a save would affect files that other
@@ -6,18 +6,32 @@ threads create at that time. A save therefore leaves the umask as it is, and wri
 folder that only the owner can enter. Before a step's folder gets its final name, the save removes
 everybody's write permission (the mode's ``o+w``) inside the folder, and gives the folder itself the
 mode of its inner folders, so that other users can enter it if the umask allows this.
+
+Buckets that are mounted with FUSE are refused. Where FUSE shows a bucket as folders, the rename of
+a folder copies object by object, there are no links, and no lock reaches another host: a killed
+save could leave half a step under the name of a whole one, and a lease would exclude nobody. Other
+file systems of FUSE lack nothing. Where the type is ``fuse`` and says nothing, as that of gcsfuse
+in GKE, a probe tells.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import fcntl
 import os
 import pathlib
+import re
+import shutil
 import stat
 import uuid
+from collections.abc import Iterator
+from typing import Any
 
 from etils import epath
 
+from torchax_ckpt.errors import DirectoryError
+from torchax_ckpt.runtime import user_warnings
 from torchax_ckpt.storage.medium import fsync, location
 
 PROBE = "probe"
@@ -84,3 +98,97 @@ def open_folder(step: epath.Path) -> None:
     with os.scandir(step) as entries:
         inner = next(entry for entry in entries if entry.is_dir())
         os.chmod(step, stat.S_IMODE(inner.stat().st_mode))
+
+
+_MOUNTINFO = pathlib.Path("/proc/self/mountinfo")
+_LINE = re.compile(r"^(\S+) (\S+) \S+ (\S+) (\S+) .*? - (\S+) (\S*) ", re.M)
+_ESCAPED = re.compile(r"\\([0-7]{3})")
+_OBJECT_STORES = {"fuse.gcsfuse", "fuse.s3fs", "fuse.rclone", "fuse.goofys"}
+_ALL_BUCKETS = "gcsfuse"  # the source of a mount that has a folder for each bucket
+
+
+# A line of the file; ``root`` is the folder of the file system that is mounted at ``point``.
+_Mount = collections.namedtuple("_Mount", "number parent root point kind source")
+
+
+def refuse_object_store(path: Any) -> None:
+    """Raises DirectoryError if a path, which need not exist, lies on a mounted bucket."""
+    mount = _mount_of(path)
+    if mount is None or mount.kind not in _OBJECT_STORES:
+        return
+    url = "gs://bucket/prefix"
+    if mount.kind == "fuse.gcsfuse":
+        bucket = "" if mount.source == _ALL_BUCKETS else mount.source
+        names = bucket, mount.root, os.path.relpath(os.path.realpath(path), mount.point)
+        url = f"gs://{os.path.normpath('/'.join(names)).strip('/')}"
+    raise DirectoryError(
+        f"{path}: {mount.point} is a bucket mounted with FUSE ({mount.kind}), which cannot be "
+        "written safely: there a rename copies object by object, and a lease excludes nobody. Give "
+        f"{url} (if the mount has --only-dir, with that folder after the bucket), or a path on "
+        "another file system. CheckpointOptions(read_only=True) reads this one.",
+        path=path,
+    )
+
+
+def probe(folder: Any, draft_suffix: str) -> None:
+    """Warns if a file system of type ``fuse`` lacks what commits and leases need."""
+    mount = _mount_of(folder)
+    if mount is None or mount.kind != "fuse":
+        return
+    lacking: list[str] = []
+    name = pathlib.Path(folder / f"{PROBE}-{uuid.uuid4().hex}")
+    old, new = name.with_suffix(draft_suffix), name.with_suffix(f".renamed{draft_suffix}")
+    file = old / "file"
+    old.mkdir(mode=0o700)
+    try:
+        write_file(file, b"")
+        number = file.stat().st_ino
+        with _noted("it has no hard links", lacking):
+            os.link(file, old / "link")
+        with _noted("it has no locks", lacking), open(file) as first, open(file) as second:
+            fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lacking.append("its locks exclude nobody")
+        with _noted("it cannot rename a folder with files", lacking):
+            old.rename(new)
+            if (new / "file").stat().st_ino != number:
+                lacking.append("the rename of a folder makes new files")
+    finally:
+        shutil.rmtree(old, ignore_errors=True)
+        shutil.rmtree(new, ignore_errors=True)
+    if lacking:
+        user_warnings.warn(
+            f"{folder}: expected a file system that commits and leases can rely on, found that of "
+            f"{mount.point} (type fuse, source {mount.source}): {'; '.join(lacking)}. If it is a "
+            "mounted bucket, give gs://bucket/prefix, else a path on another file system."
+        )
+
+
+@contextlib.contextmanager
+def _noted(what: str, lacking: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        lacking.append(f"{what} ({error.strerror})")
+
+
+def _mount_of(path: Any) -> _Mount | None:
+    """Returns the mount in which a path lies; None for a URL, or where the kernel does not say."""
+    try:
+        text = "" if location.is_bucket(path) else os.fsdecode(_MOUNTINFO.read_bytes())
+    except OSError:
+        return None
+    mounts = [
+        _Mount(*(_ESCAPED.sub(lambda m: chr(int(m[1], 8)), field) for field in line))
+        for line in _LINE.findall(text)
+    ]
+    numbers = {m.number for m in mounts}
+    wanted = pathlib.PurePath(os.path.realpath(path))
+    found = None
+    # As the kernel walks a path: to the first mount point on the way, then within its last mount.
+    inside = [m for m in mounts if m.parent not in numbers - {m.number}]
+    while on_the_way := [m for m in inside if wanted.is_relative_to(m.point)]:
+        found = min(reversed(on_the_way), key=lambda m: len(m.point))
+        inside = [m for m in mounts if m.parent == found.number != m.number]
+    return found

@@ -1,8 +1,11 @@
-"""Draws the charts of a report: the timeline, the storage that steps take, the save intervals.
+"""The command ``report``: writes one HTML file about a run, with charts, and without scripts.
 
-A chart is SVG paths and labels, which the page's template escapes and the browser scales. Its size
-is bounded however long a run was: a lane with many marks is one path, and what is drawn at one
-place is drawn once.
+The values come from a directory that other people may have written to. Jinja2 escapes each in
+``report.html.jinja``; a Content-Security-Policy makes browsers block scripts and requests besides.
+
+A chart is SVG paths and labels, which the template escapes and the browser scales. Its size is
+bounded however long a run was: a lane with many marks is one path, and what is drawn at one place
+is drawn once.
 """
 
 from __future__ import annotations
@@ -11,10 +14,206 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeAlias
+from pathlib import Path
+from typing import Any, TypeAlias
 
-from torchax_ckpt.cli.output import duration, size
-from torchax_ckpt.telemetry.timeline import RecordedRun, steps_over_time
+import jinja2
+from etils import epath
+
+from torchax_ckpt.cli import output
+from torchax_ckpt.cli.exit_codes import OK, UsageError
+from torchax_ckpt.cli.output import duration, number, plain, size
+from torchax_ckpt.cli.show import steps_of, writer_of
+from torchax_ckpt.cli.step_arguments import existing
+from torchax_ckpt.errors import DirectoryError
+from torchax_ckpt.storage.medium import fsync, location, permissions
+from torchax_ckpt.telemetry.journal import read_events
+from torchax_ckpt.telemetry.stats import Quantiles
+from torchax_ckpt.telemetry.timeline import (
+    RecordedRun,
+    Save,
+    bytes_over_time,
+    runs_of,
+    steps_over_time,
+)
+
+
+def report(directory: str, out: Path, *, as_json: bool) -> int:
+    """Runs ``torchax-ckpt report``, which writes the file ``out``; returns the exit code."""
+    _require_ours(out)
+    run = existing(directory)
+    now_secs = time.time()
+    steps, num_bytes = steps_of(run)
+    writer = writer_of(run)
+    runs = runs_of(read_events(run.path), is_running=writer is not None and writer[1])
+    _write(out, page(str(run.path), now_secs, runs, steps, num_bytes))
+    if as_json:
+        output.print_json(
+            {"directory": str(run.path), "page": str(out), "runs": [_as_json(r) for r in runs]}
+        )
+    else:
+        saves = sum(len(r.saves) for r in runs)
+        output.print_line(f"{out}: {len(runs)} programs, {saves} saves, {len(steps)} steps")
+    return OK
+
+
+def _as_json(run: RecordedRun) -> dict[str, Any]:
+    outcomes = [save.outcome for save in run.saves]
+    names = ("blocking_secs", "durable_secs", "interval_secs", "num_bytes", "new_bytes")
+    found = {name: quantiles(run.saves, name) for name in names}
+    return {
+        "began": output.moment(int(run.began_secs * 1e9)),
+        "last_event": output.moment(int(run.ended_secs * 1e9)),
+        "host": run.host,
+        "closed": run.ended,
+        "running": run.is_running,
+        "first_step": run.first_step,
+        "last_step": run.last_step,
+        "steps_done_again": run.lost_steps,
+        "num_durable": outcomes.count("durable"),
+        "num_failed": outcomes.count("failed"),
+        "num_cut_off": outcomes.count("cut off"),
+        **{n: None if value is None else vars(value) for n, value in found.items()},
+    }
+
+
+def _require_ours(out: Path) -> None:
+    """Raises if ``out`` is a directory, a URL or a file that is not an earlier report."""
+    if out.is_dir() or location.is_url(out):
+        raise UsageError(
+            f"report: {out}: expected the name of a local file, found a directory or a URL"
+        )
+    if out.exists():
+        with open(out, "rb") as file:
+            if MARK.encode() not in file.read(100):
+                raise DirectoryError(
+                    f"report: {out} exists already and is not a report; nothing was written: give "
+                    "another name as OUT",
+                    path=out,
+                )
+
+
+def _write(out: Path, content: str) -> None:
+    """Writes the page under a temporary name first, so that no browser loads half a page."""
+    permissions.make_folder(epath.Path(out.parent))
+    with fsync.swapped_in(out) as partial:
+        partial.write_text(content, encoding="utf-8", errors="replace")
+
+
+MARK = "<!-- torchax-ckpt report -->"  # This is the template's second line.
+_MAX_ROWS = 50
+_MAX_TEXT = 300
+
+
+def page(
+    title: str,
+    now_secs: float,
+    runs: Sequence[RecordedRun],
+    steps: Sequence[dict[str, Any]],
+    num_bytes: int,
+) -> str:
+    """Returns the page as HTML; ``steps`` and ``num_bytes`` are what ``steps_of`` returns."""
+    saves = [save for run in runs for save in run.saves]
+    intervals = [save.interval_secs for save in saves if save.interval_secs is not None]
+    curve = bytes_over_time(runs)
+    if curve:
+        curve.append((now_secs, num_bytes))
+    last_secs = max((run.ended_secs for run in runs), default=now_secs)
+    lost_saves = [save for save in saves if save.outcome in ("failed", "cut off")]
+    figures = [*_figures_of_steps(steps, num_bytes), *_figures_of_saves(saves, len(lost_saves))]
+    if any(run.lost_steps is not None for run in runs):
+        lost = sum(run.lost_steps or 0 for run in runs)
+        figures.append(("done again", f"{lost:,} steps", "at least, after restarts"))
+    return (
+        _environment()
+        .get_template("report.html.jinja")
+        .render(
+            title=title,
+            now_secs=now_secs,
+            runs=runs,
+            steps=steps,
+            is_cut=bool(runs) and not runs[0].named("started"),
+            figures=figures,
+            end_secs=now_secs if runs and runs[-1].is_running else last_secs,
+            chart_width=WIDTH,
+            timeline=timeline(runs, now_secs) if runs else None,
+            histogram=histogram(intervals) if intervals else None,
+            storage=storage(runs, curve, now_secs) if curve else None,
+            lost_saves=lost_saves,
+            max_rows=_MAX_ROWS,
+        )
+    )
+
+
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("torchax_ckpt.cli", "."),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        # Escapes control characters too, but leaves the output of the template's macros as it is.
+        finalize=lambda value: value if hasattr(value, "__html__") else plain(value),
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(
+        thousands=lambda value: "" if value is None else f"{value:,}",
+        declined=_num_declined,
+        duration=duration,
+        moment=lambda secs: time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(secs)),
+        metrics=lambda values: " ".join(f"{k}={number(value)}" for k, value in values.items()),
+        short=lambda value: str(value)[:_MAX_TEXT],
+        size=size,
+    )
+    return environment
+
+
+def _num_declined(run: RecordedRun) -> int | None:
+    """Returns how many saves the policy declined; None if the run recorded no ``closed`` event."""
+    counts = (event.values.get("num_skipped") for event in run.named("closed"))
+    return next((count for count in counts if count is not None), None)
+
+
+_Figure = tuple[str, str, str]  # label, value and note of a number at the top of the page
+
+
+def _figures_of_steps(steps: Sequence[dict[str, Any]], num_bytes: int) -> list[_Figure]:
+    note = f"{len(steps)} steps"
+    if any(step["shared_bytes"] for step in steps):
+        note += "; shared bytes count once"
+    on_storage = ("on storage", size(num_bytes), note)
+    if not steps:
+        return [on_storage]
+    verified = next((s["step"] for s in reversed(steps) if s["verified"]), None)
+    note = "none is verified" if verified is None else f"newest verified: {verified:,}"
+    return [("newest step", f"{steps[-1]['step']:,}", note), on_storage]
+
+
+def _figures_of_saves(saves: Sequence[Save], num_lost: int) -> list[_Figure]:
+    if not saves:
+        return []
+    num_durable = sum(save.outcome == "durable" for save in saves)
+    figures = [("durable saves", f"{num_durable:,}", f"{num_lost:,} failed or cut off")]
+    for label, name in (
+        ("save blocks", "blocking_secs"),
+        ("durable after", "durable_secs"),
+        ("between snapshots", "interval_secs"),
+    ):
+        if (found := quantiles(saves, name)) is not None:
+            figures.append((label, duration(found.p50), f"p90 {duration(found.p90)}"))
+    new, whole = quantiles(saves, "new_bytes"), quantiles(saves, "num_bytes")
+    if new is not None and whole is not None and new != whole:
+        figures.append(
+            ("new in a save", size(int(new.p50)), f"of {size(int(whole.p50))} in a step")
+        )
+    if (found := quantiles(saves, "interval_steps")) is not None:
+        figures.append(("steps between", f"{found.p50:,.0f}", f"p90 {found.p90:,.0f}"))
+    return figures
+
+
+def quantiles(saves: Sequence[Save], name: str) -> Quantiles | None:
+    """Returns the quantiles of an attribute of saves; None if no save has it."""
+    return Quantiles.of([v for save in saves if (v := getattr(save, name)) is not None])
+
 
 WIDTH = 640
 # The edges of the plot, and the height of a lane.

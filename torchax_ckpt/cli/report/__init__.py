@@ -1,1 +1,0 @@
-"""Writes the report of a run, which is an HTML page with charts."""
