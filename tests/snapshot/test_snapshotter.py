@@ -25,17 +25,22 @@ from torchax_ckpt.options import Layout, SnapshotMode
 from torchax_ckpt.snapshot.planner import Planner
 from torchax_ckpt.snapshot.sharding import shards_of
 from torchax_ckpt.snapshot.snapshotter import Snapshot, Snapshotter
-from torchax_ckpt.storage.writing import array_writer
+from torchax_ckpt.storage.writing import array_writer, fetching
 
 double = jax.jit(lambda tree: jax.tree.map(lambda x: x * 2, tree), donate_argnums=0)
 fresh = jax.jit(lambda tree: jax.tree.map(lambda x: x * 2, tree))
 
 
+# JAX crashes if a thread deletes an array on a CPU in the moment in which another looks at it.
+_looking = threading.Lock()
+
+
 def deleting(tree: Any) -> Any:
     """As on a device: on CPU, an array is not donated while numpy looks at it."""
     result = fresh(tree)
-    for leaf in jax.tree.leaves(tree):
-        leaf.delete()
+    with _looking:
+        for leaf in jax.tree.leaves(tree):
+            leaf.delete()
     return result
 
 
@@ -67,7 +72,7 @@ def run(directory: Path, step_fn: Any, options: CheckpointOptions, steps: int = 
 @pytest.fixture
 def busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Writing falls behind the training, now before and now after it has looked at the leaves."""
-    write, stored = array_writer.write_arrays, Snapshot.stored
+    write, stored, start = array_writer.write_arrays, Snapshot.stored, fetching.start
     looks, writes = itertools.cycle([0.0, 0.03, 0.002]), itertools.cycle([0.0, 0.01, 0.002, 0.03])
 
     def late_write(*args: Any, **kwargs: Any) -> Any:
@@ -78,6 +83,16 @@ def busy(monkeypatch: pytest.MonkeyPatch) -> None:
         time.sleep(next(looks))
         return stored(*args)
 
+    def started(array: Any) -> Any:
+        fetch = start(array)
+
+        def locked() -> Any:
+            with _looking:
+                return fetch()
+
+        return locked
+
+    monkeypatch.setattr(fetching, "start", started)
     monkeypatch.setattr(array_writer, "write_arrays", late_write)
     monkeypatch.setattr(Snapshot, "stored", late_look)
 
