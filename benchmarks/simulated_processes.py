@@ -19,7 +19,7 @@ from unittest import mock
 import numpy as np
 from etils import epath
 
-from torchax_ckpt import CheckpointOptions, policies
+from torchax_ckpt import CheckpointOptions
 from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.processes.decision_windows import DecisionWindows
@@ -43,6 +43,7 @@ _PATH: Any = epath.Path("gs://simulated/run")
 STATE_BYTES = 15_000
 NUM_LEAVES = 100
 _TIMEOUT_SECS = 600
+_KEEPING_ALL: Any = SimpleNamespace(kept=lambda steps: [True] * len(steps))
 
 
 class Simulated:
@@ -68,7 +69,7 @@ class Simulated:
         self._saver = Saver(
             _directory(),
             _history(),
-            policies.LatestN(1),
+            _KEEPING_ALL,
             CheckpointOptions(),
             _IGNORING,
             self._hosts if has_local_tier else self._calls,

@@ -273,7 +273,8 @@ class Writer:
         here = self._here(arrays)
         division = Division()
         if self._reuse:
-            progress.enter("comparing the arrays with earlier steps")
+            if candidate[1] is not None:
+                progress.enter("comparing the arrays with earlier steps")
             division = self._reuse.divide(candidate, plan, arrays, here, capture.kept)
             here |= self._here(capture.kept.stored(capture.kept.forms.keys() - division.linked))
         nodes, leaves = self._states(capture, document, states)
