@@ -52,7 +52,7 @@ BUDGETS = {
     "files": 190,
     "files that one other imports": 30,
     "classes whose name stands twice": 0,
-    "lines of tests": 49_000,
+    "lines of tests": 49_100,
 }
 
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.saving.unchanged import division
 from torchax_ckpt.storage.arrays import chunking
 
@@ -61,3 +62,16 @@ def test_what_a_process_does_not_store_is_on_the_host_of_process_0(
     here = {name: arrays[name] for name in ("a", "b")}
     assert [*division.grouped(arrays, here)] == [("a", "b"), ("h",)]
     assert [*division.grouped(arrays, arrays)] == [("a", "b"), ("h",)]
+
+
+def test_only_processes_that_store_parts_have_a_folder_of_the_database(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Process 0 may store none: an array is then on devices of other processes first."""
+    monkeypatch.setattr(chunking, "storing_processes", lambda array: array.writers)
+    arrays: dict[str, Any] = {"a": array(1, 1), "b": array(1, 1, 2)}
+    found = division.Division()
+    processes: Any = SimpleNamespace(index=1, count=3)
+    found.write(Plan({}, frozenset()), arrays, arrays, frozenset(arrays), processes)
+    (database,) = found.databases.values()
+    assert database.processes == (1, 2)

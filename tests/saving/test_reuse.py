@@ -236,6 +236,36 @@ def test_damage_in_a_shared_file_never_reaches_two_neighbours(directory: Path) -
     assert run(directory, range(5, 6))  # resumes from step 4
 
 
+@pytest.mark.parametrize("keep", [policies.PreserveAll(), policies.LatestN(1)])
+def test_nothing_is_taken_over_from_a_step_that_turned_out_to_be_damaged(
+    keep: Any, directory: Path
+) -> None:
+    state = still_state(x=0)
+    with TorchaxCheckpointer(directory, options=REUSE, preservation_policy=keep) as ckpt:
+        for step in range(1, 10):
+            ckpt.save(step, state={**state, "x": committed(np.full((4,), step))}, force=True)
+            ckpt.wait_until_finished()
+            if step == 5:
+                flip_bit(path := data_file(directory, 5), path.stat().st_size // 2)
+                with pytest.raises(CorruptCheckpointError, match="base"):
+                    ckpt.verify(5)
+        for step in {6, 7, 8, 9}.intersection(ckpt.all_steps()):
+            ckpt.verify(step)
+        assert 9 in ckpt.all_steps()
+
+
+def test_a_folder_of_another_owner_is_left_alone(directory: Path) -> None:
+    (directory / "unchanged" / "notes").mkdir(parents=True)
+    for reuse in (True, False):
+        options = CheckpointOptions(reuse=reuse)
+        with TorchaxCheckpointer(directory, options=options) as ckpt:
+            for step in (1, 2):
+                ckpt.save(step + 2 * reuse, state=still_state(x=step), force=True)
+                ckpt.wait_until_finished()
+        shutil.rmtree(directory / "1", ignore_errors=True)
+    assert (directory / "unchanged" / "notes").is_dir()
+
+
 def test_nothing_is_taken_over_from_a_step_that_was_not_compared(directory: Path) -> None:
     run(directory, range(1, 5), **ALL)
     unread = CheckpointOptions(reuse=True, verify="never")

@@ -67,6 +67,19 @@ def only_small(execute: Any) -> Any:
 
 
 @pytest.mark.usefixtures("identity_proves")
+def test_arrays_may_leave_the_state_and_the_program(directory: Path) -> None:
+    state = still_state(x=0)
+    with TorchaxCheckpointer(directory, options=REUSE, **ALL) as ckpt:
+        for step in range(1, 9):
+            if step == 7:
+                state = {"x": state["x"]}
+                gc.collect()
+            ckpt.save(step, state=state, force=True)
+            ckpt.wait_until_finished()
+    assert_holds(directory, 8, state)
+
+
+@pytest.mark.usefixtures("identity_proves")
 def test_an_equal_array_that_is_another_object_is_compared(
     directory: Path, fetched: list[tuple[int, ...]]
 ) -> None:

@@ -97,8 +97,8 @@ class Division:
         for names in grouped(still, here):
             name = unchanged.name_of(len(self.databases))
             writers = None
-            if processes.count > 1:  # process 0 always writes the metadata of the arrays
-                writers = tuple(sorted(frozenset({0}).union(*(_writers(n, here) for n in names))))
+            if processes.count > 1:
+                writers = tuple(sorted(frozenset[int]().union(*(_writers(n, here) for n in names))))
             self.databases[name] = Database(self.copy, names, writers)
             self.folders |= {n: unchanged.folder_of(name, index) for n in names if n in here}
 

@@ -112,6 +112,7 @@ class Reuse:
         self._copies: dict[Key, int | None] = {}
         self._turn = 0
         self._origin: Key | None = None  # the step that the run continues from, until it saves
+        self._damaged: set[Key] = set()  # steps that are known to be damaged
         # Still leaves none of which is on a TPU, so that later saves need not ask each of them.
         self._without_proof: frozenset[str] | None = None
         # Of the save in flight: the entry that it could take over, and whether it does.
@@ -215,7 +216,7 @@ class Reuse:
                 found = {name: entry.contents[name] for name in database}
                 members = [leaf for content in found.values() for leaf in content.members]
                 known = {leaf: entry.references[leaf] for leaf in members}
-                if all(leaves.get(leaf) is reference() for leaf, reference in known.items()):
+                if all(n in leaves and leaves[n] is reference() for n, reference in known.items()):
                     forms, contents = forms | database, contents | found
                     references |= known
         kept = {leaf: leaves[leaf] for leaf in references}
@@ -258,6 +259,7 @@ class Reuse:
         if not self._leader._is_on:
             return [self._turn, None, ""]
         steps = self._history.branches.committed
+        self._drop_damaged(steps)
         if not self._has_two_copies:
             self._turn = next(iter(self._entries), 0)
         else:
@@ -281,6 +283,20 @@ class Reuse:
             logger.warning("%s: the unchanged arrays are written again", where)
             return nothing
         return [self._turn, entry.key, path.name]
+
+    def _drop_damaged(self, steps: Sequence[CommittedStep]) -> None:
+        """Forgets the entries of steps that turned out to be damaged since the save before.
+
+        Steps that share a damaged file are all known as damaged, but in a bucket each step has a
+        file of its own, copied from a step before.
+        """
+        damaged = {s.key for s in steps if self._directory.verified.is_damaged(s)}
+        new, self._damaged = damaged - self._damaged, damaged
+        for copy, entry in [*self._entries.items()]:
+            if entry.key in new or (new and not self._has_two_copies):
+                text = "%s: a step is damaged, so the unchanged arrays are written again"
+                logger.warning(text, self._directory.path)
+                del self._entries[copy]
 
     def _copy_of(self, committed: CommittedStep) -> int | None:
         """Returns which copy of the unchanged arrays a step has; None if it has none."""
@@ -407,7 +423,8 @@ class Reuse:
         directory, steps = self._directory, self._history.branches.committed
         copy = self._copies.get(steps[-1].key) if steps and self._has_two_copies else None
         spare = None if copy is None else self._entries.get(1 - copy)
-        by_key = {committed.key: committed for committed in doomed}
+        is_damaged = directory.verified.is_damaged
+        by_key = {s.key: s for s in doomed if not is_damaged(s)}
         if spare is not None and spare.key in by_key:
             folders = [
                 folder

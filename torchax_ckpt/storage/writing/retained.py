@@ -10,6 +10,7 @@ made it takes anything over from it. A bucket has no such folder.
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Callable, Iterable
 
 from etils import epath
@@ -64,7 +65,10 @@ def remove(directory: epath.Path, fence: Callable[[], None]) -> None:
     """Removes the folder, if there is one; ``fence`` as for ``keep``."""
     if location.is_bucket(directory):
         return
-    if (path := path_of(directory)).exists():
+    path = pathlib.Path(path_of(directory))
+    if path.is_symlink() or not path.is_dir():
+        return
+    if {child.name for child in path.iterdir()} <= {STATE}:  # else it is not ours
         fence()
         doomed = directory / f"deleting-0-{NAME}"
         if doomed.exists():
