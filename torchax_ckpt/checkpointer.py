@@ -390,7 +390,7 @@ class TorchaxCheckpointer:
           force: save to the durable tier whatever the policy says.
 
         Returns:
-          Whether a save began; False if the step is already saved. After a preemption notice:
+          Whether a save began; False if the step is already saved. After a preemption notice,
           whether the step is durable, after a second attempt if the first one failed.
 
         Raises:

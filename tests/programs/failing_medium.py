@@ -105,7 +105,7 @@ recovers(ckpt, 22, [*before, 22][-3:], 2)
 
 
 def remove() -> None:
-    while not any("tmp" in path.name for path in (root / "run").iterdir()):
+    while not any(path.name.startswith("writing-") for path in (root / "run").iterdir()):
         pass
     (root / "run").rename(root / "gone")  # at once, in the middle of the save
     shutil.rmtree(root / "gone", ignore_errors=True)

@@ -115,11 +115,13 @@ def test_a_folder_loads_as_the_model_that_was_saved(tied: Run, tmp_path: Path) -
     import transformers
 
     out = tmp_path / "out"
-    asked = ("--format", "hf", "--max-shard-size", "4kB")
-    result = run_json("export", tied.directory, out, *asked)
+    whole = tmp_path / "whole"
+    run("export", tied.directory, whole, "--format", "hf")
+    result = run_json("follow", tied.directory, tmp_path / "published", "--once")
+    assert contents(Path(result["folder"])) == contents(whole)
+    sharded = ("--format", "hf", "--max-shard-size", "4kB")
+    result = run_json("export", tied.directory, out, *sharded)
     assert (result["step"], result["has_config"]) == (3, True)
-    result = run_json("follow", tied.directory, tmp_path / "published", *asked, "--once")
-    assert contents(Path(result["folder"])) == contents(out)
     assert (out / "model.safetensors.index.json").exists()
     model, info = load(out)
     assert not any(info.values()), info

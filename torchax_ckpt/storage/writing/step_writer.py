@@ -28,13 +28,14 @@ import jax
 import numpy as np
 from etils import epath
 
+from torchax_ckpt.errors import SaveError
 from torchax_ckpt.layout import names, unchanged
 from torchax_ckpt.layout.unchanged import Database
 from torchax_ckpt.storage.arrays import array_checks, chunking
 from torchax_ckpt.storage.arrays.chunking import AnyArray
 from torchax_ckpt.storage.directory import commit_record
 from torchax_ckpt.storage.directory.committed_step import STATE
-from torchax_ckpt.storage.medium import fsync, permissions
+from torchax_ckpt.storage.medium import fsync, location, permissions
 from torchax_ckpt.storage.writing import array_writer
 
 # The name that TensorStore gives to folders that hold files of array data, which it syncs itself.
@@ -53,6 +54,7 @@ def begin(step: epath.Path) -> None:
     """Creates the folder of a step, which other users cannot enter until ``mark``."""
     permissions.make_closed_folder(step)
     (step / STATE).mkdir(exist_ok=True)
+    (step / _INDICATOR).write_bytes(b"")
 
 
 def complete(
@@ -90,7 +92,6 @@ def complete(
     for item, content in items.items():
         (step / item).mkdir(parents=True, exist_ok=True)
         (step / item / "data.json").write_bytes(content)
-    (step / _INDICATOR).write_bytes(b"")
     record = {
         "item_handlers": {STATE: _PYTREE_HANDLER, **dict.fromkeys(items, _JSON_HANDLER)},
         "metrics": {},
@@ -103,7 +104,16 @@ def complete(
 
 
 def mark(step: epath.Path) -> None:
-    """Writes the commit mark, and makes everything durable but the name of the step's folder."""
+    """Writes the commit mark, and makes everything durable but the name of the step's folder.
+
+    Raises SaveError if the folder was removed since ``begin``: TensorStore makes folders anew, in
+    which what was written before is missing.
+    """
+    if not location.is_bucket(step) and not (step / _INDICATOR).exists():
+        raise SaveError(
+            f"{step}: the folder was removed while the step was written, so the step is not "
+            "committed. Another program changes files of this run; keep it out of the directory"
+        )
     (step / commit_record.MARK).write_text(commit_record.sealing(step, "committed"))
     permissions.open_folder(step)
     fsync.sync_tree(step, but=_DATA)
