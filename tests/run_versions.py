@@ -51,9 +51,12 @@ def find_python(version: str) -> str | None:
     return None
 
 
-def run(*command: str | Path, **settings: Any) -> subprocess.CompletedProcess[str]:
-    """Runs a command in the checkout; what it prints to stderr is seen."""
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+def run(
+    *command: str | Path, before: Path | None = None, **settings: Any
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command in the checkout; imports from the folder ``before`` first, if one is given."""
+    paths = [*filter(None, (before, ROOT, ROOT / "tests"))]
+    env = {**os.environ, "PYTHONPATH": ":".join(map(str, paths))}
     return subprocess.run(list(map(str, command)), cwd=ROOT, env=env, text=True, **settings)
 
 
@@ -108,6 +111,21 @@ def try_set(name: str, chosen: dict[str, Any], python: str) -> bool:
     return True
 
 
+def try_orbax() -> list[str]:
+    """Tries the releases of Orbax, each in front of that of a set; returns those that fail."""
+    python = VENVS / PLAN["orbax"]["set"] / "bin/python"
+    failed = []
+    for release in PLAN["orbax"]["releases"]:
+        folder = VENVS / f"orbax-{release}"
+        pip = (python, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade")
+        run(*pip, "--target", folder, f"orbax-checkpoint=={release}", check=True)
+        print(f"Orbax {release}", flush=True)
+        tests = ("pytest", "-q", "-n", "auto", *PLAN["orbax"]["tests"])
+        if run(python, "-m", *tests, before=folder).returncode:
+            failed.append(f"Orbax {release}")
+    return failed
+
+
 def exchange(names: list[str]) -> bool:
     """Lets the sets that ran read, and compare, the steps of all sets that ever ran."""
     steps = [p.parent for p in sorted((VENVS / "steps").glob("*/expected.json"))]
@@ -151,6 +169,8 @@ def main() -> int:
         install_secs, test_secs = json.loads((VENVS / f"{name}.json").read_text())[2]
         print(f"{name}: {install_secs} s to install, {test_secs} s to test")
     failed = [name for name in names if name not in passed]
+    if PLAN["orbax"]["set"] in passed:
+        failed += try_orbax()
     if failed or not is_exchanged:
         print("failed: " + ", ".join(failed or ["reading the steps of other sets"]))
         return 1
