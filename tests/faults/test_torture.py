@@ -140,7 +140,9 @@ def fuzzed(
 
 @pytest.mark.slow
 def test_no_input_does_harm(readers: fault_fuzz.Readers) -> None:
-    problems, outcomes = fuzzed(readers, 2_000, seconds=8)
+    problems, outcomes = fuzzed(
+        readers, 500, seconds=200
+    )  # by number: a busy machine tries as many
     assert not problems, problems
     assert {"restore: read", "restore: CorruptCheckpointError"} <= outcomes
     assert len(outcomes) > 10
