@@ -29,7 +29,7 @@ from torchax_ckpt import (
     policies,
     torchax_backend,
 )
-from torchax_ckpt.errors import SaveError
+from torchax_ckpt.errors import CorruptCheckpointError, SaveError
 from torchax_ckpt.storage.medium import bucket
 from torchax_ckpt.storage.writing import databases
 
@@ -280,6 +280,31 @@ def test_a_lost_or_changed_object_is_noticed_by_the_save_that_would_copy_it(
     assert f"{bucket_run.removeprefix('gs://bucket/')}/2/state/" in lost
     assert f"gs://bucket/{lost} {said}" in caplog.text
     assert_holds(bucket_run, 3, model)
+
+
+@pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
+def test_damage_that_was_found_in_any_step_makes_the_next_save_upload_everything(
+    gcs: gcs_proxy.FaultProxy, bucket_run: str
+) -> None:
+    """An older step's object: those copied from it later may be damaged too."""
+    model, uploaded = Tuned(1024).to("jax"), []
+    trained = sum(p.nbytes for p in model.head.parameters())
+    with TorchaxCheckpointer(bucket_run, options=REUSE, **ALL) as ckpt:
+        ckpt.attach(model)
+        train(ckpt, model, 1, 2)
+        (name,) = (name for name in stored(gcs, bucket_run, 1) if "/d/" in name)
+        filesystem = fsspec.filesystem("gcs", finalize_on_close=True)
+        content = bytearray(filesystem.cat_file(f"bucket/{name}"))
+        content[len(content) // 2] ^= 1
+        filesystem.pipe_file(f"bucket/{name}", bytes(content))
+        with pytest.raises(CorruptCheckpointError):
+            ckpt.verify(1)
+        for step in (3, 4):
+            before = gcs.uploaded_bytes
+            train(ckpt, model, step)
+            uploaded.append(gcs.uploaded_bytes - before)
+    assert uploaded[0] > 2 * trained
+    assert uploaded[1] < 1.05 * trained
 
 
 @pytest.mark.slow

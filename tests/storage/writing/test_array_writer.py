@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import weakref
 from pathlib import Path
 from typing import Any
@@ -214,6 +215,26 @@ def test_a_chunk_that_is_gone_before_the_commit_fails_the_save(
             patch.setattr(array_writer, "merge", empty)
             ckpt.save(1, state={"w": np.arange(3)})
             with pytest.raises(SaveError, match=r"state/w: expected 1 chunks .* found 0: another"):
+                ckpt.wait_until_finished()
+        ckpt.save(2, state={"w": np.arange(3)}, force=True)
+    assert ckpt.all_steps() == [2]
+
+
+def test_a_step_whose_folder_was_removed_while_it_was_written_is_not_committed(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TensorStore makes the folder anew, without what was written before."""
+
+    def removed(state: Any, *args: Any, **settings: Any) -> Any:
+        shutil.rmtree(state.parent)
+        return write(state, *args, **settings)
+
+    write = array_writer.write_arrays
+    with TorchaxCheckpointer(directory) as ckpt:
+        with monkeypatch.context() as patch:
+            patch.setattr(array_writer, "write_arrays", removed)
+            ckpt.save(1, state={"w": np.arange(3)})
+            with pytest.raises(SaveError, match="folder was removed while the step was written"):
                 ckpt.wait_until_finished()
         ckpt.save(2, state={"w": np.arange(3)}, force=True)
     assert ckpt.all_steps() == [2]

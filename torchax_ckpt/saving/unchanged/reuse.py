@@ -285,7 +285,7 @@ class Reuse:
         return [self._turn, entry.key, path.name]
 
     def _drop_damaged(self, steps: Sequence[CommittedStep]) -> None:
-        """Forgets the entries of steps that turned out to be damaged since the save before.
+        """Forgets the entries of steps that turned out to be damaged since the last look.
 
         Steps that share a damaged file are all known as damaged, but in a bucket each step has a
         file of its own, copied from a step before.
@@ -421,10 +421,10 @@ class Reuse:
     def retain(self, doomed: Iterable[CommittedStep]) -> None:
         """Keeps the copy that the newest step lacks, if it is in a step to be deleted."""
         directory, steps = self._directory, self._history.branches.committed
+        self._drop_damaged(steps)
         copy = self._copies.get(steps[-1].key) if steps and self._has_two_copies else None
         spare = None if copy is None else self._entries.get(1 - copy)
-        is_damaged = directory.verified.is_damaged
-        by_key = {s.key: s for s in doomed if not is_damaged(s)}
+        by_key = {committed.key: committed for committed in doomed}
         if spare is not None and spare.key in by_key:
             folders = [
                 folder
