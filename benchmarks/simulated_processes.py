@@ -186,7 +186,7 @@ def _directory() -> Any:
 
 def _history() -> Any:
     branches = SimpleNamespace(in_place=(), committed=(), unwanted=())
-    names = ("refresh", "landed", "end", "clear_unwanted", "forget")
+    names = ("refresh", "committed", "end", "clear_unwanted", "forget")
     ignored = dict.fromkeys(names, lambda *args: None)
     return SimpleNamespace(branches=branches, abandons=list, **ignored)
 

@@ -121,6 +121,24 @@ def test_what_a_failed_save_wrote_is_no_base_of_the_next(
         assert_holds(directory, step, state)
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_only_a_full_disk_leaves_the_next_save_its_base(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """A full disk has no room to write the base again; after other failures it may be damaged."""
+    with TorchaxCheckpointer(directory, options=REUSE, **ALL) as ckpt:
+        for step in range(1, 9):
+            if step == 7:
+                monkeypatch.setattr(step_writer, "mark", Mock(side_effect=OSError(number, "")))
+            ckpt.save(step, state=still_state(x=step), force=True)
+            with contextlib.suppress(SaveError):
+                ckpt.wait_until_finished()
+            monkeypatch.undo()
+        assert ckpt.all_steps() == [1, 2, 3, 4, 5, 6, 8]
+    assert bool(files(directory, 8) & files(directory, 5)) == (number == errno.ENOSPC)
+    assert_holds(directory, 8, still_state(x=8))
+
+
 def test_an_array_that_changes_under_its_identity_is_written(directory: Path) -> None:
     """On the CPU, an array may share memory with an array of numpy."""
     octets = np.zeros(64 * ROWS + 64, np.uint8)

@@ -35,12 +35,11 @@ def committed(group: Group, commit: Callable[[int], None]) -> tuple[list[Any], s
         directory: Any = SimpleNamespace(
             path=epath.Path("run"), commit=own, delete=lambda part: lose.add(member.index)
         )
-        history: Any = SimpleNamespace(landed=lambda part: have.add(member.index))
-        writer = Writer(
-            directory, history, CheckpointOptions(), PerHostProcesses(member), FailureLog()
-        )
+        history: Any = SimpleNamespace(committed=lambda part: have.add(member.index))
+        hosts = PerHostProcesses(member)
+        writer = Writer(directory, history, CheckpointOptions(), hosts, FailureLog())
         with member.round("saving step 1"):
-            writer._commit_part(1, "writing-1")
+            writer._commit_part(hosts, 1, "writing-1")
 
     return group(act), have, lose
 

@@ -29,7 +29,7 @@ from torchax_ckpt.runtime import host_memory
 from torchax_ckpt.snapshot import planner, stacking
 from torchax_ckpt.snapshot.device_memory import DeviceMemory, free_device_bytes
 from torchax_ckpt.snapshot.device_sizes import Needed, bytes_on_devices
-from torchax_ckpt.snapshot.snapshotter import Snapshot, Snapshotter
+from torchax_ckpt.snapshot.snapshotter import Snapshot, Snapshotter, Stacked, Vote
 
 NAMES = [f"state/layers.{i}.w" for i in range(5)]
 UNIT = 1 << 12
@@ -301,16 +301,13 @@ def test_processes_agree_on_storing_leaves_one_by_one(directory: Path) -> None:
 @pytest.mark.parametrize("mode", ["copy", "reference"])
 def test_a_process_that_takes_stacks_over_lets_others_make_them(mode: Any) -> None:
     """Its snapshot has no stacks, but the save has."""
-    told: list[bool] = []
-
-    def agree(flag: bool) -> bool:
-        told.append(flag)
-        return flag
-
     named = {"head": jnp.ones(UNIT)}
-    for reserved in ([], ["layers.*.w"]):
-        Snapshotter(mode, "auto").take([*named], [*named.values()], reserved).stored(agree)
-    assert told == [True, False, False]
+    alone, beside = (
+        Snapshotter(mode, "auto").take([*named], [*named.values()], reserved).stacked().vote
+        for reserved in ([], ["layers.*.w"])
+    )
+    assert (alone, beside) == (Vote.FLAT, Vote.EITHER)
+    assert Stacked.agreed({beside, Vote.STACKED}) is Vote.STACKED
 
 
 @pytest.mark.slow

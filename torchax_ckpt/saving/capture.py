@@ -8,7 +8,7 @@ from typing import Any
 
 from torchax_ckpt.errors import CheckpointError, DonatedBufferError
 from torchax_ckpt.layout.manifest import Node
-from torchax_ckpt.saving.unchanged.identities import Kept
+from torchax_ckpt.saving.unchanged.identities import Skipped
 from torchax_ckpt.snapshot.snapshotter import Snapshot
 from torchax_ckpt.state.per_process_state import PerProcessState
 from torchax_ckpt.storage.medium.assets import Assets
@@ -26,7 +26,7 @@ class Capture:
     fetch_metrics: Callable[[], tuple[dict[str, Any], CheckpointError | None]]
     began: float  # ``time.perf_counter()`` on the training thread
     # taken over from an earlier step; not in ``snapshot``
-    kept: Kept = dataclasses.field(default_factory=Kept)
+    skipped: Skipped = dataclasses.field(default_factory=Skipped)
     assets: Assets | None = None
 
     def explained(self, error: BaseException) -> BaseException:
@@ -34,7 +34,7 @@ class Capture:
         if "has been deleted" in str(error):
             try:
                 self.snapshot.require_alive()
-                self.kept.require_alive()
+                self.skipped.require_alive()
             except DonatedBufferError as donated:
                 return donated.with_traceback(None)
         return error

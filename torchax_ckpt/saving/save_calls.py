@@ -22,7 +22,7 @@ from torchax_ckpt.saving.loop import Loop
 from torchax_ckpt.saving.run_tier import RunTier
 from torchax_ckpt.saving.tiers import Tiers
 from torchax_ckpt.saving.unchanged import identities
-from torchax_ckpt.saving.unchanged.identities import Kept
+from torchax_ckpt.saving.unchanged.identities import Skipped
 from torchax_ckpt.snapshot.snapshotter import Snapshotter
 from torchax_ckpt.state import per_process_state
 from torchax_ckpt.state.training_state import TrainingState
@@ -192,16 +192,17 @@ class SaveCalls:
         if self._durable.reuse is not None and any(tier is self._durable for tier in due):
             self._durable.reuse.plan_save(names, arrays, attached.frozen)
         reuses = [tier.reuse for tier in due]
-        kept = [reuse.kept(names, arrays) if reuse else Kept() for reuse in reuses]
-        kept = identities.common(kept)
-        others = kept[0].others(names, arrays)  # in all tiers the same
+        skipped = [reuse.skipped(names, arrays) if reuse else Skipped() for reuse in reuses]
+        skipped = identities.common(skipped)
+        others = skipped[0].others(names, arrays)  # in all tiers the same
         if self._durable.reuse is not None:
             self.snapshotter.keep_apart(self._durable.reuse.apart)
-        snapshot = self.snapshotter.take(*others, frozenset().union(*(k.stacks for k in kept)))
+        stacks = frozenset[str]().union(*(each.stacks for each in skipped))
+        snapshot = self.snapshotter.take(*others, stacks)
         form = captured["model"].form if "model" in captured else None
         assets = self.model_files.encoded(form)
         shared = step, snapshot, document, per_process, fetch_metrics, began
-        return [Capture(*shared, kept=here, assets=assets) for here in kept]
+        return [Capture(*shared, skipped=each, assets=assets) for each in skipped]
 
     def _begin(self, captures: Sequence[Capture], tiers: Sequence[RunTier]) -> None:
         for number, (tier, capture) in enumerate(zip(tiers, captures, strict=True)):

@@ -74,7 +74,7 @@ class Saver:
         self._on_donated = on_donated
         self._in_flight: SaveInFlight | None = None
         self._call: Call | None = None  # of the newest save, or of the save about to begin
-        self._has_tried = self._is_claimed = self._is_recovered = False
+        self._has_tried = self._is_claimed = False
         self._releasing = threading.Lock()
         self._num_failures = 0
         self._failures = FailureLog()
@@ -139,7 +139,7 @@ class Saver:
         """Deletes a step. Call ``delete`` only while no save is in flight."""
 
         def delete() -> list[Any]:
-            self._recover()
+            self._writer.recover()
             for committed in self._directory.steps():  # a local step may be on other hosts only
                 if committed.step == step:
                     self._directory.delete(committed)
@@ -150,15 +150,6 @@ class Saver:
         with self._calls.round(f"deleting step {step}"):
             remaining = self._calls.first(delete)
         self._history.refresh(committed_step.named(remaining, self._directory.path))
-
-    def _recover(self) -> None:
-        """Finishes renames and removes files that failed or killed saves left; process 0 only."""
-        if not self._is_recovered:
-            if self._num_failures:
-                self._directory.claim()
-            self._directory.recover()
-            self._history.refresh(self._directory.branches().in_place)
-            self._is_recovered = True
 
     def announce(self, step: int) -> None:
         """Tells the other processes that this one is about to save the step.
@@ -194,7 +185,7 @@ class Saver:
     def _not_begun(self, save: SaveInFlight, error: BaseException) -> None:
         """Records that a save failed before its thread ran."""
         self._saves.refuse(_round_of(save.step), error, self._call)
-        self._writer.failed()
+        self._writer.failed(error)
         self._in_flight = None
         self._history.end(None)
         self._telemetry.saving(save.step, time.perf_counter() - save.age_secs)
@@ -269,13 +260,13 @@ class Saver:
         self._telemetry.saving(capture.step, capture.began)
         try:
             with self._saves.round(_round_of(capture.step), call, is_met=False) as outcome:
-                outcome.value = self._writer.write(capture, save, self._recover)
-            durable, summary = self._writer.committed(outcome.value)
+                outcome.value = self._writer.write(capture, save)
+            durable, summary = self._writer.learn(outcome.value)
             if self._options.read_back:
                 save.enter("reading it back")
                 with self._saves.round(f"reading back step {capture.step}", call):
                     self._writer.read_back(durable)
-            self._writer.landed(durable)
+            self._writer.succeeded(durable)
             self._history.end(durable, summary)
         except BaseException as error:  # the training thread must learn of any failure
             self._fail(capture.step, save.age_secs, capture.explained(error))
@@ -331,14 +322,14 @@ class Saver:
                 path=self._directory.path,
             )
             failure.__cause__ = error
-            self._is_recovered = False  # the next save does the rest of this work first
+            self._writer.recover_later()  # the next save does the rest of this work first
             self._failures.report(failure, "tidying", storage_errors.kind(error))
         else:
             self._failures.over("tidying")
 
     def _fail(self, step: int, age_secs: float, error: BaseException) -> None:
         path = self._directory.path
-        self._writer.failed()
+        self._writer.failed(error)
         if isinstance(error, DonatedBufferError):
             self._on_donated()
         is_lease_lost = isinstance(error, LeaseError)
@@ -352,7 +343,6 @@ class Saver:
         failure.__cause__ = storage_errors.without_locals(error)
         self.newest_failure = failure
         self._num_failures += 1
-        self._is_recovered = False  # the next save removes the leftovers of this one first
         self._history.end(None)
         self._failures.report(failure, "saving", storage_errors.kind(error))
         self._telemetry.emit("failed", step, secs=age_secs, error=str(failure))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,10 +27,10 @@ from torchax_ckpt.runtime.failure_log import FailureLog
 from torchax_ckpt.saving import host_parts
 from torchax_ckpt.saving.capture import Capture
 from torchax_ckpt.saving.unchanged.division import Division
-from torchax_ckpt.saving.unchanged.reuse import Reuse, Written
+from torchax_ckpt.saving.unchanged.reuse import Pending, Reuse
 from torchax_ckpt.snapshot.planner import with_host_leaves
 from torchax_ckpt.snapshot.sharding import to_host_part
-from torchax_ckpt.snapshot.snapshotter import Stored
+from torchax_ckpt.snapshot.snapshotter import Stacked, Stored, Vote
 from torchax_ckpt.state.per_process_state import joined, joined_on_host
 from torchax_ckpt.storage.arrays import block_digests, compression
 from torchax_ckpt.storage.directory import committed_step
@@ -48,6 +48,9 @@ from torchax_ckpt.storage.medium import links, seals
 from torchax_ckpt.storage.writing import array_writer, retained, step_writer
 from torchax_ckpt.stored.stored_step import StoredStep
 
+Begun = tuple[str, list[Any], str, Any]
+"""What process 0 tells: the folder's name, the steps beside it, a vote, a candidate of reuse."""
+
 
 class Progress(Protocol):
     """Records which stage a save is in; ``transferred`` is set once all arrays are on the host."""
@@ -60,18 +63,16 @@ class Progress(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Draft:
-    """A step that is about to be written, as the processes have agreed.
+    """A step that is about to be written.
 
     ``document`` and ``plan`` are complete on process 0. ``arrays`` are those that this process
-    writes or takes over; a later save may take over those in ``reusable``. ``seal`` is the digest
-    of the step's assets.
+    writes or takes over; a later save may take over those in ``reusable``.
     """
 
     path: epath.Path
     document: Mapping[str, Node]
     plan: Plan
     arrays: Mapping[str, Stored]
-    seal: str | None
     reusable: Mapping[str, Stored]
     division: Division
 
@@ -115,29 +116,189 @@ class Writer:
         self._codec = compression.codec_of(options.compression)
         self._reuse = reuse
         self._may_have_retained = True
+        self._is_recovered = self._has_failed = False
         # Of the newest save: what process 0 knows, and which leaves are still.
-        self._written: Written | None = None
+        self._pending: Pending | None = None
         self._still: Sequence[str] | None = None
         self._summary: dict[str, Any] = {}
 
-    def write(self, capture: Capture, progress: Progress, recover: Callable[[], None]) -> Any:
-        """Writes a captured state as a durable step; on process 0, returns it for ``committed``.
+    def write(self, capture: Capture, progress: Progress) -> list[Any] | None:
+        """Writes a captured state as a durable step; on process 0, returns it for ``learn``.
 
         All processes have written before process 0 commits, and write nothing more afterwards.
-        ``recover`` cleans up the directory on process 0.
         """
+        began_nsecs, self._pending = time.time_ns(), None
+        progress.enter("fetching metrics from the devices")
+        metrics = self._metrics(capture)
+        progress.enter("stacking the arrays")
+        stacked = capture.snapshot.stacked()
+        begun, states = self._begin(capture, metrics, stacked, progress)
+        draft = self._draft(capture, begun, stacked, states, progress)
+        progress.enter("transferring the arrays from the devices")
+        digests = self._write_arrays(draft, progress)
+        progress.enter("writing and committing")
+        at_nsecs = time.time_ns() if self._hosts is None else self._hosts.agreed_time()
+        self._complete(capture, metrics, draft, digests, began_nsecs, at_nsecs)
+        if self._reuse:
+            told = draft.division, draft.plan, draft.reusable, digests, capture.skipped.references
+            self._pending = self._reuse.pending(draft.path, *told)
+        return self._commit(capture.step, draft.path) if self._processes.is_first else None
+
+    def _metrics(self, capture: Capture) -> dict[str, Any]:
+        metrics, problem = capture.fetch_metrics()
+        if problem is not None:
+            self._failures.report(problem, "ranking")
+        return metrics
+
+    def _complete(
+        self,
+        capture: Capture,
+        metrics: Mapping[str, Any],
+        draft: Draft,
+        digests: Mapping[str, Digests],
+        began_nsecs: int,
+        at_nsecs: int,
+    ) -> None:
+        """Writes, on process 0, all of a step but its arrays, which all processes have written."""
+        self._summary = {
+            "metrics": metrics,
+            SUMMARY_FIELD: self._history.abandons(),
+            **self._directory.run_name.for_summary(),
+        }
+        if not self._processes.is_first:
+            return
+        assets, division = capture.assets, draft.division
+        manifest = Manifest(
+            draft.document,
+            draft.plan,
+            self._versions,
+            {**digests, **division.digests},
+            division.databases,
+            assets.seal if assets else None,
+        )
+        items = {MANIFEST: seals.encoded(manifest.to_json()), SUMMARY: seals.encoded(self._summary)}
+        if assets is not None:
+            items[ASSETS] = assets.content
+        step_writer.complete(
+            draft.path,
+            draft.arrays,
+            division.databases,
+            self._processes.count,
+            items,
+            began_nsecs=began_nsecs,
+            at_nsecs=at_nsecs,
+        )
+
+    def learn(self, committed: Any) -> tuple[CommittedStep, dict[str, Any]]:
+        """Returns the newest save's step and summary, given process 0's result of ``write``."""
+        steps, self._still = committed
+        (durable,) = committed_step.named(steps, self._directory.path)
+        self._history.committed(durable)
+        return durable, self._summary
+
+    @property
+    def reused_bytes(self) -> int:
+        """The bytes that the newest save took over from earlier steps; known on process 0."""
+        return self._pending.reused_bytes if self._pending else 0
+
+    def succeeded(self, durable: CommittedStep) -> None:
+        """Records that the newest save succeeded on all processes."""
+        self._has_failed = False
+        if self._reuse and self._pending:
+            self._reuse.succeeded(durable, self._still, self._pending)
+
+    def failed(self, error: BaseException) -> None:
+        """Records that a save failed on all processes, at any time since it was announced."""
+        self._is_recovered, self._has_failed = False, True
+        if self._reuse:
+            self._reuse.failed(error)
+
+    def retain(self, doomed: Sequence[CommittedStep]) -> None:
+        """Keeps what later saves take over from steps that are about to be deleted."""
+        directory = self._directory
+        if self._reuse:
+            self._reuse.retain(doomed)
+        elif self._may_have_retained:  # by an earlier program
+            retained.remove(directory.path, directory.fence)
+            self._may_have_retained = False
+
+    def recover(self) -> None:
+        """Removes what failed or killed saves left, if any did; call it on process 0 only."""
+        if self._is_recovered:
+            return
+        if self._has_failed:
+            self._directory.claim()
+        self._directory.recover()
+        self._history.refresh(self._directory.branches().in_place)
+        self._is_recovered = True
+
+    def recover_later(self) -> None:
+        """Makes the next save or delete begin with ``recover``."""
+        self._is_recovered = False
+
+    def _begin(
+        self, capture: Capture, metrics: Mapping[str, Any], stacked: Stacked, progress: Progress
+    ) -> tuple[Begun, list[bytes]]:
+        """Makes the step's folder, and exchanges what the processes must know before they write.
+
+        Returns also the per-process states of all processes, on process 0.
+        """
+        # One message, because each one of all processes takes as long as the slowest of them.
+        state = capture.state(capture.document) if self._hosts is None else b""
+        sent = self._processes.gather(stacked.vote.encode() + state)
+        progress.enter("cleaning up the directory")
+
+        def begin() -> Begun:
+            self.recover()
+            known = committed_step.described(self._history.branches.in_place)
+            candidate = self._reuse.candidate(capture.step, metrics) if self._reuse else None
+            path = self._directory.path_for(capture.step)
+            step_writer.begin(path)
+            vote = Stacked.agreed({Vote(message[:1].decode()) for message in sent})
+            return path.name, known, vote, candidate
+
+        return self._processes.first(begin), [message[1:] for message in sent]
+
+    def _draft(
+        self,
+        capture: Capture,
+        begun: Begun,
+        stacked: Stacked,
+        states: Sequence[bytes],
+        progress: Progress,
+    ) -> Draft:
+        """Finds what of the arrays is taken over, and what this process writes."""
+        name, known, vote, candidate = begun
+        directory, processes, skipped = self._directory, self._processes, capture.skipped
+        self._history.refresh(committed_step.named(known, directory.path))
+        plan, arrays = stacked.stored(Vote(vote))
+        plan = Plan({**plan.stacks, **skipped.stacks}, plan.empty)
+        arrays = {**arrays, **skipped.forms}
+        if self._reuse and processes.count > 1:  # some may skip what others do not
+            arrays = dict(sorted(arrays.items()))
+        document = capture.document
+        if processes.is_per_host:
+            document = host_parts.described(document, plan, arrays)
+        here = self._here(arrays)
+        division = Division()
+        if self._reuse:
+            if candidate[1] is not None:
+                progress.enter("comparing the arrays with earlier steps")
+            division = self._reuse.divide(candidate, plan, arrays, here, skipped)
+            here |= self._here(skipped.stored(skipped.forms.keys() - division.linked))
+        nodes, leaves = self._states(capture, document, states)
+        plan, more = with_host_leaves(plan, leaves, self._options.layout)
+        document, stored = {**document, **nodes}, {**here, **more}
+        return Draft(directory.path / name, document, plan, stored, here, division)
+
+    def _write_arrays(self, draft: Draft, progress: Progress) -> Mapping[str, Digests]:
+        """Takes over and writes arrays; returns the digests of what all processes have written."""
 
         def on_host(is_last: bool) -> None:
             if is_last:
                 progress.transferred.set()
             progress.enter("digesting and writing the arrays")
 
-        began_nsecs, self._written = time.time_ns(), None
-        progress.enter("fetching metrics from the devices")
-        metrics = self._metrics(capture)
-        progress.enter("stacking the arrays")
-        draft = self._draft(capture, metrics, progress, recover)
-        progress.enter("transferring the arrays from the devices")
         for folder, name in draft.division.links:
             links.take_over(folder, draft.path / STATE / name)
         taken = array_writer.write_arrays(
@@ -150,168 +311,7 @@ class Writer:
             max_bytes=self._options.max_host_bytes,
             on_host=on_host,
         )
-        digests = block_digests.gathered(taken, draft.written, draft.places, self._processes)
-        progress.enter("writing and committing")
-        at_nsecs = time.time_ns() if self._hosts is None else self._hosts.agreed_time()
-        self._summary = {
-            "metrics": metrics,
-            SUMMARY_FIELD: self._history.abandons(),
-            **self._directory.run_name.for_summary(),
-        }
-        if self._processes.is_first:
-            all_digests = {**digests, **draft.division.digests}
-            self._complete(capture, draft, all_digests, began_nsecs, at_nsecs)
-        if self._reuse:
-            self._written = self._reuse.written(
-                draft.path,
-                draft.division,
-                draft.plan,
-                draft.reusable,
-                digests,
-                capture.kept.references,
-            )
-        if not self._processes.is_first:
-            return None
-        self._directory.fence()
-        step_writer.mark(draft.path)
-        commit = self._commit if self._hosts is None else self._commit_part
-        described = committed_step.described([commit(capture.step, draft.path)])
-        return [described, self._written.still if self._written else None]
-
-    def _metrics(self, capture: Capture) -> dict[str, Any]:
-        metrics, problem = capture.fetch_metrics()
-        if problem is not None:
-            self._failures.report(problem, "ranking")
-        return metrics
-
-    def _complete(
-        self,
-        capture: Capture,
-        draft: Draft,
-        digests: Mapping[str, Digests],
-        began_nsecs: int,
-        at_nsecs: int,
-    ) -> None:
-        """Writes all of a step but its arrays, which all processes have written."""
-        databases = draft.division.databases
-        manifest = Manifest(
-            draft.document, draft.plan, self._versions, digests, databases, draft.seal
-        )
-        items = {MANIFEST: seals.encoded(manifest.to_json()), SUMMARY: seals.encoded(self._summary)}
-        if draft.seal is not None and capture.assets is not None:
-            items[ASSETS] = capture.assets.content
-        step_writer.complete(
-            draft.path,
-            draft.arrays,
-            databases,
-            self._processes.count,
-            items,
-            began_nsecs=began_nsecs,
-            at_nsecs=at_nsecs,
-        )
-
-    def committed(self, described: Any) -> tuple[CommittedStep, dict[str, Any]]:
-        """Returns the newest save's step and summary, given process 0's result of ``write``."""
-        steps, self._still = described
-        (durable,) = committed_step.named(steps, self._directory.path)
-        self._history.landed(durable)
-        return durable, self._summary
-
-    @property
-    def reused_bytes(self) -> int:
-        """The bytes that the newest save took over from earlier steps; known on process 0."""
-        return self._written.reused_bytes if self._written else 0
-
-    def landed(self, durable: CommittedStep) -> None:
-        """Records that the newest save succeeded on all processes."""
-        if self._reuse and self._written:
-            self._reuse.landed(durable, self._still, self._written)
-
-    def failed(self) -> None:
-        """Records that a save failed on all processes, at any time since it was announced."""
-        if self._reuse:
-            self._reuse.failed()
-
-    def retain(self, doomed: Sequence[CommittedStep]) -> None:
-        """Keeps what later saves take over from steps that are about to be deleted."""
-        directory = self._directory
-        if self._reuse:
-            self._reuse.retain(doomed)
-        elif self._may_have_retained:  # by an earlier program
-            retained.remove(directory.path, directory.fence)
-            self._may_have_retained = False
-
-    def _draft(
-        self,
-        capture: Capture,
-        metrics: Mapping[str, Any],
-        progress: Progress,
-        recover: Callable[[], None],
-    ) -> Draft:
-        """Stacks the arrays, makes the directory ready, and finds what is taken over."""
-        directory, processes = self._directory, self._processes
-
-        def prepare() -> tuple[str, list[Any], str | None, list[Any] | None]:
-            """Cleans up the directory; returns what the other processes must know."""
-            recover()
-            known = committed_step.described(self._history.branches.in_place)
-            candidate = self._reuse.candidate(capture.step, metrics) if self._reuse else None
-            path = directory.path_for(capture.step)
-            step_writer.begin(path)
-            return path.name, known, capture.assets.seal if capture.assets else None, candidate
-
-        prepared, plan, arrays, states = self._begin(capture, progress, prepare)
-        name, existing, seal, candidate = prepared
-        self._history.refresh(committed_step.named(existing, directory.path))
-        plan = Plan({**plan.stacks, **capture.kept.stacks}, plan.empty)
-        arrays = {**arrays, **capture.kept.forms}
-        if self._reuse and processes.count > 1:  # some may keep what others do not
-            arrays = dict(sorted(arrays.items()))
-        document = capture.document
-        if processes.is_per_host:
-            document = host_parts.described(document, plan, arrays)
-        here = self._here(arrays)
-        division = Division()
-        if self._reuse:
-            if candidate[1] is not None:
-                progress.enter("comparing the arrays with earlier steps")
-            division = self._reuse.divide(candidate, plan, arrays, here, capture.kept)
-            here |= self._here(capture.kept.stored(capture.kept.forms.keys() - division.linked))
-        nodes, leaves = self._states(capture, document, states)
-        plan, more = with_host_leaves(plan, leaves, self._options.layout)
-        document, stored = {**document, **nodes}, {**here, **more}
-        return Draft(directory.path / name, document, plan, stored, seal, here, division)
-
-    def _begin(
-        self, capture: Capture, progress: Progress, prepare: Callable[[], Any]
-    ) -> tuple[Any, Plan, Mapping[str, Stored], list[bytes]]:
-        """Stacks the arrays, and exchanges what the processes must know before they write.
-
-        Returns what ``prepare`` returned (process 0), the plan, the arrays, and the per-process
-        states of all processes (process 0).
-        """
-        processes = self._processes
-        state = capture.state(capture.document) if self._hosts is None else b""
-        prepared: Any = None
-        states: list[bytes] = []
-
-        def any_process(flag: bool) -> bool:
-            nonlocal prepared, states
-            if prepared is not None:  # the second question of ``Snapshot.stored``
-                flags = processes.gather(bytes([flag]))
-                return processes.first(lambda: any(map(any, flags)))
-            # One message, because each one of all processes takes as long as the slowest of them.
-            sent = processes.gather(bytes([flag]) + state)
-            progress.enter("cleaning up the directory")
-            flag, prepared = processes.first(
-                lambda: (any(message[0] for message in sent), prepare())
-            )
-            states = [message[1:] for message in sent]
-            progress.enter("stacking the arrays")
-            return flag
-
-        plan, arrays = capture.snapshot.stored(any_process)
-        return prepared, plan, arrays, states
+        return block_digests.gathered(taken, draft.written, draft.places, self._processes)
 
     def _states(
         self, capture: Capture, document: Mapping[str, Node], states: Sequence[bytes]
@@ -342,26 +342,30 @@ class Writer:
                 stored[name] = np.asarray(array)
         return stored
 
-    def _commit(self, step: int, path: epath.Path) -> CommittedStep:
-        durable = self._directory.commit(step, path)
-        self._history.landed(durable)
-        return durable
+    def _commit(self, step: int, path: epath.Path) -> list[Any]:
+        """Makes a complete step durable and visible; returns it and the still leaves, in JSON."""
+        self._directory.fence()
+        step_writer.mark(path)
+        if self._hosts is None:
+            durable = self._directory.commit(step, path)
+            self._history.committed(durable)
+        else:
+            durable = self._commit_part(self._hosts, step, path)
+        return [committed_step.described([durable]), self._pending.still if self._pending else None]
 
-    def _commit_part(self, step: int, path: epath.Path) -> CommittedStep:
+    def _commit_part(self, hosts: PerHostProcesses, step: int, path: epath.Path) -> CommittedStep:
         """Commits this host's part of a step; deletes the part if another host failed to commit.
 
         If another host dies before it reports, this host keeps its part: the other may have
         committed.
         """
-        hosts = self._hosts
-        assert hosts is not None
         try:
             durable = self._directory.commit(step, path)
         except Exception:
             with contextlib.suppress(Exception):  # the failed commit is the error to report
                 hosts.any(flag=True)
             raise
-        self._history.landed(durable)
+        self._history.committed(durable)
         if hosts.any(flag=False):  # another host has failed
             self._directory.delete(durable)  # later cleanups would not find this part
             hosts.meet()  # raises the other host's error

@@ -36,8 +36,9 @@ processes, and later saves do not stack.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import jax
@@ -94,54 +95,22 @@ class Snapshot:
     memory: DeviceMemory
     copies: CopiedLeaves | None = None
 
-    def stored(self, agree: Callable[[bool], bool] = bool) -> tuple[Plan, Mapping[str, Stored]]:
-        """Returns the storage plan, and a dict from stored name to the array to store.
+    def stacked(self) -> Stacked:
+        """Stacks the leaves, unless they are copies and so have stacks; on any thread.
 
-        Any thread may call this method.
-
-        Args:
-          agree: takes the flag of this process and returns True if the flag is set on any process
-            that stores the same arrays.
-
-        Raises:
-          DonatedBufferError: an array held by reference was donated or deleted.
-          SaveError: some processes have stacks already, and others have no memory for stacks. From
-            the next snapshot on, no process makes stacks.
+        Raises DonatedBufferError if an array held by reference was donated or deleted.
         """
-        copies = self.copies
-        ready: Mapping[str, Array] | None
-        if copies is None:
-            plan = self.planner(self.names, self.arrays, self.reserved, self.unchanging)
-            ready = self._stacked(plan)
-        else:
-            plan, ready, _ = copies
-        # If stacks are taken over beside this snapshot, other processes may have them in theirs.
-        is_flat = plan.plan == plan.flat and not self.reserved
-        if not agree(ready is None or is_flat):
-            assert ready is not None, "this process would have raised its flag"
-            return plan.plan, self._complete(plan.plan, ready)
-        device_stacks = plan.plan.stacks.keys() - plan.flat.stacks.keys()
-        if agree(copies is not None and not device_stacks.isdisjoint(copies.arrays)):
-            self.planner.may_stack = False
-            raise SaveError(
-                "the save failed: one process has no device memory in which to stack leaves (to "
-                "join several leaves into one array), and another process has already stacked the "
-                "leaves of this save. From the next save on, leaves are copied and stored one by "
-                "one. Save again"
-            )
-        if plan.plan != plan.flat:
-            logger.info(
-                "no device memory for stacks: the leaves of this save are stored one by one"
-            )
-        if copies is None:
-            return plan.flat, execute(plan.flat, self._leaves(), copy=False)
-        return plan.flat, self._complete(plan.flat, copies.arrays)
+        if self.copies is not None:
+            return Stacked(self, self.copies.plan, self.copies.arrays)
+        plan = self.planner(self.names, self.arrays, self.reserved, self.unchanging)
+        return Stacked(self, plan, self._stacked(plan))
 
     def require_alive(self) -> None:
         """Raises DonatedBufferError if an array that the snapshot holds by reference is deleted."""
         require_alive(zip(self.names, self.arrays, strict=False))
 
-    def _leaves(self) -> dict[str, Array]:
+    def leaves(self) -> dict[str, Array]:
+        """Returns the leaves that are held by reference, by name."""
         return dict(zip(self.names, self.arrays, strict=True))
 
     def _stacked(self, plan: SnapshotPlan) -> dict[str, Array] | None:
@@ -150,7 +119,7 @@ class Snapshot:
             needed = plan.needed(self.way, self.arrays)
             if needed is None or not self.memory.holds(needed.devices):
                 return None
-            stored = execute(plan.plan, self._leaves(), copy=False)
+            stored = execute(plan.plan, self.leaves(), copy=False)
         # For a deleted array JAX raises ValueError from a jitted call and RuntimeError elsewhere.
         except Exception as error:
             self.require_alive()
@@ -161,12 +130,77 @@ class Snapshot:
         self.memory.record_copies(stored[name] for name in plan.plan.stacks)
         return stored
 
+
+class Vote(enum.StrEnum):
+    """How a process can store the leaves of a save; all processes store them in one way."""
+
+    STACKED = "s"
+    FLAT = "f"
+    EITHER = "e"
+    NEITHER = "n"
+
+
+@dataclasses.dataclass(frozen=True)
+class Stacked:
+    """The stacks of a snapshot in one process; ``arrays`` is None if there is no memory for them.
+
+    All processes vote, and then call ``stored`` with what ``Stacked.agreed`` returns.
+    """
+
+    snapshot: Snapshot
+    plan: SnapshotPlan
+    arrays: Mapping[str, Array] | None
+
+    @property
+    def vote(self) -> Vote:
+        """Returns how this process can store the leaves."""
+        plan, flat = self.plan.plan, self.plan.flat
+        # If stacks are taken over beside this snapshot, other processes may have them in theirs.
+        if self.arrays is None or (plan == flat and not self.snapshot.reserved):
+            return Vote.FLAT
+        is_copied = self.snapshot.copies is not None
+        if is_copied and not (plan.stacks.keys() - flat.stacks.keys()).isdisjoint(self.arrays):
+            return Vote.STACKED
+        return Vote.EITHER
+
+    @staticmethod
+    def agreed(votes: Collection[Vote]) -> Vote:
+        """Returns how all processes store the leaves, given the vote of each."""
+        if Vote.FLAT not in votes:
+            return Vote.STACKED
+        return Vote.NEITHER if Vote.STACKED in votes else Vote.FLAT
+
+    def stored(self, agreed: Vote) -> tuple[Plan, Mapping[str, Stored]]:
+        """Returns the storage plan, and a dict from stored name to the array to store.
+
+        Raises:
+          SaveError: some processes have stacks already, and others have no memory for stacks. From
+            the next snapshot on, no process makes stacks.
+        """
+        snapshot, plan = self.snapshot, self.plan
+        if agreed is Vote.STACKED or (plan.plan == plan.flat and self.arrays is not None):
+            assert self.arrays is not None, "this process would have voted otherwise"
+            return plan.plan, self._complete(plan.plan, self.arrays)
+        if agreed is Vote.NEITHER:
+            snapshot.planner.may_stack = False
+            raise SaveError(
+                "the save failed: one process has no device memory in which to stack leaves (to "
+                "join several leaves into one array), and another process has already stacked the "
+                "leaves of this save. From the next save on, leaves are copied and stored one by "
+                "one. Save again"
+            )
+        logger.info("no device memory for stacks: the leaves of this save are stored one by one")
+        if snapshot.copies is None:
+            return plan.flat, execute(plan.flat, snapshot.leaves(), copy=False)
+        return plan.flat, self._complete(plan.flat, snapshot.copies.arrays)
+
     def _complete(self, plan: Plan, arrays: Mapping[str, Array]) -> Mapping[str, Stored]:
         """Adds the offloaded arrays to the others, in an order that is the same in each process."""
-        if self.copies is None or self.copies.offloaded is None:
+        copies = self.snapshot.copies
+        if copies is None or copies.offloaded is None:
             return arrays
-        found: dict[str, Stored] = {**self.copies.offloaded.fetched(), **arrays}
-        return {name: found[name] for name in plan.members(self.names)}
+        found: dict[str, Stored] = {**copies.offloaded.fetched(), **arrays}
+        return {name: found[name] for name in plan.members(self.snapshot.names)}
 
 
 def way_if_donated(plan: SnapshotPlan, arrays: Sequence[AnyArray], memory: DeviceMemory) -> Way:

@@ -28,7 +28,7 @@ from torchax_ckpt.snapshot.stacking import Array, execute
 
 
 @dataclasses.dataclass(frozen=True)
-class Kept:
+class Skipped:
     """The arrays that a save need not look at to take them over: their leaves are the same objects.
 
     The leaves are held until the save ends, because the step that has their values may be deleted
@@ -53,13 +53,13 @@ class Kept:
         """Stored name -> the long digests of the array."""
         return {name: content.digests.long or b"" for name, content in self.contents.items()}
 
-    def restricted_to(self, leaves: frozenset[str]) -> Kept:
-        """Returns what is kept if no other leaves may be."""
+    def restricted_to(self, leaves: frozenset[str]) -> Skipped:
+        """Returns what is skipped if no other leaves may be."""
         contents = {n: c for n, c in self.contents.items() if leaves.issuperset(c.members)}
         forms = {name: self.forms[name] for name in contents}
         names = {leaf for content in contents.values() for leaf in content.members}
-        kept = {name: self.leaves[name] for name in names}
-        return Kept(forms, contents, kept, self.references)
+        held = {name: self.leaves[name] for name in names}
+        return Skipped(forms, contents, held, self.references)
 
     def require_alive(self) -> None:
         """Raises DonatedBufferError if a leaf was donated or deleted."""
@@ -68,7 +68,7 @@ class Kept:
     def others(
         self, names: Sequence[str], arrays: Sequence[Array]
     ) -> tuple[Sequence[str], Sequence[Array]]:
-        """Returns the leaves of a state, names and arrays, that are not kept."""
+        """Returns the leaves of a state, names and arrays, that are not skipped."""
         if not self.leaves:
             return names, arrays
         others = {n: a for n, a in zip(names, arrays, strict=True) if n not in self.leaves}
@@ -82,12 +82,12 @@ class Kept:
         return execute(Plan(stacks, frozenset()), leaves, copy=False)
 
 
-def common(found: Sequence[Kept]) -> list[Kept]:
-    """Returns what saves of one state to several tiers keep: in each tier the same leaves."""
+def common(found: Sequence[Skipped]) -> list[Skipped]:
+    """Returns what saves of one state to several tiers skip: in each tier the same leaves."""
     result = [*found]
-    while len({frozenset(kept.leaves) for kept in result}) > 1:
-        leaves = frozenset.intersection(*(frozenset(kept.leaves) for kept in result))
-        result = [kept.restricted_to(leaves) for kept in result]
+    while len({frozenset(skipped.leaves) for skipped in result}) > 1:
+        leaves = frozenset.intersection(*(frozenset(skipped.leaves) for skipped in result))
+        result = [skipped.restricted_to(leaves) for skipped in result]
     return result
 
 

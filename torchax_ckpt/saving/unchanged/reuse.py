@@ -29,7 +29,7 @@ from typing import Any
 import jax
 from etils import epath
 
-from torchax_ckpt.errors import CheckpointError, SaveError
+from torchax_ckpt.errors import CheckpointError, DonatedBufferError, ProcessError, SaveError
 from torchax_ckpt.layout import unchanged
 from torchax_ckpt.layout.digests import Digests
 from torchax_ckpt.layout.storage_plan import Plan
@@ -38,7 +38,7 @@ from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.saving.preserving import Preserving
 from torchax_ckpt.saving.unchanged import identities, ledger
 from torchax_ckpt.saving.unchanged.division import Division
-from torchax_ckpt.saving.unchanged.identities import Kept
+from torchax_ckpt.saving.unchanged.identities import Skipped
 from torchax_ckpt.saving.unchanged.ledger import Content, Entry, Reference
 from torchax_ckpt.snapshot.host_array import HostArray
 from torchax_ckpt.snapshot.stacking import Array
@@ -47,7 +47,7 @@ from torchax_ckpt.storage.directory.abandonment import Key
 from torchax_ckpt.storage.directory.committed_step import STATE, CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.run_history import RunHistory
-from torchax_ckpt.storage.medium import location
+from torchax_ckpt.storage.medium import location, storage_errors
 from torchax_ckpt.storage.writing import databases, retained
 from torchax_ckpt.storage.writing.databases import File
 from torchax_ckpt.stored.stored_step import Compared, parse_manifest
@@ -60,7 +60,7 @@ _UNKNOWN: Key = (-1, 0)
 
 
 @dataclasses.dataclass(frozen=True)
-class Written:
+class Pending:
     """What becomes known once the step of a save is committed."""
 
     entry: Entry  # without its key
@@ -200,12 +200,12 @@ class Reuse:
             return
         self._record(Entry(committed.key, copy, manifest.unchanged, contents, files=files))
 
-    def kept(self, names: Sequence[str], arrays: Sequence[Array]) -> Kept:
+    def skipped(self, names: Sequence[str], arrays: Sequence[Array]) -> Skipped:
         """Returns those of the leaves of a state that the next save need not look at."""
         self._origin = None
         still = self._leader.still
         if still is self._without_proof:
-            return Kept()
+            return Skipped()
         leaves = dict(zip(names, arrays, strict=True))
         steps, entry = self._history.branches.committed, self._newest
         forms: dict[str, HostArray] = {}
@@ -219,12 +219,12 @@ class Reuse:
                 if all(n in leaves and leaves[n] is reference() for n, reference in known.items()):
                     forms, contents = forms | database, contents | found
                     references |= known
-        kept = {leaf: leaves[leaf] for leaf in references}
-        others = still.intersection(leaves).difference(kept)
+        held = {leaf: leaves[leaf] for leaf in references}
+        others = still.intersection(leaves).difference(held)
         references |= self._proven({leaf: leaves[leaf] for leaf in others})
         if not references:
             self._without_proof = still
-        return Kept(forms, contents, kept, references)
+        return Skipped(forms, contents, held, references)
 
     def _proven(self, leaves: Mapping[str, Any]) -> dict[str, Reference]:
         """Returns references to those of the leaves whose identity proves their values."""
@@ -313,11 +313,11 @@ class Reuse:
         plan: Plan,
         arrays: Mapping[str, AnyArray],
         here: Mapping[str, AnyArray],
-        kept: Kept,
+        skipped: Skipped,
     ) -> Division:
         """Divides the arrays of a save, on all processes together, given the ``candidate``.
 
-        Fetches what the save could take over, but is not kept. Of ``arrays``, this process stores
+        Fetches what the save could take over, but does not skip. Of ``arrays``, this process stores
         those in ``here``.
         """
         copy, key, folder = candidate
@@ -325,7 +325,7 @@ class Reuse:
         if key is not None:
             base = next((e for e in self._entries.values() if e.key == tuple(key)), None)
             if base is not None:
-                long, is_first = kept.long_digests, processes.is_first
+                long, is_first = skipped.long_digests, processes.is_first
                 equal = ledger.compare(base, plan, arrays, here, long, is_first=is_first)
             answers = processes.gather(equal.to_bytes((equal.bit_length() + 7) // 8))
             equal = processes.first(
@@ -339,7 +339,7 @@ class Reuse:
         divided.write(plan, arrays, here, self._leader.still, processes)
         return divided
 
-    def written(
+    def pending(
         self,
         path: epath.Path,
         divided: Division,
@@ -347,7 +347,7 @@ class Reuse:
         here: Mapping[str, AnyArray],
         digests: Mapping[str, Digests],
         references: Mapping[str, Reference],
-    ) -> Written:
+    ) -> Pending:
         """Returns, on each process, what is to be known once the new step is committed.
 
         Raises SaveError if files that the save took over are gone.
@@ -373,23 +373,23 @@ class Reuse:
             still = None if found == self._still else sorted(found)
         reused_bytes = sum(file.size for file in divided.files.values())
         entry = Entry(_UNKNOWN, divided.copy, divided.databases, contents, references, files)
-        return Written(entry, still, reused_bytes)
+        return Pending(entry, still, reused_bytes)
 
-    def landed(
-        self, committed: CommittedStep, still: Iterable[str] | None, written: Written
+    def succeeded(
+        self, committed: CommittedStep, still: Iterable[str] | None, pending: Pending
     ) -> None:
         """Records that a save is committed on all processes; ``still`` is as on process 0."""
         if still is not None:
             self._still = frozenset(still)
-        self._last = written.entry.contents
+        self._last = pending.entry.contents
         if self._takes_over:
             self._num_refused = 0
-            self._log_first(committed, written.reused_bytes)
+            self._log_first(committed, pending.reused_bytes)
         self._takes_over, self._base = False, None
         present = {s.key for s in self._history.branches.committed}
         self._copies = {key: copy for key, copy in self._copies.items() if key in present}
-        self._copies[committed.key] = _copy_in(written.entry.databases)
-        self._record(dataclasses.replace(written.entry, key=committed.key))
+        self._copies[committed.key] = _copy_in(pending.entry.databases)
+        self._record(dataclasses.replace(pending.entry, key=committed.key))
 
     def _log_first(self, committed: CommittedStep, reused_bytes: int) -> None:
         if self._has_logged or not self._processes.is_first:
@@ -404,9 +404,15 @@ class Reuse:
         text = "step %d of %s has %d bytes of unchanged arrays of an earlier step, %s"
         logger.info(text, committed.step, self._directory.path, reused_bytes, how)
 
-    def failed(self) -> None:
-        """Records that a save failed: a database may be damaged, or processes may not agree."""
-        self._entries = {c: e for c, e in self._entries.items() if e is not self._base}
+    def failed(self, error: BaseException) -> None:
+        """Records that a save failed: a database may be damaged, or processes may not agree.
+
+        A full disk says nothing of the databases, and has no room to write them once more. Another
+        process that failed for another reason takes nothing over, and so nor does this one.
+        """
+        says_nothing = isinstance(error, (DonatedBufferError, ProcessError))
+        if not says_nothing and not storage_errors.is_full(error):
+            self._entries = {c: e for c, e in self._entries.items() if e is not self._base}
         self._newest = None
         if self._takes_over and location.is_bucket(self._directory.path):
             # A bucket that refuses every copy must not fail every other save.

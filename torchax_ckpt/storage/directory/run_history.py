@@ -42,7 +42,7 @@ class RunHistory:
             durable._other_tier = self
         self.branches = Branches()
         self._in_flight: policies.CheckpointInfo | None = None
-        self._landed: CommittedStep | None = None
+        self._committed: CommittedStep | None = None
         # The steps as policies see them, in ascending order. Replaced as a whole, never
         # changed in place: training reads it at every step while the save's thread adds to it.
         self._checkpoints: tuple[policies.CheckpointInfo, ...] = ()
@@ -117,9 +117,9 @@ class RunHistory:
         tiers = (self,) if self._other_tier is None else (self, self._other_tier)
         return abandonment.to_summary(*(history.branches for history in tiers))
 
-    def landed(self, committed: CommittedStep) -> None:
+    def committed(self, committed: CommittedStep) -> None:
         """Records that the step of the current save, which can still fail, is committed."""
-        self._landed = committed
+        self._committed = committed
 
     def end(self, durable: CommittedStep | None, summary: Mapping[str, Any] | None = None) -> None:
         """Ends the save, with the durable step and its summary; without, if it failed.
@@ -127,13 +127,13 @@ class RunHistory:
         A step that a failed save has committed is abandoned.
         """
         save, self._in_flight = self._in_flight, None
-        landed, self._landed = self._landed, None
+        committed, self._committed = self._committed, None
         if durable is None:
             if save is not None:
                 self._checkpoints = self._checkpoints[:-1]
-            if landed is not None:
-                self._directory.failed.add(landed.key)
-                self.branches = self.branches.leaving((landed,))
+            if committed is not None:
+                self._directory.failed.add(committed.key)
+                self.branches = self.branches.leaving((committed,))
             elif save is not None:
                 self._directory.leave_out(save.step, self.branches.in_place)
         else:

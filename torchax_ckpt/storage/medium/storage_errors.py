@@ -93,6 +93,11 @@ def is_unavailable(error: BaseException) -> bool:
     return False
 
 
+def is_full(error: BaseException) -> bool:
+    """Returns whether a write failed because the disk is full or the quota is used up."""
+    return _errno(root_cause(error)) in {errno.ENOSPC, errno.EDQUOT}
+
+
 def root_cause(error: BaseException) -> BaseException:
     """Returns the storage error that is or caused ``error``; ``error`` if none is found."""
     for link in _chain(error):
