@@ -97,6 +97,16 @@ def test_views_come_as_they_are_seen(tmp_path: Path) -> None:
         assert tensor.read(inner).tobytes() == expected[name][inner].tobytes(), name
 
 
+def test_a_small_file_cannot_ask_for_much_memory(tmp_path: Path) -> None:
+    with torchax_backend.native_torch():
+        tensors = {name: torch.ones(1).expand(1 << 25) for name in "abc"}  # 128 MiB each
+    with pytest.raises(UnsupportedLeafError, match=r"c: .* 134217728 bytes that repeats 4 bytes"):
+        open_files(save_torch(tensors, tmp_path / "large.pt"))
+    assert open_files(save_torch({"a": tensors["a"]}, tmp_path / "small.pt")).tensors.keys() == {
+        "a"
+    }
+
+
 _DTYPES = (
     "bool", "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16",
     "bfloat16", "float32", "float64", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2",

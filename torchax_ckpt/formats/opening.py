@@ -57,6 +57,8 @@ _MODELS = ("model", "state_dict")
 # Enough for some 200,000 tensors.
 _MAX_DESCRIPTION_BYTES = 32 << 20
 _MAX_DEPTH = 64
+# Of all tensors that repeat elements, so that no small file can ask for much memory.
+_MAX_REPEATED_BYTES = 256 << 20
 
 
 def is_torch_file(path: Path) -> bool:
@@ -82,6 +84,7 @@ def open_torch_file(path: Path, at: str | None = None) -> TensorFiles:
         tensors: dict[str, FileTensor] = {}
         ties: dict[str, str] = {}
         named: dict[Any, str] = {}
+        repeated_bytes = 0
         for keys, tensor in _tensors(_place(path, root, at)):
             name = ".".join(keys)
             if name in tensors or name in ties:
@@ -89,6 +92,14 @@ def open_torch_file(path: Path, at: str | None = None) -> TensorFiles:
             with native_torch():
                 array = _array(path, name, tensor)
                 identity = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+                stored_bytes = tensor.untyped_storage().nbytes()
+            repeated_bytes += array.nbytes if array.nbytes > stored_bytes else 0
+            if repeated_bytes > _MAX_REPEATED_BYTES:
+                raise UnsupportedLeafError(
+                    f"{path}: {name}: expected a tensor that the file stores whole, found one of "
+                    f"{array.nbytes} bytes that repeats {stored_bytes} bytes. Save it as "
+                    "tensor.contiguous()"
+                )
             if array.size and (other := named.setdefault(identity, name)) != name:
                 ties[name] = other
                 continue
