@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 import struct
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -486,7 +487,8 @@ def test_a_chunk_beyond_its_storage_is_damage(described: dict[str, Any], saved: 
 
 def test_a_chunk_that_repeats_its_elements_is_damage(saved: Path) -> None:
     (file,) = saved.glob("*.distcp")
-    archive(file, pickled_tensor(strides=(0, 0), is_alone=True), **{"0": bytes(4)})
+    pickled = pickled_tensor(strides=(0, 0), is_alone=True)
+    archive(file, pickled, zipfile.ZIP_STORED, **{"0": bytes(4)})
     rewrite(saved, lambda m: setattr(stored(m), "length", file.stat().st_size))
     with pytest.raises(CorruptCheckpointError, match="too small for the tensor"):
         arrays_in(saved)
