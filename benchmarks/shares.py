@@ -45,7 +45,7 @@ import states  # noqa: E402 - after the devices are forced
 from torchax_ckpt import TorchaxCheckpointer  # noqa: E402
 from torchax_ckpt.policies import LatestN  # noqa: E402
 from torchax_ckpt.saving.saver import Saver  # noqa: E402
-from torchax_ckpt.snapshot.snapshotter import Snapshot  # noqa: E402
+from torchax_ckpt.snapshot.snapshotter import Stacked  # noqa: E402
 from torchax_ckpt.state.training_state import TrainingState  # noqa: E402
 
 # How long the training thread waits for a device between saves.
@@ -58,7 +58,7 @@ def room(function: tuple[str, int, str]) -> str | None:
     """Returns the room or library of a profiled function; None if it counts for its callers."""
     if _WAITS.search(function[2]):
         return "waiting"
-    if found := re.search(r"torchax_ckpt/(?:(\w+)/)?(\w+)\.py$", function[0]):
+    if found := re.search(r"torchax_ckpt/(?:(\w+(?:/\w+)*)/)?(\w+)\.py$", function[0]):
         return f"torchax_ckpt/{found[1] or found[2]}"
     if found := re.search(r"site-packages/(\w+)/", function[0]):
         return found[1] if found[1] in _LIBRARIES else None
@@ -143,14 +143,14 @@ def processor_secs(program: Program, count: int) -> tuple[float, float, int]:
     The last is the number of arrays that a save stores.
     """
     stored: dict[str, Any] = {}
-    original = Snapshot.stored
+    original = Stacked.stored
 
     def kept(self: Any, *given: Any) -> Any:
         result = original(self, *given)
         stored.update(result[1])
         return result
 
-    with mock.patch.object(Snapshot, "stored", kept):
+    with mock.patch.object(Stacked, "stored", kept):
         program.save(1)
     tree = {name.replace("/", "."): array for name, array in stored.items()}
     began = time.process_time()

@@ -92,7 +92,7 @@ class Manifest:
             "version": VERSION,
             "versions": dict(self.versions),
             "document": dict(self.document),
-            "stacks": {stored: list(members) for stored, members in self.plan.stacks.items()},
+            "stacks": dict(self.plan.stacks),
             "empty": sorted(self.plan.empty),
             "digests": {
                 stored: {

@@ -116,6 +116,7 @@ class Writer:
         self._codec = compression.codec_of(options.compression)
         self._reuse = reuse
         self._may_have_retained = True
+        self._texts = seals.Texts("document", "stacks")
         self._is_recovered = self._has_failed = False
         # Of the newest save: what process 0 knows, and which leaves are still.
         self._pending: Pending | None = None
@@ -176,7 +177,10 @@ class Writer:
             division.databases,
             assets.seal if assets else None,
         )
-        items = {MANIFEST: seals.encoded(manifest.to_json()), SUMMARY: seals.encoded(self._summary)}
+        items = {
+            MANIFEST: seals.encoded(manifest.to_json(), self._texts),
+            SUMMARY: seals.encoded(self._summary),
+        }
         if assets is not None:
             items[ASSETS] = assets.content
         step_writer.complete(

@@ -35,21 +35,57 @@ def seal(content: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises ValueError if the result is too large to be read again.
     """
-    text = _text(dict(content))
-    # In the file a space follows each comma and each colon.
-    nbytes = len(text) + text.count(b",") + text.count(b":")
-    if nbytes > MAX_JSON_BYTES:
+    return {**content, _SEAL: of_octets(_readable(_text(content), content))}
+
+
+def encoded(content: Mapping[str, Any], texts: Texts | None = None) -> bytes:
+    """Returns a sealed JSON object as it is stored; ``texts`` knows what was encoded before.
+
+    Raises ValueError as ``seal`` does.
+    """
+    text = _readable(_text(content) if texts is None else texts.of(content), content)
+    separator = b"," if content else b""
+    return b'%s%s"%s":"%s"}' % (text[:-1], separator, _SEAL.encode(), of_octets(text).encode())
+
+
+def _readable(text: str, content: Mapping[str, Any]) -> bytes:
+    if len(text) > MAX_JSON_BYTES:
         raise ValueError(
             f"the JSON of a step may have at most {MAX_JSON_BYTES >> 20} MiB, found "
-            f"{nbytes / 2**20:.0f} MiB. Save less in the JSON's largest part, "
+            f"{len(text) / 2**20:.0f} MiB. Save less in the JSON's largest part, "
             f"{max(content, key=lambda key: len(_text(content[key])))!r}"
         )
-    return {**content, _SEAL: xxhash.xxh3_64_hexdigest(text)}
+    return text.encode()
 
 
-def encoded(content: Mapping[str, Any]) -> bytes:
-    """Returns a sealed JSON object as it is stored."""
-    return json.dumps(seal(content)).encode()
+class Texts:
+    """The texts of parts of a JSON object that are the same objects in one save after another.
+
+    Most of a manifest stays from save to save, and its text takes longer than its digests do. The
+    parts are the values in the objects under ``keys``. They must not change once they were encoded.
+    """
+
+    def __init__(self, *keys: str) -> None:
+        self._keys = keys
+        self._known: dict[int, tuple[Any, str]] = {}  # identity -> part and its text
+
+    def of(self, content: Mapping[str, Any]) -> str:
+        """Returns the text of a JSON object; forgets the parts that it does not have."""
+        used: dict[int, tuple[Any, str]] = {}
+
+        def part(value: Any) -> str:
+            known = self._known.get(id(value)) or (value, _text(value))
+            used[id(value)] = known
+            return known[1]
+
+        texts = {
+            key: _joined({k: part(v) for k, v in value.items()})
+            if key in self._keys
+            else _text(value)
+            for key, value in content.items()
+        }
+        self._known = used
+        return _joined(texts)
 
 
 def seal_of(sealed: Mapping[str, Any]) -> str:
@@ -62,15 +98,19 @@ def unseal(raw: Any) -> dict[str, Any]:
     if not isinstance(raw, dict) or _SEAL not in raw:
         raise ValueError(f"expected a JSON object with a digest under {_SEAL!r}, found no digest")
     content = {key: value for key, value in raw.items() if key != _SEAL}
-    found = xxhash.xxh3_64_hexdigest(_text(content))
+    found = of_octets(_text(content).encode())
     if raw[_SEAL] != found:
         raise ValueError(f"expected digest {raw[_SEAL]!r:.40}, found {found}: the JSON was damaged")
     return content
 
 
-def _text(content: Any) -> bytes:
-    # Python writes each JSON value in one way only, so the text need not be stored.
-    return json.dumps(content, separators=(",", ":")).encode()
+def _text(content: Any) -> str:
+    # Python writes each JSON value in one way only, so what was read has the text that was sealed.
+    return json.dumps(content, separators=(",", ":"))
+
+
+def _joined(texts: Mapping[str, str]) -> str:
+    return "{" + ",".join(f"{json.dumps(key)}:{text}" for key, text in texts.items()) + "}"
 
 
 def of_octets(content: bytes) -> str:
