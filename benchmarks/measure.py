@@ -36,6 +36,7 @@ logging.disable(logging.WARNING)
 torchax.enable_globally()
 
 import states  # noqa: E402 - after the devices are forced
+from floor import Floor  # noqa: E402
 from peers import PEERS, Peer  # noqa: E402
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer  # noqa: E402
@@ -61,16 +62,18 @@ def save(state: str, peer: str, directory: Path, repeats: int) -> dict[str, Any]
     del leaves
     blocking: list[float] = []
     durable: list[float] = []
+    processor: list[float] = []
     write: list[float] = []
     read: list[float] = []
     for step in range(1, repeats + 2):
-        began = clock()
+        began, began_processor = clock(), time.process_time()
         saver.save(step)
         blocking.append(clock() - began)
         if training.donates:
             training.update()
         saver.wait()
         durable.append(clock() - began)
+        processor.append(time.process_time() - began_processor)
         for seconds, known in zip(
             medium(directory.parent / "raw", size), (write, read), strict=True
         ):
@@ -83,13 +86,15 @@ def save(state: str, peer: str, directory: Path, repeats: int) -> dict[str, Any]
         "first": blocking[0],
         "blocking": blocking[1:],
         "durable": durable[1:],
+        "processor": processor[1:],
         "write": write[1:],
         "read": read[1:],
     }
 
 
 def _peer(name: str, directory: Path, training: states.Training, keep: int | None) -> Peer:
-    return PEERS[name](directory, training.module, training.optimizer, training.arrays, keep=keep)
+    known = PEERS | {"floor": Floor}
+    return known[name](directory, training.module, training.optimizer, training.arrays, keep=keep)
 
 
 def medium(path: Path, size: int) -> tuple[float, float]:

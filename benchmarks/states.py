@@ -61,6 +61,16 @@ def broad() -> dict[str, tuple[int, ...]]:
     return {f"layers.{i}.weight": (1024, 1024) for i in range(32)}
 
 
+def middle() -> dict[str, tuple[int, ...]]:
+    """27 layers of 4 matrices of 1.2 MB: 432 leaves with AdamW, 0.4 GB."""
+    return {f"layers.{i}.{name}.weight": (512, 600) for i in range(27) for name in "qkvo"}
+
+
+def large() -> dict[str, tuple[int, ...]]:
+    """54 matrices of 4 MiB: 216 leaves with AdamW, 0.7 GB."""
+    return {f"layers.{i}.weight": (1024, 1024) for i in range(54)}
+
+
 def tiny() -> dict[str, tuple[int, ...]]:
     """Two matrices, to test the programs: 8 leaves with AdamW, 2 KB."""
     return {f"layers.{i}.weight": (8, 8) for i in range(2)}
@@ -83,6 +93,8 @@ STATES: dict[str, Callable[[], dict[str, tuple[int, ...]]]] = {
     "wide": wide,
     "broad": broad,
     "moe": moe,
+    "middle": middle,
+    "large": large,
     "tiny": tiny,
 }
 
