@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from torchax_ckpt import policies
@@ -183,8 +184,8 @@ class SaveCalls:
     ) -> list[Capture]:
         """Captures the state for each tier; each takes over what its own earlier steps have."""
         captured = attached.capture(state)
-        names = [name for part in captured.values() for name in part.form.names]
-        arrays = [array for part in captured.values() for array in part.arrays]
+        names = list(chain.from_iterable(part.form.names for part in captured.values()))
+        arrays = list(chain.from_iterable(part.arrays for part in captured.values()))
         per_process = None
         if not self._is_alone:
             names, arrays, per_process = per_process_state.split(captured)

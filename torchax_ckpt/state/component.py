@@ -11,6 +11,7 @@ import dataclasses
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import jax
@@ -103,7 +104,7 @@ class Combined:
             node = self._build([form.node for form in forms])
             self._form = Form(node, tuple(name for form in forms for name in form.names))
             self._parts = forms
-        return Captured(self._form, [array for part in parts for array in part.arrays])
+        return Captured(self._form, list(chain.from_iterable(part.arrays for part in parts)))
 
 
 class SameForm:

@@ -204,7 +204,7 @@ class Reuse:
         """Returns those of the leaves of a state that the next save need not look at."""
         self._origin = None
         still = self._leader.still
-        if still is self._without_proof:
+        if not still or still is self._without_proof:
             return Skipped()
         leaves = dict(zip(names, arrays, strict=True))
         steps, entry = self._history.branches.committed, self._newest

@@ -107,7 +107,8 @@ def registered(module: torch.nn.Module) -> list[Any]:
                 found += registry
                 found += registry.values()
         found += current._non_persistent_buffers_set
-        stack += [child for child in current._modules.values() if child is not None]
+        if current._modules:
+            stack += [child for child in current._modules.values() if child is not None]
     return found
 
 
