@@ -30,7 +30,7 @@ from torchax_ckpt.saving.capture import Capture
 from torchax_ckpt.saving.saver import Saver
 from torchax_ckpt.snapshot.sharding import Local
 from torchax_ckpt.state import per_process_state
-from torchax_ckpt.state.component import Read
+from torchax_ckpt.state.component import LeafRead
 from torchax_ckpt.state.leaf import Spec
 from torchax_ckpt.state.per_process_state import PerProcessState
 from torchax_ckpt.storage.directory.abandonment import Abandonment
@@ -200,7 +200,7 @@ _SNAPSHOT: Any = SimpleNamespace(way="copy", stored=_stored)
 _LEAVES = {f"model/layers.{i}.weight": _node(f"model/layers.{i}.weight", 64) for i in range(100)}
 _DOCUMENT: Any = {"model": {"dict": [list(pair) for pair in _LEAVES.items()]}, "rng": {"dict": []}}
 _READS = {
-    name: Read(name, Spec.of_node(node), Local.HOST)
+    name: LeafRead(name, Spec.of_node(node), Local.HOST)
     for name, node in {**_LEAVES, "rng/torch": _node("rng/torch", STATE_BYTES)}.items()
 }
 

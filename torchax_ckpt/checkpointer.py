@@ -199,7 +199,7 @@ class TorchaxCheckpointer:
                     "or use a second checkpointer with another directory"
                 )
             self._tiers.wait()
-            self._tiers.take_over()
+            self._tiers.close_others()
             if not self._options.read_only:
                 self._tiers.require_writable()
             attached = TrainingState(

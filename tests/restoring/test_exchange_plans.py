@@ -20,7 +20,7 @@ from torchax_ckpt.restoring import local_tier
 from torchax_ckpt.restoring.host_shards import StateSenders
 from torchax_ckpt.snapshot.sharding import Local
 from torchax_ckpt.state import per_process_state
-from torchax_ckpt.state.component import Read
+from torchax_ckpt.state.component import LeafRead
 from torchax_ckpt.state.leaf import Spec
 from torchax_ckpt.state.per_process_state import PerProcessState
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
@@ -45,13 +45,13 @@ class Copy:
         self.document: Mapping[str, Any] = {"model": {"dict": []}, **nodes}
         self._damaged = {LEAF if i == index else of_process(i, LEAF) for i in damaged}
 
-    def require_plausible(self, reads: Mapping[str, Read]) -> None:
+    def require_plausible(self, reads: Mapping[str, LeafRead]) -> None:
         pass
 
     def require_restorable(self) -> None:
         pass
 
-    def read_leaves(self, reads: Mapping[str, Read]) -> dict[str, Any]:
+    def read_leaves(self, reads: Mapping[str, LeafRead]) -> dict[str, Any]:
         if wrong := self._damaged & reads.keys():
             raise CorruptCheckpointError(f"{wrong} is damaged", path="a copy")
         return {name: self._leaves[name] for name in reads}
@@ -84,7 +84,7 @@ def restored(
             # In the message of another host, the leaf has the name that it has in that host's copy.
             (node,) = array_nodes(step.document["rng"])
             name = node["array"]
-            found = step.read_leaves({name: Read(name, Spec.of_node(node), Local.HOST)})
+            found = step.read_leaves({name: LeafRead(name, Spec.of_node(node), Local.HOST)})
             return found[name].tolist()
 
     return Group()(act)

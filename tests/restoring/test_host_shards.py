@@ -25,7 +25,7 @@ from torchax_ckpt.cli import exit_codes
 from torchax_ckpt.cli.app import app
 from torchax_ckpt.errors import CorruptCheckpointError
 from torchax_ckpt.restoring import host_shards
-from torchax_ckpt.state.component import Read
+from torchax_ckpt.state.component import LeafRead
 from torchax_ckpt.state.leaf import Spec
 
 PROGRAM = PROGRAMS / "group.py"
@@ -89,7 +89,7 @@ def test_killed_hosts_go_on_from_their_own_parts_and_a_lost_host_from_the_durabl
 @pytest.mark.parametrize("said", [["fsdp", "fsdp"], [["fsdp", "fsdp"]], [{}], 3, None, ["zebra"]])
 def test_a_manifest_that_says_an_impossible_sharding_changes_no_read(said: Any) -> None:
     placement = NamedSharding(fsdp_mesh(), P())
-    read = Read("w", Spec("torchax", "float32", (8, 8)), placement)
+    read = LeafRead("w", Spec("torchax", "float32", (8, 8)), placement)
     assert host_shards.as_saved({"w": read}, {"w": said}) == {"w": read}
     assert host_shards.as_saved({"w": read}, {"w": ["fsdp"]}) != {"w": read}
 

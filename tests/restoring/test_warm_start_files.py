@@ -37,7 +37,7 @@ from torchax_ckpt.errors import (
 )
 from torchax_ckpt.formats import safetensors_io, tensor_files, untrusted_files
 from torchax_ckpt.restoring import file_weights
-from torchax_ckpt.storage.arrays import placement
+from torchax_ckpt.storage.arrays import assembly
 
 
 class Gpt(nn.Module):
@@ -601,7 +601,7 @@ def test_a_tensor_is_read_once_into_memory_that_its_devices_keep(
     made: list[np.ndarray] = []
 
     def counted(shape: Any, dtype: Any) -> np.ndarray:
-        made.append(placement.empty(shape, dtype))
+        made.append(assembly.empty(shape, dtype))
         return made[-1]
 
     monkeypatch.setattr(tensor_files, "empty", counted)

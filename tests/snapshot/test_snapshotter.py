@@ -160,8 +160,8 @@ def test_a_reference_donated_before_it_was_looked_at_fails_that_save(
     layout: Any, step_fn: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go = threading.Event()
-    stored = Snapshot.stored
-    monkeypatch.setattr(Snapshot, "stored", lambda *args: go.wait(60) and stored(*args))
+    stacked = Snapshot.stacked
+    monkeypatch.setattr(Snapshot, "stacked", lambda *args: go.wait(60) and stacked(*args))
     options = CheckpointOptions(snapshot="reference", layout=layout)
     ckpt = TorchaxCheckpointer(directory, options=options)
     state = step_fn(start())
@@ -199,7 +199,7 @@ def test_a_deleted_reference_fails_that_save_by_name(
 ) -> None:
     if layout == "auto":
         # A stack is made when the save's thread gets to it: here, after the deletion.
-        stored = Snapshot.stored
+        stacked = Snapshot.stacked
         monkeypatch.setattr(Snapshot, "stored", lambda *args: slow.wait(60) and stored(*args))
     options = CheckpointOptions(snapshot="reference", layout=layout)
     state = start()
@@ -250,8 +250,8 @@ def test_auto_loses_one_save_to_a_program_that_begins_to_donate(
 ) -> None:
     go = threading.Event()
     go.set()
-    stored = Snapshot.stored
-    monkeypatch.setattr(Snapshot, "stored", lambda *args: go.wait(60) and stored(*args))
+    stacked = Snapshot.stacked
+    monkeypatch.setattr(Snapshot, "stacked", lambda *args: go.wait(60) and stacked(*args))
     ckpt = TorchaxCheckpointer(
         directory,
         options=CheckpointOptions(layout=layout),

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError, DirectoryError
-from torchax_ckpt.storage.arrays.placement import Index, empty
+from torchax_ckpt.storage.arrays.assembly import Index, empty
 
 # .to("jax") converts 64-bit integers to these dtypes, unless jax_enable_x64 is set.
 NARROWED = {"int64": "int32", "uint64": "uint32"}

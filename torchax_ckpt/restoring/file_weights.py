@@ -24,10 +24,10 @@ from torchax_ckpt.formats.weights import MODEL
 from torchax_ckpt.layout import names
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.snapshot.move_shards import put
-from torchax_ckpt.state.component import Read
+from torchax_ckpt.state.component import LeafRead
 from torchax_ckpt.state.leaf import Spec
 from torchax_ckpt.state.stored_entries import StoredModule
-from torchax_ckpt.storage.arrays.placement import (
+from torchax_ckpt.storage.arrays.assembly import (
     Bounds,
     Index,
     Piece,
@@ -74,14 +74,14 @@ class FileWeights:
             converts=lambda a, b: b == NARROWED.get(a) or converts(a, b),
         )
 
-    def require_plausible(self, reads: Mapping[str, Read]) -> None:
+    def require_plausible(self, reads: Mapping[str, LeafRead]) -> None:
         """Does nothing: every size was already compared with the model's."""
 
-    def is_whole(self, reads: Mapping[str, Read], num_processes: int) -> bool:
+    def is_whole(self, reads: Mapping[str, LeafRead], num_processes: int) -> bool:
         """Returns False, because files have no digests."""
         return False
 
-    def read_leaves(self, reads: Mapping[str, Read]) -> dict[str, Any]:
+    def read_leaves(self, reads: Mapping[str, LeafRead]) -> dict[str, Any]:
         """Returns name -> tensor on its placement; reads the parts for this process's devices.
 
         At most ``max_host_bytes`` are read and not yet on devices; a larger part of a device is
@@ -128,7 +128,7 @@ class FileWeights:
 
 
 def _pieces(
-    name: str, tensor: FileTensor, read: Read, leaves: dict[str, Any], max_bytes: int
+    name: str, tensor: FileTensor, read: LeafRead, leaves: dict[str, Any], max_bytes: int
 ) -> Iterator[_Piece]:
     """Yields the pieces of a tensor; after the last has arrived, the tensor is in ``leaves``."""
     shape, dtype, placement = read.spec.shape, read.dtype or read.spec.dtype, read.placement

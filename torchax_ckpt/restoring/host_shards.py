@@ -14,11 +14,11 @@ from torchax_ckpt.layout.manifest import Node
 from torchax_ckpt.saving.host_parts import nodes_of
 from torchax_ckpt.snapshot.move_shards import Rounds
 from torchax_ckpt.snapshot.sharding import Local, host_part, spans_hosts
-from torchax_ckpt.state.component import Read
+from torchax_ckpt.state.component import LeafRead
 from torchax_ckpt.state.leaf import Spec
 
 
-def as_saved(reads: Mapping[str, Read], specs: Mapping[str, Any]) -> dict[str, Read]:
+def as_saved(reads: Mapping[str, LeafRead], specs: Mapping[str, Any]) -> dict[str, LeafRead]:
     """Returns the reads, each with the sharding of the save on the current mesh, if possible."""
     found = dict(reads)
     for name, read in reads.items():
@@ -43,18 +43,18 @@ def _are_distinct(dims: Iterable[Any]) -> bool:
     return len(set(axes)) == len(axes)
 
 
-def of_reads(reads: Mapping[str, Read], document: Mapping[str, Node]) -> dict[str, Read]:
+def of_reads(reads: Mapping[str, LeafRead], document: Mapping[str, Node]) -> dict[str, LeafRead]:
     """Returns reads of this host's part, of the leaves that its step does not hold whole."""
     found, nodes = {}, nodes_of(document)
     for name, read in reads.items():
         if spans_hosts(read.placement) and "starts" in nodes.get(name, {}):
             part = host_part(read.placement, read.spec.shape)  # type: ignore[arg-type]
             spec = dataclasses.replace(read.spec, shape=part.shape)
-            found[name] = Read(read.name, spec, part.sharding)
+            found[name] = LeafRead(read.name, spec, part.sharding)
     return found
 
 
-def needed_starts(reads: Mapping[str, Read]) -> dict[str, list[list[int]]]:
+def needed_starts(reads: Mapping[str, LeafRead]) -> dict[str, list[list[int]]]:
     """Returns the field ``starts`` that this host needs, for each leaf that is to span hosts.
 
     Raises ValueError if a sharding has no mesh, or this host's devices are no block of it.
@@ -67,7 +67,7 @@ def needed_starts(reads: Mapping[str, Read]) -> dict[str, list[list[int]]]:
 
 
 def stored_starts(
-    reads: Mapping[str, Read], document: Mapping[str, Node]
+    reads: Mapping[str, LeafRead], document: Mapping[str, Node]
 ) -> dict[str, list[list[int]]]:
     """Returns the starts that this host's copy of the step has, in the form of ``needed_starts``.
 
@@ -106,10 +106,10 @@ def _blocks(starts: Any) -> list[list[int]]:
         raise ValueError(f"expected lists of shard starts, found {starts!r:.80}") from error
 
 
-def on_host(document: Mapping[str, Node], names: Iterable[str]) -> dict[str, Read]:
+def on_host(document: Mapping[str, Node], names: Iterable[str]) -> dict[str, LeafRead]:
     """Returns reads of leaves into host memory, from which they are sent to other hosts."""
     nodes = nodes_of(document)
-    return {n: Read(n, Spec.of_node(nodes[n]), Local.HOST) for n in names if n in nodes}
+    return {n: LeafRead(n, Spec.of_node(nodes[n]), Local.HOST) for n in names if n in nodes}
 
 
 Runs = list[list[tuple[int, int, int]]]

@@ -34,7 +34,7 @@ from torchax_ckpt.saving.host_parts import digest
 from torchax_ckpt.snapshot.move_shards import permute_over_processes, put, reshard
 from torchax_ckpt.snapshot.sharding import shards_as, spans_hosts
 from torchax_ckpt.state import per_process_state
-from torchax_ckpt.state.component import Read
+from torchax_ckpt.state.component import LeafRead
 from torchax_ckpt.state.per_process_state import HostStates, PerProcessState
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.verified import Verified
@@ -191,7 +191,7 @@ class HostSteps:
         self._copy = None
         return b""
 
-    def require_plausible(self, reads: Mapping[str, Read]) -> None:
+    def require_plausible(self, reads: Mapping[str, LeafRead]) -> None:
         """Ignores this host's copy, for another's, if it is damaged or does not fit."""
         if self._copy is None:
             return
@@ -207,23 +207,23 @@ class HostSteps:
             copy.require_plausible({**reads, **host_shards.of_reads(reads, copy.document)})
             self._copy = copy
 
-    def is_whole(self, reads: Mapping[str, Read], num_processes: int) -> bool:
+    def is_whole(self, reads: Mapping[str, LeafRead], num_processes: int) -> bool:
         """Returns whether a restore with ``reads`` reads every stored byte of this host's copy."""
         if self._copy is None or not self._has_own_state:
             return False
         return self._copy.is_whole(reads, num_processes)
 
-    def _without_state(self, reads: Mapping[str, Read]) -> dict[str, Read]:
+    def _without_state(self, reads: Mapping[str, LeafRead]) -> dict[str, LeafRead]:
         return {name: read for name, read in reads.items() if name not in self._state_leaves}
 
-    def read_leaves(self, reads: Mapping[str, Read]) -> dict[str, Any]:
+    def read_leaves(self, reads: Mapping[str, LeafRead]) -> dict[str, Any]:
         """Returns leaf name -> array; other hosts send what this host's copy lacks."""
         state = {name: read for name, read in reads.items() if name in self._state_leaves}
         found = put({n: np.array(self._state_leaves[n]) for n in state}, _placements(state))
         reads = self._without_state(reads)
         return {**found, **self._read(reads)}
 
-    def _read(self, reads: Mapping[str, Read]) -> dict[str, Any]:
+    def _read(self, reads: Mapping[str, LeafRead]) -> dict[str, Any]:
         requested, reads = reads, host_shards.as_saved(reads, self._specs)
         spanning = {
             name: reads[name] for name in sorted(reads) if spans_hosts(reads[name].placement)
@@ -245,7 +245,7 @@ class HostSteps:
     # --- leaves that do not span hosts ---
 
     def _local_leaves(
-        self, reads: Mapping[str, Read], values: dict[str, Any] | None
+        self, reads: Mapping[str, LeafRead], values: dict[str, Any] | None
     ) -> dict[str, Any]:
         """Returns the leaves that do not span hosts, which each host's copy has, or sends."""
         flags = bytes([values is not None, values is None and bool(reads)])
@@ -269,7 +269,7 @@ class HostSteps:
     # --- leaves that span hosts ---
 
     def _spanning_leaves(
-        self, reads: Mapping[str, Read], values: dict[str, Any] | None
+        self, reads: Mapping[str, LeafRead], values: dict[str, Any] | None
     ) -> dict[str, Any]:
         stored = None
         if values is not None and self._copy is not None:
@@ -315,7 +315,7 @@ class HostSteps:
         num_own = sum(part == held for part, held in zip(needs, holds, strict=True))
         return json.dumps([num_own, found]).encode()
 
-    def _needed(self, reads: Mapping[str, Read]) -> dict[str, list[list[int]]]:
+    def _needed(self, reads: Mapping[str, LeafRead]) -> dict[str, list[list[int]]]:
         try:
             return host_shards.needed_starts(reads)
         except ValueError as error:
@@ -339,16 +339,16 @@ class HostSteps:
         )
 
 
-def _target(read: Read) -> jax.ShapeDtypeStruct:
+def _target(read: LeafRead) -> jax.ShapeDtypeStruct:
     spec = read.spec
     return jax.ShapeDtypeStruct(spec.shape, np.dtype(spec.dtype), sharding=read.placement)
 
 
-def _placements(reads: Mapping[str, Read]) -> dict[str, Any]:
+def _placements(reads: Mapping[str, LeafRead]) -> dict[str, Any]:
     return {name: read.placement for name, read in reads.items()}
 
 
-def _slice_of(reads: Mapping[str, Read], axis: str) -> int:
+def _slice_of(reads: Mapping[str, LeafRead], axis: str) -> int:
     """Returns the index of the slice that contains this process; 0 if no mesh has ``axis``."""
     meshes = {
         read.placement.mesh for read in reads.values() if isinstance(read.placement, NamedSharding)

@@ -30,7 +30,7 @@ from torchax_ckpt.saving.tiers import Tiers
 from torchax_ckpt.snapshot.move_shards import put
 from torchax_ckpt.snapshot.sharding import Local
 from torchax_ckpt.state import functional, per_process_state
-from torchax_ckpt.state.component import Read, revive
+from torchax_ckpt.state.component import LeafRead, revive
 from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.state.leaf import require_jax_dtype
 from torchax_ckpt.state.pytree import key_part
@@ -272,5 +272,5 @@ def _require_match(committed: CommittedStep, abstract_state: Any) -> None:
 _ABSENT = object()
 
 
-def _sharding(read: Read) -> Sharding | None:
+def _sharding(read: LeafRead) -> Sharding | None:
     return None if isinstance(read.placement, Local) else read.placement

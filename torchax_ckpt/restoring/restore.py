@@ -24,7 +24,7 @@ from torchax_ckpt.snapshot.device_memory import free_device_bytes
 from torchax_ckpt.snapshot.device_sizes import shard_bytes
 from torchax_ckpt.snapshot.sharding import Local
 from torchax_ckpt.state import per_process_state, random_state
-from torchax_ckpt.state.component import Read, Restoration, Values
+from torchax_ckpt.state.component import LeafRead, Restoration, Values
 from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.state.training_state import TrainingState
 from torchax_ckpt.stored.stored_step import StoredStep, about
@@ -110,7 +110,7 @@ def report_of(
 
 def apply(
     restoration: Restoration,
-    reader: Callable[[Mapping[str, Read]], Values],
+    reader: Callable[[Mapping[str, LeafRead]], Values],
     options: CheckpointOptions,
     processes: Processes,
     step: int | None,
@@ -129,7 +129,7 @@ def apply(
 
 def _apply_in_budget(
     restoration: Restoration,
-    reader: Callable[[Mapping[str, Read]], Values],
+    reader: Callable[[Mapping[str, LeafRead]], Values],
     processes: Processes,
     step: int | None,
     path: str,
@@ -141,16 +141,16 @@ def _apply_in_budget(
     try:
         sizes, limit = _device_bytes(reads), _part_bytes(reads.values())
         for part in batches(
-            restoration.writes, lambda w: sum(sizes[name] for name in w.needs), limit
+            restoration.changes, lambda w: sum(sizes[name] for name in w.needs), limit
         ):
             for write in part:
                 if write.release is not None:
                     write.release()
             needed = {name: reads[name] for write in part for name in write.needs}
-            restoration.apply_writes(part, reader(needed))
+            restoration.apply_changes(part, reader(needed))
         processes.meet()
     except BaseException as error:
-        for write in restoration.writes:
+        for write in restoration.changes:
             if write.release is not None:
                 write.release()
         if isinstance(error, UnusableStateError):
@@ -164,7 +164,7 @@ def _apply_in_budget(
         ) from error
 
 
-def _part_bytes(reads: Iterable[Read]) -> int:
+def _part_bytes(reads: Iterable[LeafRead]) -> int:
     """Returns how much a restore frees and reads at a time: half of the free memory of a device.
 
     Only memory beyond a device's peak so far is free: a restore must not need more than training.
@@ -180,7 +180,7 @@ def _part_bytes(reads: Iterable[Read]) -> int:
     return max(_MIN_PART_BYTES, min(free, default=0) // shared // 2)
 
 
-def _device_bytes(reads: Mapping[str, Read]) -> dict[str, int]:
+def _device_bytes(reads: Mapping[str, LeafRead]) -> dict[str, int]:
     """Returns the bytes that each leaf takes on each of its devices; 0 for a host array."""
     default = SingleDeviceSharding(jax.local_devices()[0])
     targets = {}

@@ -141,7 +141,7 @@ class Closing:
         with self._lock:
             if self._task is None or self._task.is_cancelled:
                 self._task = background.Task("closing", self._finish)
-                with contextlib.suppress(RuntimeError):  # take_over() or the exit finishes
+                with contextlib.suppress(RuntimeError):  # close_others() or the exit finishes
                     self._task.start()
 
     def _finish(self) -> None:
@@ -184,7 +184,7 @@ def _is_same(path: Any, other: Any) -> bool:
     return os.path.realpath(str(path)) == os.path.realpath(str(other))
 
 
-def take_over(saver: _Saver) -> None:
+def close_others(saver: _Saver) -> None:
     """Closes collected or half-closed checkpointers of this process that may still write there.
 
     Raises SaveTimeoutError if a save of one takes too long; it continues.

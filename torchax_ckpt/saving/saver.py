@@ -115,7 +115,7 @@ class Saver:
         if not self._is_claimed:
             self._has_tried = True
             with self._calls.round("taking the directory"):
-                closing.take_over(self)
+                closing.close_others(self)
                 self._calls.first(functools.partial(self._take, step))
             self._is_claimed = True
             self._history.open()

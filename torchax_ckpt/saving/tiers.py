@@ -18,7 +18,7 @@ from torchax_ckpt.processes import liveness
 from torchax_ckpt.processes.call_log import CallLog
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.processes.per_host import PerHostProcesses
-from torchax_ckpt.saving.closing import Closing, take_over
+from torchax_ckpt.saving.closing import Closing, close_others
 from torchax_ckpt.saving.decisions import Decisions
 from torchax_ckpt.saving.preserving import Preserving
 from torchax_ckpt.saving.run_tier import RunTier
@@ -271,7 +271,7 @@ class Tiers:
     def open(self) -> None:
         """Lists the steps in the directory of each tier, unless the steps are listed already."""
         if not self._is_open:
-            self.take_over()
+            self.close_others()
             self._compare_local_steps()
             for tier in self._tiers:
                 tier.history.open()
@@ -302,10 +302,10 @@ class Tiers:
         for committed in found:
             self.holding(committed).saver.delete(step)
 
-    def take_over(self) -> None:
+    def close_others(self) -> None:
         """Closes collected or half-closed checkpointers of this process that may write here."""
         for tier in self._tiers:
-            take_over(tier.saver)
+            close_others(tier.saver)
 
     def closing(self, last: Callable[[], None]) -> Closing:
         """Returns a ``Closing`` that ends the saves, releases leases and then calls ``last``."""

@@ -130,7 +130,7 @@ Values = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Read:
+class LeafRead:
     """A leaf to read from a checkpoint."""
 
     name: str
@@ -140,7 +140,7 @@ class Read:
 
 
 @dataclasses.dataclass
-class Write:
+class Change:
     """A change to live objects; only one that runs user code may fail, and has an ``undo``."""
 
     do: Callable[[Values], None]
@@ -153,22 +153,24 @@ class Write:
 class Restoration:
     """The plan of a restore: the leaves to read, then the writes to live objects, in order."""
 
-    reads: dict[str, Read] = dataclasses.field(default_factory=dict)
+    reads: dict[str, LeafRead] = dataclasses.field(default_factory=dict)
     # checks examine values that were read, before any change
-    checks: list[Write] = dataclasses.field(default_factory=list)
-    calls: list[Write] = dataclasses.field(default_factory=list)  # run user code, may fail
-    writes: list[Write] = dataclasses.field(default_factory=list)  # buffers, cannot fail
+    checks: list[Change] = dataclasses.field(default_factory=list)
+    calls: list[Change] = dataclasses.field(default_factory=list)  # run user code, may fail
+    changes: list[Change] = dataclasses.field(default_factory=list)  # buffers, cannot fail
     unfilled: list[str] = dataclasses.field(default_factory=list)  # meta tensors without a value
     # name of a tensor -> name of the tensor that one of the calls puts in its place
     tied_again: dict[str, str] = dataclasses.field(default_factory=dict)
 
-    def read(self, node: Mapping[str, Any], placement: Placement, dtype: str | None = None) -> None:
+    def add_read(
+        self, node: Mapping[str, Any], placement: Placement, dtype: str | None = None
+    ) -> None:
         """Adds a leaf to the reads; UnsupportedLeafError if JAX would narrow its dtype."""
         spec = Spec.of_node(node)
         if placement is not Local.HOST:
             require_jax_dtype(dtype or spec.dtype, node["array"])
         changed = None if dtype == spec.dtype else dtype
-        self.reads[node["array"]] = Read(node["array"], spec, placement, changed)
+        self.reads[node["array"]] = LeafRead(node["array"], spec, placement, changed)
 
     def extend(self, others: Iterable[Restoration]) -> None:
         """Appends the reads and writes of other plans to this plan, in order."""
@@ -176,7 +178,7 @@ class Restoration:
             self.reads.update(other.reads)
             self.checks.extend(other.checks)
             self.calls.extend(other.calls)
-            self.writes.extend(other.writes)
+            self.changes.extend(other.changes)
             self.unfilled.extend(other.unfilled)
             self.tied_again.update(other.tied_again)
 
@@ -195,11 +197,11 @@ class Restoration:
     def apply(self, values: Values, agree: Callable[[], None] = lambda: None) -> None:
         """Makes all changes or none; see ``apply_calls``."""
         self.apply_calls(values, agree)
-        self.apply_writes(self.writes, values)
+        self.apply_changes(self.changes, values)
 
     @staticmethod
     @torchax_backend.native_torch()
-    def apply_writes(writes: Iterable[Write], values: Values) -> None:
+    def apply_changes(writes: Iterable[Change], values: Values) -> None:
         """Executes the given writes, which cannot fail and have no undo."""
         for write in writes:
             write.do(values)
@@ -208,7 +210,7 @@ class Restoration:
         """Makes the changes in ``calls``; undoes all if one fails, or ``agree`` then raises."""
         for check in self.checks:
             check.do(values)
-        done: list[Write] = []
+        done: list[Change] = []
         try:
             for call in self.calls:
                 done.append(call)
@@ -234,7 +236,7 @@ def restore_by_call(
     owner: object,
     take: Callable[[Any], Any],
     put_back: Callable[[Any], Any] | None = None,
-) -> Write:
+) -> Change:
     """Returns a write that passes the value that ``node`` describes to ``take``, the user's code.
 
     The undo passes the state ``live`` to ``put_back`` (default: ``take``). An array saved from a
@@ -251,7 +253,7 @@ def restore_by_call(
             placement = placement_of(counterpart)
         else:
             placement = Local.DEFAULT_DEVICE
-        restoration.read(child, placement)
+        restoration.add_read(child, placement)
 
     def call(values: Values) -> None:
         state = value_of(node, values)
@@ -272,7 +274,7 @@ def restore_by_call(
         # Rebuilt, so that it shares no mutable data with what was captured.
         (put_back or take)(value_of(live.form.node, arrays))
 
-    return Write(call, undo, needs=leaf_names(node))
+    return Change(call, undo, needs=leaf_names(node))
 
 
 def leaf_names(node: Node) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from torchax_ckpt.snapshot.sharding import Local, Placement, placement_of
 from torchax_ckpt.state.component import (
     Captured,
     Form,
-    Read,
+    LeafRead,
     Values,
     encoded,
     require_alive,
@@ -178,7 +178,7 @@ class Request:
     def __init__(
         self, root: Node, abstract_state: Any, prefix: tuple[str, ...], findings: Findings
     ) -> None:
-        self.reads: dict[str, Read] = {}
+        self.reads: dict[str, LeafRead] = {}
         self._root = root
         self._abstract = abstract_state
         self._nodes: list[Node] = []
@@ -229,7 +229,7 @@ class Request:
     def _read(self, node: Mapping[str, Any], placement: Placement) -> None:
         if placement is not Local.HOST:
             require_jax_dtype(node["dtype"], node["array"])
-        self.reads[node["array"]] = Read(node["array"], Spec.of_node(node), placement)
+        self.reads[node["array"]] = LeafRead(node["array"], Spec.of_node(node), placement)
 
     def build(self, values: Values) -> Any:
         """Returns the loaded state, built from the arrays that were read."""
@@ -239,12 +239,12 @@ class Request:
         return jax.tree_util.tree_unflatten(treedef, [value_of(n, values) for n in self._nodes])
 
 
-def as_read(abstract: Any) -> Read | None:
+def as_read(abstract: Any) -> LeafRead | None:
     """Returns spec and placement of a leaf of the abstract state; None for a plain value."""
     if not isinstance(abstract, _ARRAYS):
         return None
     spec = describe(abstract, "")
-    return Read("", spec, _placement(abstract, spec))
+    return LeafRead("", spec, _placement(abstract, spec))
 
 
 def _placement(abstract: Any, spec: Spec) -> Placement:

@@ -25,12 +25,12 @@ from torchax_ckpt.snapshot.sharding import Local, Placement, placement_of, repli
 from torchax_ckpt.state import node_checks
 from torchax_ckpt.state.component import (
     Captured,
+    Change,
     Combined,
     Form,
     Restoration,
     SameForm,
     Values,
-    Write,
     encoded,
     leaf_names,
     require_alive,
@@ -352,19 +352,19 @@ def _add_write(
     replace: Callable[[dict[Any, Any]], None],
     parameter_shape: tuple[int, ...] | None,
     home: Placement,
-) -> Write:
+) -> Change:
     """Adds reads of stored values, and the write that passes them to ``replace``."""
     needs = []
     for key, child in stored.items():
         for leaf in array_nodes(child):
-            restoration.read(leaf, _placement(leaf, live.get(key), parameter_shape, home))
+            restoration.add_read(leaf, _placement(leaf, live.get(key), parameter_shape, home))
             needs.append(leaf["array"])
 
     def do(values: Values) -> None:
         replace({k: _rebuilt(child, live.get(k), values) for k, child in stored.items()})
 
-    restoration.writes.append(Write(do, needs=tuple(needs)))
-    return restoration.writes[-1]
+    restoration.changes.append(Change(do, needs=tuple(needs)))
+    return restoration.changes[-1]
 
 
 def unwrapped(value: Any) -> Any:

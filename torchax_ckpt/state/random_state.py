@@ -19,8 +19,8 @@ from torchax_ckpt.snapshot.sharding import Local, placement_of
 from torchax_ckpt.state import node_checks
 from torchax_ckpt.state.component import (
     Captured,
+    Change,
     Restoration,
-    Write,
     encoded,
     leaf_names,
     value_of,
@@ -58,12 +58,14 @@ class RandomStateComponent:
         for child in array_nodes(node):
             on_device = Spec.of_node(child).on_device
             placement = _key_placement() if on_device else Local.HOST
-            restoration.read(child, placement)
+            restoration.add_read(child, placement)
         needs = leaf_names(node)
         # The check tries the state on throwaway generators. The random state is set last, because
         # loading other state may draw random numbers.
-        restoration.checks.append(Write(lambda values: _check(value_of(node, values)), needs=needs))
-        restoration.writes.append(Write(lambda values: _set(value_of(node, values)), needs=needs))
+        restoration.checks.append(
+            Change(lambda values: _check(value_of(node, values)), needs=needs)
+        )
+        restoration.changes.append(Change(lambda values: _set(value_of(node, values)), needs=needs))
         return restoration
 
 

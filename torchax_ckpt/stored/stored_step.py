@@ -32,13 +32,13 @@ from torchax_ckpt.processes.coordination import SINGLE_PROCESS, Processes
 from torchax_ckpt.runtime import host_memory, progress
 from torchax_ckpt.snapshot.host_array import Local, Placement
 from torchax_ckpt.storage.arrays import array_checks, read_arrays
-from torchax_ckpt.storage.arrays.placement import Index, Piece, Wanted, empty
+from torchax_ckpt.storage.arrays.assembly import Index, Piece, Wanted, empty
 from torchax_ckpt.storage.directory import commit_record, step_files
 from torchax_ckpt.storage.directory.committed_step import MANIFEST, CommittedStep
 from torchax_ckpt.storage.medium import containment
 
 if TYPE_CHECKING:
-    from torchax_ckpt.state.component import Read
+    from torchax_ckpt.state.component import LeafRead
 
 logger = logging.getLogger(__name__)
 
@@ -276,7 +276,7 @@ class StoredStep:
         with about(self.committed):
             node_checks.check_document(self.document)
 
-    def require_plausible(self, reads: Mapping[str, Read]) -> None:
+    def require_plausible(self, reads: Mapping[str, LeafRead]) -> None:
         """Checks the stored arrays and this host's memory, before memory is allocated for leaves.
 
         Raises CorruptCheckpointError if an array contradicts the manifest, or the bytes on storage
@@ -295,7 +295,7 @@ class StoredStep:
                 path, step = self.committed.path, self.committed.step
                 raise containment.beyond_memory(path, step, total, least, largest)
 
-    def read_leaves(self, reads: Mapping[str, Read]) -> dict[str, Any]:
+    def read_leaves(self, reads: Mapping[str, LeafRead]) -> dict[str, Any]:
         """Reads each leaf onto devices or the host, by name; call ``require_plausible`` before."""
         from torchax_ckpt.snapshot.move_shards import put
 
@@ -316,7 +316,7 @@ class StoredStep:
             self.compared.leaves.update(found)
         return found
 
-    def is_whole(self, reads: Mapping[str, Read], num_processes: int) -> bool:
+    def is_whole(self, reads: Mapping[str, LeafRead], num_processes: int) -> bool:
         """Returns whether a restore with ``reads`` compares every stored byte of the step.
 
         The other processes are taken to have corresponding reads. Reads the assets, which no

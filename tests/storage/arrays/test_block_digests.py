@@ -25,12 +25,12 @@ from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, torchax_backend
 from torchax_ckpt.errors import CorruptCheckpointError, SaveError
 from torchax_ckpt.storage.arrays import (
     array_checks,
+    assembly,
     block_digests,
     chunking,
-    placement,
     read_arrays,
 )
-from torchax_ckpt.storage.arrays.placement import Wanted
+from torchax_ckpt.storage.arrays.assembly import Wanted
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import location, seals
 from torchax_ckpt.stored.stored_step import parse_manifest
@@ -225,7 +225,7 @@ class HostMemory:
                 moving.pop(id(array), None)
             return ready(arrays)
 
-        for module in (placement, read_arrays):
+        for module in (assembly, read_arrays):
             monkeypatch.setattr(module, "empty", self._empty)
         monkeypatch.setattr(jax, "device_put", slow_put)
         monkeypatch.setattr(jax, "make_array_from_callback", slow_make)

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from torchax_ckpt.storage.arrays.placement import empty
+from torchax_ckpt.storage.arrays.assembly import empty
 
 
 @pytest.mark.parametrize("dtype", ["bool", "bfloat16", "float8_e5m2", "float32", "complex128"])

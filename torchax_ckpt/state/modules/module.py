@@ -26,11 +26,11 @@ from torchax_ckpt.snapshot.sharding import Local, Placement, placement_of
 from torchax_ckpt.state import node_checks
 from torchax_ckpt.state.component import (
     Captured,
+    Change,
     Combined,
     Form,
     Restoration,
     Values,
-    Write,
     encoded,
     leaf_names,
     require_alive,
@@ -229,10 +229,10 @@ class ModuleComponent:
                 elif expected := self._expected_if_fits(slot, stored, sources[0], findings):
                     supplied.update(member.fqn for member in merged.members)
                     node = stored.tensors[sources[0]]
-                    restoration.read(node, self._placement(slot), expected.dtype)
+                    restoration.add_read(node, self._placement(slot), expected.dtype)
                     leaf = node["array"]
-                    restoration.writes.append(
-                        Write(_writer(slot, leaf), needs=(leaf,), release=merged.release)
+                    restoration.changes.append(
+                        Change(_writer(slot, leaf), needs=(leaf,), release=merged.release)
                     )
         if tied := [m for m in chosen if m.replaced and m.slot.fqn in supplied]:
             restoration.calls.append(ties.tying(self.module, tied))
@@ -333,7 +333,7 @@ class ModuleComponent:
             if slot.fqn not in supplied and torchax_backend.is_device_tensor(slot.tensor):
                 placement = self._placement(slot)
                 if isinstance(placement, Sharding):
-                    restoration.writes.append(Write(_resharder(slot, placement)))
+                    restoration.changes.append(Change(_resharder(slot, placement)))
 
     def _fill_rest(self, restoration: Restoration, supplied: set[str]) -> None:
         """Adds writes that fill the meta tensors that are not in ``supplied``."""
@@ -351,7 +351,7 @@ class ModuleComponent:
                 continue
             expected, placement = self._expected(slot), self._placement(slot)
             array = on_placement(value, expected, placement, self.name(slot.fqn))
-            restoration.writes.append(Write(_filler(slot, array)))
+            restoration.changes.append(Change(_filler(slot, array)))
 
     # --- one slot ---
 

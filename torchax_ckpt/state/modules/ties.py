@@ -22,7 +22,7 @@ import torch
 from torchax_ckpt import torchax_backend
 from torchax_ckpt.layout import names
 from torchax_ckpt.runtime import user_warnings
-from torchax_ckpt.state.component import Write
+from torchax_ckpt.state.component import Change
 from torchax_ckpt.state.modules.module_tensors import Slot
 from torchax_ckpt.state.stored_entries import StoredModule
 
@@ -166,7 +166,7 @@ def merged(
     return [_joined(live[fqn], members) for fqn, members in groups.items()]
 
 
-def tying(module: torch.nn.Module, chosen: Iterable[Merged]) -> Write:
+def tying(module: torch.nn.Module, chosen: Iterable[Merged]) -> Change:
     """Returns the write that gives each merged slot one tensor, under all of its names."""
     new: dict[int, torch.Tensor] = {}
     for one in chosen:
@@ -188,7 +188,7 @@ def tying(module: torch.nn.Module, chosen: Iterable[Merged]) -> Write:
         for registry, key, old in changed:
             registry[key] = old
 
-    return Write(tie, untie)
+    return Change(tie, untie)
 
 
 def _joined(remaining: Slot, members: list[Slot]) -> Merged:

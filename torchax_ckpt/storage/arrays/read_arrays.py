@@ -29,7 +29,7 @@ from torchax_ckpt.runtime.lazily import jax
 from torchax_ckpt.snapshot.host_array import Placement
 from torchax_ckpt.storage.arrays import block_digests
 from torchax_ckpt.storage.arrays.array_checks import stored_key
-from torchax_ckpt.storage.arrays.placement import (
+from torchax_ckpt.storage.arrays.assembly import (
     Checked,
     Piece,
     SingleLeaf,
