@@ -107,14 +107,7 @@ def functional() -> dict[str, Any]:
 
 
 class Run:
-    """A run whose steps are read again and again.
-
-    Args:
-      directory: of the run.
-      whose: "own" if each step has files of its own, "shared" if every other step shares files.
-      layout, codec: of its arrays.
-      by_orbax: whether bare Orbax reads it.
-    """
+    """A run whose steps are read again and again."""
 
     def __init__(
         self, directory: Path, whose: str, layout: Any, codec: Any, by_orbax: bool

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -15,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from support import PROGRAMS, TESTS, forked
-from support.processes import COMPILED_ONCE, Started, run_python
+from support import PROGRAMS, TESTS
+from support.processes import COMPILED_ONCE, run_python
 from support.waiting import wait_until
 
 
@@ -54,43 +53,6 @@ def test_what_is_left_to_chance_differs() -> None:
     assert set(one) & set(three) == {one[-1]}  # two servers take turns
 
 
-ENDINGS = [
-    "pass",
-    "sys.exit(7)",
-    "raise ZeroDivisionError('here')",
-    "os.kill(os.getpid(), signal.SIGINT); time.sleep(60)",
-    "os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)",
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ending", ENDINGS)
-def test_it_ends_as_a_fresh_one_does(ending: str) -> None:
-    found, expected = (
-        run_python(PROGRAMS / "ends_variously.py", ending, check=False, fresh=fresh)
-        for fresh in (False, True)
-    )
-    assert found.returncode == expected.returncode
-    assert found.stdout == expected.stdout
-    # The server's call adds one line to the traceback.
-    told = re.sub(r'  File "<string>", line 1, in <module>\n', "", found.stderr, count=1)
-    assert told == expected.stderr
-
-
-def test_a_signal_from_outside_reaches_it() -> None:
-    source = """
-import signal, sys, time
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
-print("ready", flush=True)
-time.sleep(60)
-"""
-    with Started("-c", source) as program:
-        wait_until(lambda: program.output()[0])
-        assert program.process.poll() is None
-        program.process.send_signal(signal.SIGTERM)
-        assert program.process.wait(60) == 5
-
-
 @pytest.mark.slow
 def test_server_and_programs_end_with_who_started_them() -> None:
     tester = f"""
@@ -118,10 +80,3 @@ time.sleep(600)
             for pid in started:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-
-
-def test_a_server_that_cannot_import_says_so(capfd: pytest.CaptureFixture[str]) -> None:
-    with tempfile.TemporaryFile("w+") as file, pytest.raises(RuntimeError, match="stderr says why"):
-        env = {**os.environ, "PYTHONPATH": str(TESTS)}
-        forked.start(["-c", ""], env=env, stdout=file, stderr=file, modules=("not_there",))
-    assert "No module named 'not_there'" in capfd.readouterr().err
