@@ -339,37 +339,6 @@ def test_threads_that_meet_at_once_delete_an_earlier_round_once() -> None:
     assert member._rounds == ["third"]
 
 
-def test_those_who_do_different_things_never_meet_and_the_next_round_is_whole() -> None:
-    """One process has a save less than the others, as its call of save raised."""
-    group = Group(timeout_secs=1)
-    saved: list[int] = []
-
-    def act(member: Processes) -> list[Any]:
-        seen: list[Any] = []
-        for step in (10, 12):
-            if step == 10 and member.index == 1:
-                continue
-            if step == 12:
-                time.sleep(1.5 * (member.index != 1))
-                member.timeout_secs = 30
-            try:
-                with member.round(f"saving step {step}"):
-                    member.meet()
-                    if member.is_first:
-                        saved.append(step)
-                seen.append(step)
-            except ProcessTimeoutError as error:
-                seen.append(str(error))
-        return seen
-
-    first, second, third = group(act)
-    assert saved == [12]
-    for seen in (first, third):
-        assert "saving step 10: process 1 of 3 did not arrive" in seen[0]
-        assert seen[1] == 12
-    assert second == [12]
-
-
 def test_two_saves_are_never_joined_into_one() -> None:
     def act(member: Processes) -> None:
         with member.round(f"saving step {10 + 2 * (member.index == 1)}"):

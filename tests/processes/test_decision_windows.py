@@ -51,23 +51,6 @@ def test_a_policy_that_fails_does_so_on_all_at_the_same_step(kind: type[Exceptio
         assert [(type(error), str(error)) for error in answers[4:6]] == [(told_kind, told)] * 2
 
 
-@pytest.mark.parametrize("odd", [0, 1])
-def test_who_leaves_steps_out_and_who_does_not_ask_for_the_same_ones_again(odd: int) -> None:
-    def act(member: Processes) -> list[Any]:
-        asked = windows(member, lambda step, coming: step % 2 == 0)
-        answers: list[Any] = []
-        for step in [1, 2, 5, 6, 7, 8] if member.index == odd else range(1, 9):
-            try:
-                answers.append(asked.ask(step))
-            except ProcessError as error:
-                answers.append(str(error))
-        asked.close()
-        return answers
-
-    for answers in Group(timeout_secs=5)(act):
-        assert answers[-3:] == [True, False, True]
-
-
 @pytest.mark.parametrize("slow", [0, 1])
 def test_processes_save_the_same_steps_though_one_is_slow(slow: int) -> None:
     """They are never more than some steps apart, as collectives have it."""

@@ -145,7 +145,8 @@ def check(ckpt: TorchaxCheckpointer, steps: Sequence[int]) -> None:
 def saves(folder: str, kind: str) -> None:
     """Saves to a medium that becomes full, read-only and removed, and works again each time."""
     logging.getLogger("torchax_ckpt").addHandler(Ear(logging.WARNING))
-    disk = {"mounted": SmallDisk, "limited": LimitedDisk}[kind](Path(folder))
+    kinds: dict[str, Any] = {"mounted": SmallDisk, "limited": LimitedDisk}
+    disk = kinds[kind](Path(folder))
     run = Path(folder, "run")
     ckpt = TorchaxCheckpointer(run)
     for step in (1, 2):
