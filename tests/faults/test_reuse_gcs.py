@@ -8,7 +8,6 @@ import os
 import re
 import urllib.parse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -17,9 +16,10 @@ import pytest
 import torch
 from etils import epath
 from gcs_proxy import FaultProxy
-from support.buckets import give_up_soon, killed_before_the_commit
+from support.buckets import give_up_soon
 from support.linked import by_orbax
 from support.models import Tuned
+from support.processes import Started
 
 from torchax_ckpt import CheckpointOptions, Event, TorchaxCheckpointer, policies, torchax_backend
 from torchax_ckpt.errors import SaveError
@@ -27,7 +27,6 @@ from torchax_ckpt.storage.medium import bucket
 from torchax_ckpt.storage.writing import databases
 
 pytest_plugins = ("gcs_fixtures",)
-ROOT = Path(__file__).parent.parent.parent
 REUSE = CheckpointOptions(reuse=True)
 ALL = {"preservation_policy": policies.PreserveAll()}
 
@@ -247,14 +246,17 @@ def test_a_bucket_that_refuses_every_copy_fails_fewer_and_fewer_saves(
 
 
 KILLED = """
-    import sys
-    import torchax
-    torchax.enable_globally()
-    from test_reuse_gcs import ALL, REUSE, TorchaxCheckpointer, Tuned, train
-    with TorchaxCheckpointer(sys.argv[1], options=REUSE, **ALL) as ckpt:
-        model = Tuned(1024).to("jax")
-        ckpt.attach(model)
-        train(ckpt, model, 1, 2, 3)
+import sys
+import torchax
+torchax.enable_globally()
+from support.models import Tuned
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
+with TorchaxCheckpointer(sys.argv[1], options=CheckpointOptions(reuse=True)) as ckpt:
+    model = Tuned(1024).to("jax")
+    ckpt.attach(model)
+    for step in (1, 2, 3):
+        ckpt.save(step, force=True)
+        ckpt.wait_until_finished()
 """
 
 
@@ -262,8 +264,10 @@ KILLED = """
 def test_a_save_killed_between_its_copies_and_its_commit_is_no_step(
     gcs: FaultProxy, url: str
 ) -> None:
-    folders = [ROOT, ROOT / "tests", ROOT / "tests" / "faults"]
-    killed_before_the_commit(gcs, KILLED, url, 3, folders)
+    arrived, go_on = gcs.pause("3%2Fstate%2Fmanifest.ocdbt&")  # the arrays are there
+    with Started("-c", KILLED, url, env=gcs.environment()):  # leaving the block kills it
+        assert arrived.wait(100)
+    go_on.set()
     assert stored(gcs, url, 3)
     model = Tuned(1024).to("jax")
     with TorchaxCheckpointer(url, options=REUSE, **ALL) as ckpt:
