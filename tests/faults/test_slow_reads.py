@@ -112,4 +112,4 @@ def test_one_slow_process_fails_all_by_name_and_one_slow_request_is_replaced(
         assert re.search(message, failed["error"]), failed
         assert again["same"]
     assert again["secs"] > 1  # on process 1
-    assert len(replaced) == 2
+    assert len(replaced) > 1  # sent again
