@@ -218,7 +218,6 @@ class Readers:
         mark = commit_record.sealing(epath.Path(step), "").strip().encode()
         for number in (1, 2):  # else few damaged files would come further than their seal
             (self._run / str(number) / commit_record.MARK).write_text("committed")
-        self._rule = policies.BestN(metric="loss")
         self._open()
         (events,) = (self._run / "events").iterdir()
         base = {"driver": "file", "path": f"{step / 'state'}/"}
