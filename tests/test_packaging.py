@@ -84,9 +84,8 @@ def test_the_source_distribution_holds_all_that_tests_and_docs_need(dist: Path) 
 
 def test_an_index_would_take_both(dist: Path) -> None:
     assert run(sys.executable, "-m", "twine", "check", "--strict", *dist.iterdir())
-    assert [c for c in PROJECT["classifiers"] if "Python :: 3." in c] == [
-        f"Programming Language :: Python :: 3.{minor}" for minor in (11, 12, 13)
-    ]
+    assert PROJECT["license"] == "Apache-2.0"
+    assert "Apache License" in (ROOT / "LICENSE").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -103,33 +102,6 @@ def environment(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = [path for path in sys.path if Path(path).name == "site-packages"]
     (site / "dependencies.pth").write_text("\n".join([*found, ""]))
     return folder
-
-
-@pytest.mark.slow
-def test_mypy_reads_the_types_of_the_installed_package(environment: Path, tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(
-        "from torchax_ckpt import TorchaxCheckpointer\n"
-        "with TorchaxCheckpointer('runs/a') as ckpt:\n"
-        "    start: str = ckpt.attach(None)\n"
-    )
-    # Reading these too would take most of the time.
-    (tmp_path / "mypy.ini").write_text(
-        "[mypy]\n[mypy-jax.*,numpy.*,torch.*]\nfollow_imports = skip\n"
-    )
-    python = environment / "bin" / "python"
-    result = subprocess.run(
-        [sys.executable, "-m", "mypy", "--python-executable", python, "program.py"],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        cwd=tmp_path,
-    )
-    assert result.stdout.splitlines() == [
-        "program.py:3: error: Incompatible types in assignment "
-        '(expression has type "int", variable has type "str")  [assignment]',
-        "Found 1 error in 1 file (checked 1 source file)",
-    ]
 
 
 @pytest.mark.slow
@@ -222,36 +194,28 @@ def libraries(names: Iterator[str]) -> set[str]:
     return {name.split(".")[0] for name in names} - own
 
 
-def normalized(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
+def normalized(requirement: str) -> str:
+    """The name of the distribution that a requirement asks for."""
+    return re.sub(r"[-_.]+", "-", re.split(r"[^\w.-]", requirement)[0]).lower()
 
 
 def declared(*extras: str) -> set[str]:
     """What is installed on purpose with these extras, and those that they name."""
-    found: set[str] = set()
-    for requirement in PROJECT["dependencies"]:
-        found.add(normalized(re.split(r"[^\w.-]", requirement)[0]))
+    found = set(map(normalized, PROJECT["dependencies"]))
     for extra in extras:
         for requirement in PROJECT["optional-dependencies"][extra]:
-            if match := re.match(r"torchax-ckpt\[(.*)\]", requirement):
-                found |= declared(*match[1].split(","))
-            else:
-                found.add(normalized(re.split(r"[^\w.-]", requirement)[0]))
+            match = re.match(r"torchax-ckpt\[(.*)\]", requirement)
+            found |= declared(*match[1].split(",")) if match else {normalized(requirement)}
     return found
 
 
-@functools.cache
-def distributions() -> dict[str, list[str]]:
-    return dict(importlib.metadata.packages_distributions())
+distributions = functools.cache(importlib.metadata.packages_distributions)
 
 
 def undeclared(names: set[str], declared: set[str]) -> set[str]:
     """Libraries of which no distribution is declared."""
-    return {
-        name
-        for name in names
-        if not {normalized(d) for d in distributions().get(name, [])} & declared
-    }
+    known = distributions()
+    return {name for name in names if not set(map(normalized, known.get(name, []))) & declared}
 
 
 def test_what_the_package_imports_is_a_core_dependency() -> None:
@@ -264,27 +228,14 @@ def test_what_the_package_imports_is_a_core_dependency() -> None:
     assert undeclared(needed, declared() - {"tqdm"}) == {"tqdm"}
 
 
-@pytest.mark.parametrize(
-    ("folder", "extras"),
-    [
-        ("torchax_ckpt", ["cli", "gcs", "lightning"]),
-        ("examples", ["examples"]),
-        ("notebooks", ["notebooks"]),
-        ("benchmarks", ["bench"]),
-        ("tests", ["tests"]),
-    ],
-)
-def test_what_is_imported_elsewhere_is_in_an_extra(folder: str, extras: list[str]) -> None:
-    paths = sorted((ROOT / folder).rglob("*.py"))
-    own = {path.stem for path in paths} | {path.parent.name for path in paths} | {"benchmarks"}
-    needed = libraries(name for path in paths for name in imported(path, at_import=False)) - own
-    if folder == "tests":
-        needed -= {path.stem for path in ROOT.glob("*/*.py")}
-    assert needed
-    assert not undeclared(needed, declared(*extras))
-
-
-def test_the_licence_is_named_and_there() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["license"] == "Apache-2.0"
-    assert "Apache License" in (ROOT / "LICENSE").read_text()
+def test_what_is_imported_elsewhere_is_in_an_extra() -> None:
+    extras_of = {"torchax_ckpt": ["cli", "gcs", "lightning"], "examples": ["examples"]}
+    extras_of |= {"notebooks": ["notebooks"], "benchmarks": ["bench"], "tests": ["tests"]}
+    for folder, extras in extras_of.items():
+        paths = sorted((ROOT / folder).rglob("*.py"))
+        own = {path.stem for path in paths} | {path.parent.name for path in paths} | {"benchmarks"}
+        needed = libraries(name for path in paths for name in imported(path, at_import=False)) - own
+        if folder == "tests":
+            needed -= {path.stem for path in ROOT.glob("*/*.py")}
+        assert needed
+        assert not undeclared(needed, declared(*extras)), folder

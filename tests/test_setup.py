@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.resources
 import os
 import re
 import socket
@@ -28,15 +26,6 @@ def test_tests_that_share_a_fixture_run_on_one_worker(request: pytest.FixtureReq
     """pytest-xdist finds the group at the end of a test's name, where not every pytest keeps it."""
     if "PYTEST_XDIST_WORKER" in os.environ and request.config.getvalue("loadgroup"):
         assert request.node.nodeid.endswith("@test_setup.py:shared")
-
-
-def test_the_promised_extras_are_there() -> None:
-    extras = importlib.metadata.metadata("torchax-ckpt").get_all("Provides-Extra")
-    assert {"examples", "lightning", "tests"} <= set(extras or ())
-
-
-def test_type_information_is_shipped() -> None:
-    assert importlib.resources.files("torchax_ckpt").joinpath("py.typed").is_file()
 
 
 def test_the_public_names_are_sorted_and_complete() -> None:
@@ -127,9 +116,3 @@ def test_a_bucket_without_its_extra_is_refused_with_what_to_install(
     for opens in (torchax_ckpt.TorchaxCheckpointer, torchax_ckpt.load_torch_state_dict):
         with pytest.raises(errors.DirectoryError, match=f"^{re.escape(said)}$"):
             opens("gs://bucket/run")
-
-
-def test_it_runs_on_the_python_that_is_promised() -> None:
-    promised = importlib.metadata.metadata("torchax-ckpt")["Requires-Python"]
-    assert promised == ">=3.11"
-    assert sys.version_info >= (3, 11)

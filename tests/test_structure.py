@@ -9,8 +9,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 import torchax_ckpt
 
 PACKAGE = Path(torchax_ckpt.__file__).parent
@@ -56,7 +54,7 @@ BUDGETS = {
 }
 
 FILES = sorted(PACKAGE.rglob("*.py"))
-each_file = pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+TREES = {path: ast.parse(path.read_text()) for path in FILES}
 
 
 def module_of(path: Path) -> str:
@@ -77,7 +75,7 @@ def room_of(module: str) -> str:
 def imports(path: Path) -> tuple[str, ...]:
     """What a file imports, also inside functions; modules of this package by their full names."""
     found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(TREES[path]):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -99,17 +97,15 @@ def test_every_file_is_in_a_room() -> None:
     assert found == set(ROOMS)
 
 
-@each_file
-def test_imports_point_down(path: Path) -> None:
-    room = room_of(module_of(path))
-    if not room:
-        return  # names what it loads lazily
+def test_imports_point_down() -> None:
     order = list(ROOMS)
-    for name in ours(path):
-        other = room_of(name) or "checkpointer"  # a public name, of any room
-        assert order.index(other) <= order.index(room), (
-            f"{room} imports {name}, of a room further down in ROOMS"
-        )
+    for module, path in MODULES.items():
+        room = room_of(module)
+        for name in ours(path) if room else ():  # the package itself names what it loads lazily
+            other = room_of(name) or "checkpointer"  # a public name, of any room
+            assert order.index(other) <= order.index(room), (
+                f"{module} imports {name}, of a room further down in ROOMS"
+            )
 
 
 def test_no_files_import_each_other() -> None:
@@ -127,18 +123,17 @@ def test_no_files_import_each_other() -> None:
         visit(module, ())
 
 
-@each_file
-def test_a_room_knows_only_its_own_libraries(path: Path) -> None:
-    names = [name.removeprefix("torchax_ckpt.runtime.lazily.") for name in imports(path)]
-    found = {name.split(".")[0] for name in names} & {TOP, TORCH, JAX, ORBAX}
-    assert found <= ROOMS.get(room_of(module_of(path)), set())
+def test_a_room_knows_only_its_own_libraries() -> None:
+    for module, path in MODULES.items():
+        names = [name.removeprefix("torchax_ckpt.runtime.lazily.") for name in imports(path)]
+        found = {name.split(".")[0] for name in names} & {TOP, TORCH, JAX, ORBAX}
+        assert found <= ROOMS.get(room_of(module), set()), path
 
 
-@each_file
-def test_a_file_is_read_in_one_sitting_and_says_what_it_is(path: Path) -> None:
-    source = path.read_text()
-    assert source.count("\n") <= MAX_LINES_OF.get(path.name, MAX_LINES)
-    assert ast.get_docstring(ast.parse(source)), "no module docstring"
+def test_a_file_is_read_in_one_sitting_and_says_what_it_is() -> None:
+    for path, tree in TREES.items():
+        assert path.read_text().count("\n") <= MAX_LINES_OF.get(path.name, MAX_LINES), path
+        assert ast.get_docstring(tree), f"{path}: no module docstring"
 
 
 def test_no_folder_is_crowded() -> None:
@@ -148,7 +143,7 @@ def test_no_folder_is_crowded() -> None:
 
 
 def test_the_house_is_within_its_budgets() -> None:
-    nodes = [node for path in FILES for node in ast.walk(ast.parse(path.read_text()))]
+    nodes = [node for tree in TREES.values() for node in ast.walk(tree)]
     places = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     texts = [
         node.body[0]
@@ -174,44 +169,36 @@ def test_no_two_files_have_one_name() -> None:
     assert [name for name, count in counts.items() if count > 1] == []
 
 
-@each_file
-def test_modules_of_this_package_keep_their_names(path: Path) -> None:
-    for node in ast.walk(ast.parse(path.read_text())):
+def imported_from_here(path: Path) -> Iterator[tuple[str, ast.alias]]:
+    for node in ast.walk(TREES[path]):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torchax_ckpt"):
-            assert not any(alias.asname for alias in node.names)
+            yield from ((f"{node.module}.{alias.name}", alias) for alias in node.names)
 
 
-def test_private_torchax_is_met_in_one_file() -> None:
+def test_modules_of_this_package_keep_their_names() -> None:
     for path in FILES:
+        assert not any(alias.asname for _, alias in imported_from_here(path)), path
+
+
+def test_private_parts_of_other_libraries_are_met_in_one_file_each() -> None:
+    """None of Orbax's, but in the names that a step records for Orbax's readers."""
+    for path in FILES:
+        private = {name for name in imports(path) if "._" in name}
+        assert not [name for name in private if "orbax" in name], path
         if path.name != "torchax_backend.py":
-            assert "._elem" not in path.read_text(), path
-            assert "_jax_array" not in path.read_text(), path
-
-
-def test_orbax_has_no_private_part_here() -> None:
-    """But in the names that a step records for Orbax's readers."""
-    for path in FILES:
-        assert not [name for name in imports(path) if "orbax" in name and "._" in name], path
-
-
-def test_private_jax_is_met_in_one_file() -> None:
-    for path in FILES:
+            assert not re.search(r"\._elem|_jax_array", path.read_text()), path
         if path.name != "liveness.py":
-            assert not [name for name in imports(path) if name.startswith("jax._src")], path
+            assert not [name for name in private if name.startswith("jax._src")], path
 
 
-@pytest.mark.parametrize(
-    "path", sorted((PACKAGE / "integrations").rglob("*.py")), ids=lambda p: p.name
-)
-def test_integrations_use_what_users_use(path: Path) -> None:
+def test_integrations_use_what_users_use() -> None:
     """The public names, and nothing of the rooms behind them but what the Publisher is made of."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torchax_ckpt"):
-            for alias in node.names:
-                _, *rest = f"{node.module}.{alias.name}".split(".")
-                is_thread = rest[:2] == ["runtime", "background"]  # every thread of the package is
-                public = ("integrations", "publishing", *torchax_ckpt.__all__)
-                assert rest[0] in public or is_thread, f"{path}: {rest}"
+    public = ("integrations", "publishing", *torchax_ckpt.__all__)
+    for path in (PACKAGE / "integrations").rglob("*.py"):
+        for name, _ in imported_from_here(path):
+            _, *rest = name.split(".")
+            is_thread = rest[:2] == ["runtime", "background"]  # every thread of the package is
+            assert rest[0] in public or is_thread, f"{path}: {rest}"
 
 
 # Functions outside of ``device_program`` that compute with JAX, and why no program runs there.
@@ -227,8 +214,7 @@ ANSWERED = {"issubdtype", "iinfo", "finfo", "dtype", "key_data", "wrap_key_data"
 def test_programs_on_devices_are_registered() -> None:
     """Whatever the package jits is a program that ``make test-tpu`` compiles."""
     found = set()
-    for path in FILES:
-        tree = ast.parse(path.read_text())
+    for path, tree in TREES.items():
         for function in tree.body:
             name = getattr(function, "name", "")
             marks = [ast.unparse(mark) for mark in getattr(function, "decorator_list", [])]
@@ -253,8 +239,8 @@ PICKLING = {"state_dict.py torch.save", "archives.py torch.load"}
 
 def test_nothing_is_pickled_or_evaluated() -> None:
     found = set()
-    for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path, tree in TREES.items():
+        for node in ast.walk(tree):
             if isinstance(node, ast.Call):
                 called = ast.unparse(node.func)
                 assert called not in {"eval", "exec"}, path

@@ -58,11 +58,6 @@ NUMPY_DTYPES: dict[str, Any] = {
 # --- dtypes ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NUMPY_DTYPES)
-def test_dtypes_of_torch_have_counterparts_in_numpy(name: str) -> None:
-    assert torchax_backend.numpy_dtype(getattr(torch, name)) == np.dtype(NUMPY_DTYPES[name])
-
-
 @st.composite
 def arrays(draw: st.DrawFn) -> np.ndarray:
     """Any bits in any shape, zero-size and 0-d too."""
@@ -103,41 +98,26 @@ def test_conjugated_and_negated_views_are_read_as_they_look() -> None:
         assert torchax_backend.to_numpy(tensor.conj().imag).tolist() == [-2.0, 4.0]
 
 
-@pytest.mark.parametrize("name", ["float32", "bfloat16", "float8_e4m3fn"])
-def test_conversions_share_no_memory(name: str) -> None:
-    array = np.ones(3, NUMPY_DTYPES[name])
-    tensor = torchax_backend.from_numpy(array)
-    array[:] = 0
-    with torchax_backend.native_torch():
-        read = torchax_backend.to_numpy(tensor)
-        tensor.zero_()
-    assert read.astype(np.float32).tolist() == [1.0, 1.0, 1.0]
-    torchax_backend.copy_into(tensor, read)
-    read[:] = 0
-    with torchax_backend.native_torch():
-        assert tensor.to(torch.float32).tolist() == [1.0, 1.0, 1.0]
-
-
 @pytest.mark.parametrize("name", ["float64", "bfloat16", "float8_e5m2", "int64", "bool"])
-def test_copying_into_a_cpu_tensor_keeps_it_and_reaches_its_views(name: str) -> None:
+def test_conversions_share_no_memory_and_copies_reach_the_views_of_a_tensor(name: str) -> None:
     dtype = NUMPY_DTYPES[name]
-    tensor = torchax_backend.from_numpy(np.zeros((2, 2), dtype))
+    array = np.zeros((2, 2), dtype)
+    tensor = torchax_backend.from_numpy(array)
+    array[:] = 1
     with torchax_backend.native_torch():
-        row, pointer = tensor[1], tensor.data_ptr()
-    torchax_backend.copy_into(tensor, np.array([[0, 1], [1, 0]]).astype(dtype))
+        row, pointer, read = tensor[1], tensor.data_ptr(), torchax_backend.to_numpy(tensor)
+    assert bits(read) == bits(np.zeros((2, 2), dtype))
+    new = np.array([[0, 1], [1, 0]]).astype(dtype)
+    torchax_backend.copy_into(tensor, new)
+    new[:] = 0
+    assert bits(read) == bits(np.zeros((2, 2), dtype))
     with torchax_backend.native_torch():
         assert tensor.data_ptr() == pointer
         assert bits(torchax_backend.to_numpy(row)) == bits(np.array([1, 0]).astype(dtype))
-
-
-def test_copying_into_a_parameter_that_requires_grad_records_nothing() -> None:
-    with torchax_backend.native_torch():
         parameter = nn.Parameter(torch.zeros(2))
     torchax_backend.copy_into(parameter, np.array([1, 2], np.float32))
     assert parameter.requires_grad
     assert parameter.grad_fn is None
-    with torchax_backend.native_torch():
-        assert torchax_backend.to_numpy(parameter).tolist() == [1, 2]
 
 
 # --- buffers -----------------------------------------------------------------------------------
@@ -156,12 +136,8 @@ def test_replacing_a_buffer_keeps_the_parameter_and_shows_in_its_views() -> None
 
 def test_replacing_the_buffer_of_a_view_writes_through() -> None:
     base = torch.zeros(4, device="jax")
-    torchax_backend.set_buffer(base[1:3], jnp.array([5.0, 6.0]))
+    torchax_backend.set_buffer(base[1:3], array := jnp.array([5.0, 6.0]))
     assert torchax_backend.buffer(base).tolist() == [0.0, 5.0, 6.0, 0.0]
-
-
-def test_wrapping_shares_the_array() -> None:
-    array = jnp.ones(2)
     assert torchax_backend.buffer(torchax_backend.wrap(array)) is array
 
 
@@ -186,9 +162,6 @@ def test_native_torch_stays_on_the_cpu_with_its_wide_dtypes_and_torchax_comes_ba
         with pytest.raises(RuntimeError):
             torch.ones(2, device="jax")
     assert torchax_backend.is_device_tensor(torch.ones(2, device="jax") * 2)
-
-
-def test_native_torch_ends_with_an_exception_too() -> None:
     with pytest.raises(KeyError), torchax_backend.native_torch():
         raise KeyError
     assert torchax_backend.is_device_tensor(torch.ones(2, device="jax"))
@@ -203,46 +176,29 @@ def meta_linear(**arguments: Any) -> nn.Linear:
         return nn.Linear(2, 3, device="meta", **arguments)
 
 
-def test_a_filled_meta_parameter_is_the_same_object_everywhere() -> None:
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_a_filled_meta_parameter_is_the_same_object_everywhere(requires_grad: bool) -> None:
     model = meta_linear()
-    weight: Any = model.weight
+    weight: Any = model.weight.requires_grad_(requires_grad)
+    weight.partition, weight.weight_loader = ("fsdp", None), print
     other = nn.Module()
     other.register_parameter("tied", weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer.state[weight]["note"] = 1
     array = jnp.ones((3, 2))
     torchax_backend.fill_meta(weight, array)
     assert model.weight is other.tied is optimizer.param_groups[0]["params"][0] is weight
+    kept = {"partition": ("fsdp", None), "weight_loader": print}
+    assert kept.items() <= vars(weight).items()
     assert isinstance(weight, nn.Parameter)
     assert torchax_backend.is_device_tensor(weight)
     assert torchax_backend.buffer(weight) is array
-    weight.grad = torch.ones(3, 2, device="jax")
-    optimizer.step()
-    assert torchax_backend.buffer(model.weight).tolist() == [[0.5, 0.5]] * 3
-
-
-@pytest.mark.parametrize("requires_grad", [True, False])
-def test_a_filled_meta_parameter_requires_grad_as_before(requires_grad: bool) -> None:
-    model = meta_linear()
-    model.weight.requires_grad_(requires_grad)
-    torchax_backend.fill_meta(model.weight, jnp.ones((3, 2)))
-    assert model.weight.requires_grad is requires_grad
-
-
-def test_a_filled_meta_tensor_keeps_its_attributes() -> None:
-    model: Any = meta_linear()
-    model.weight.partition = ("fsdp", None)
-    model.weight.weight_loader = print
-    torchax_backend.fill_meta(model.weight, jnp.ones((3, 2)))
-    assert model.weight.partition == ("fsdp", None)
-    assert model.weight.weight_loader is print
-
-
-def test_optimizer_state_of_a_meta_parameter_is_still_found_once_it_is_filled() -> None:
-    model = meta_linear()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.state[model.weight]["note"] = 1
-    torchax_backend.fill_meta(model.weight, jnp.ones((3, 2)))
-    assert optimizer.state[model.weight] == {"note": 1}
+    assert weight.requires_grad is requires_grad
+    assert optimizer.state[weight] == {"note": 1}
+    if requires_grad:
+        weight.grad = torch.ones(3, 2, device="jax")
+        optimizer.step()
+        assert torchax_backend.buffer(model.weight).tolist() == [[0.5, 0.5]] * 3
 
 
 def test_a_filled_meta_buffer_is_no_parameter() -> None:
@@ -252,23 +208,13 @@ def test_a_filled_meta_buffer_is_no_parameter() -> None:
     torchax_backend.fill_meta(buffer, jnp.zeros(3))
     assert model.running_mean is buffer
     assert not isinstance(buffer, nn.Parameter)
-    assert list(dict(model.named_buffers())) == [
-        "running_mean",
-        "running_var",
-        "num_batches_tracked",
-    ]
+    names = ["running_mean", "running_var", "num_batches_tracked"]
+    assert list(dict(model.named_buffers())) == names
 
 
 # --- random key and wrapped modules ------------------------------------------------------------
 
 
-@pytest.fixture
-def _key() -> Iterator[None]:
-    yield
-    torchax.default_env().manual_seed(0)
-
-
-@pytest.mark.usefixtures("_key")
 def test_the_random_key_that_is_set_is_the_one_that_is_drawn_from() -> None:
     key = jax.random.key(3)
     torchax_backend.set_prng_key(key)
@@ -317,65 +263,39 @@ def test_a_checkpointer_leaves_the_key_to_the_seed_that_the_program_sets_next(
     assert torchax._env is None
 
 
-def _no_jax_method(patch: pytest.MonkeyPatch) -> None:
-    patch.delattr(Tensor, "jax")
+def without(kind: Any, name: str) -> Any:
+    """A constructor of objects that lack an attribute."""
+    original = kind.__init__
+
+    def init(self: Any, *args: Any) -> None:
+        original(self, *args)
+        delattr(self, name)
+
+    return init
 
 
-def _another_buffer(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Tensor, "jax", lambda self: jnp.zeros(2))
-
-
-def _no_view_update(patch: pytest.MonkeyPatch) -> None:
-    patch.delattr(View, "update")
-
-
-def _no_property(patch: pytest.MonkeyPatch) -> None:
-    original = Environment.__init__
-
-    def init(self: Any) -> None:
-        original(self)
-        del self._property
-
-    patch.setattr(Environment, "__init__", init)
-
-
-def _no_override(patch: pytest.MonkeyPatch) -> None:
-    patch.delattr(RuntimeProperty, "override")
-
-
-def _key_elsewhere(patch: pytest.MonkeyPatch) -> None:
-    key = property(lambda self: jax.random.key(0))
-    patch.setattr(type(torchax.default_env()), "prng_key", key)
-
-
-def _no_wrapped_model(patch: pytest.MonkeyPatch) -> None:
-    original = JittableModule.__init__
-
-    def init(self: Any, module: nn.Module) -> None:
-        original(self, module)
-        del self._model
-
-    patch.setattr(JittableModule, "__init__", init)
+# What another torchax may have otherwise: where, its name, and what is there; None for nothing.
+CHANGES: list[tuple[Any, str, Any]] = [
+    (Tensor, "jax", None),
+    (Tensor, "jax", lambda self: jnp.zeros(2)),
+    (View, "update", None),
+    (Environment, "__init__", without(Environment, "_property")),
+    (RuntimeProperty, "override", None),
+    (Environment, "prng_key", property(lambda self: jax.random.key(0))),
+    (JittableModule, "__init__", without(JittableModule, "_model")),
+]
 
 
 @pytest.mark.usefixtures("_check_again")
-@pytest.mark.parametrize(
-    "change",
-    [
-        _no_jax_method,
-        _another_buffer,
-        _no_view_update,
-        _no_property,
-        _no_override,
-        _key_elsewhere,
-        _no_wrapped_model,
-    ],
-)
+@pytest.mark.parametrize(("owner", "name", "value"), CHANGES)
 def test_a_torchax_without_an_internal_is_refused_with_its_version(
-    change: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    owner: Any, name: str, value: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with monkeypatch.context() as patch:
-        change(patch)
+        if value is None:
+            patch.delattr(owner, name)
+        else:
+            patch.setattr(owner, name, value)
         with pytest.raises(BackendError) as caught:
             TorchaxCheckpointer(tmp_path)
     assert f"torchax {torchax.__version__} does not work" in str(caught.value)

@@ -1,9 +1,8 @@
 """A training program on one or several processes that is made to be disturbed.
 
-Every shard of its state follows from itself at the step before and from the branch that the step
-belongs to, computed by numpy in the same way on any mesh. So what a checkpoint must hold can be
-computed again from its number and its lineage: which branch began after which step. ``oracle.py``
-does that.
+Its state follows from the step and from the branch that the step belongs to, on any mesh. So what
+a checkpoint must hold can be computed again from its number and its lineage: which branch began
+after which step. ``oracle.py`` does that.
 """
 
 from __future__ import annotations
@@ -61,6 +60,12 @@ BRANCHES = 1_000_000  # of one start
 # below 16 KiB, they would not be reused.
 BASE_ELEMENTS, BASE_STEPS = 300_000, 9
 HOST_LEAVES = {"table": (300_000, 13), "counts": (8_192, 8), "statistics": (4_096, 1)}
+LAYERS = {"0.weight": (24, 8), "0.bias": (24,), "1.weight": (12, 24), "1.bias": (12,)}
+TRAINED: dict[str, tuple[int, ...]] = {**LAYERS, "odd": (5, 7)}  # the last on every device
+SHAPES: dict[str, Any] = {
+    "base": (BASE_ELEMENTS,), **{name: (size,) for name, (size, _) in HOST_LEAVES.items()},
+    **TRAINED, **{f"moment of {name}": shape for name, shape in TRAINED.items()},
+}  # fmt: skip
 WEAKENINGS = ("copy", "delete-first", "delete-local-first", "mixed")
 # Exit codes, beside those of signals.
 PREEMPTED, TOLD, RAISED, JAX_ENDED = 143, 3, 4, 5
@@ -251,48 +256,39 @@ def digest(array: Any) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-def initial(name: str, abstract: Any) -> np.ndarray:
-    """What a parameter is before the first step."""
-    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4])
-    return np.random.default_rng(seed).standard_normal(tuple(abstract.shape)).astype(np.float32)
+@functools.lru_cache(maxsize=8)
+def drawn(name: str, since: int, branch: int) -> np.ndarray:
+    seed = int.from_bytes(hashlib.sha256(f"{name}/{since}/{branch}".encode()).digest()[:8])
+    return np.random.default_rng(seed).standard_normal(SHAPES[name]).astype(np.float32)
 
 
-def parts(tensor: Any) -> list[np.ndarray]:
-    """The shards of a tensor, which are safe to read while a save reads them, too."""
-    return [np.asarray(shard.data) for shard in shards_of(torchax_backend.buffer(tensor))]
+def values(step: int, lineage: Lineage) -> dict[str, np.ndarray]:
+    """What a step of a lineage holds; there are moments from the first step on.
 
-
-def like(array: jax.Array, parts: list[np.ndarray]) -> jax.Array:
-    """An array of the same sharding with other shards."""
-    pairs = zip(parts, shards_of(array), strict=True)
-    shards = [jax.device_put(part, shard.device) for part, shard in pairs]
-    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
+    The frozen parameter and the leaves on the host stay as they are for some steps.
+    """
+    lasts = {"base": BASE_STEPS, **{name: every for name, (_, every) in HOST_LEAVES.items()}}
+    found = {name: drawn(name, step // every, 0) for name, every in lasts.items()}
+    branch = lineage[-1][1] if lineage else 0
+    trained = [*TRAINED, *(f"moment of {name}" for name in TRAINED if step)]
+    return found | {name: drawn(name, step, branch) for name in trained}
 
 
 class Training:
-    """A sharded model with momentum, leaves on the host, and the lineage of what they hold.
-
-    Args:
-      index, count: of the process that trains; None for an oracle, which has it all on one device.
-    """
+    """A sharded model, host leaves, and their lineage; without index, all of it on one device."""
 
     def __init__(self, index: int | None = None, count: int = 1) -> None:
         self._index, self._count, self._is_whole = index, count, index is None
         with contextlib.nullcontext() if self._is_whole else torch.device("meta"):
             model = torch.nn.Sequential(torch.nn.Linear(8, 24), torch.nn.Linear(24, 12))
-            model.odd = torch.nn.Parameter(torch.zeros(5, 7))  # on every device
+            model.odd = torch.nn.Parameter(torch.zeros(5, 7))
             model.base = torch.nn.Parameter(torch.zeros(BASE_ELEMENTS), requires_grad=False)
         enable_torchax()
-        self.model = model
-        if self._is_whole:
-            self.model.to("jax")
-            for name, parameter in self.model.named_parameters():
-                torchax_backend.set_buffer(parameter, jax.device_put(initial(name, parameter)))
-        self.trained = [p for n, p in self.model.named_parameters() if n != "base"]
-        self.optimizer = torch.optim.SGD(self.trained, lr=0.1, momentum=0.9)
-        for name, (size, _) in HOST_LEAVES.items():
-            self.model.register_buffer(name, torch.from_numpy(np.zeros(size, np.float32)))
-        self._host = [np.zeros(size, np.float32) for size, _ in HOST_LEAVES.values()]
+        self.model = model.to("jax") if self._is_whole else model
+        trained = [model.get_parameter(name) for name in TRAINED]
+        self.optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
+        for name in HOST_LEAVES:
+            self.model.register_buffer(name, torch.from_numpy(values(0, ())[name].copy()))
         self.lineage: Lineage = ()
         self.own: list[Any] = [index, count, 0]  # of this process, as it was restored
 
@@ -312,71 +308,50 @@ class Training:
         if not self._is_whole:
             num_slices = self._count // num_parts(self._count)
             mesh = Mesh(np.array(jax.devices()).reshape(num_slices, -1), ("replica", "fsdp"))
-            settings = {"shardings": fsdp_rule(mesh), "init": initial}
+            settings = {"shardings": fsdp_rule(mesh), "init": lambda name, _: values(0, ())[name]}
         return ckpt.attach(self.model, self.optimizer, stateful={"training": self}, **settings)
 
     def train(self, step: int) -> None:
-        """Changes each shard of each parameter and moment by itself, and some host leaves."""
-        branch = self.lineage[-1][1] if self.lineage else 0
-        for number, parameter in enumerate(self.trained):
-            source = np.random.default_rng((step, branch, number))
-            data = source.standard_normal(tuple(parameter.shape)).astype(np.float32)
-            array, state = torchax_backend.buffer(parameter), self.optimizer.state[parameter]
-            moments = [data[shard.index] for shard in shards_of(array)]
-            if "momentum_buffer" in state:
-                pairs = zip(parts(state["momentum_buffer"]), moments, strict=True)
-                moments = [np.float32(0.9) * old + new for old, new in pairs]
-            pairs = zip(parts(parameter), moments, strict=True)
-            values = [old - np.float32(0.1) * moment for old, moment in pairs]
-            torchax_backend.set_buffer(parameter, like(array, values))
-            state["momentum_buffer"] = torchax_backend.wrap(like(array, moments))
-        if step % BASE_STEPS == 0:
-            drawn = np.random.default_rng((step, branch)).standard_normal(BASE_ELEMENTS)
-            array = torchax_backend.buffer(self.model.base)
-            fresh = [drawn.astype(np.float32)[shard.index] for shard in shards_of(array)]
-            torchax_backend.set_buffer(self.model.base, like(array, fresh))
-        for number, (name, (size, every)) in enumerate(HOST_LEAVES.items()):
-            if step % every == 0:  # in place
-                source = np.random.default_rng((step, branch, number))
-                where = source.integers(size, size=3)
-                self.model.get_buffer(name).numpy()[where] += source.random(3, np.float32)
+        """Gives each array the values of this step; those on the host change in place."""
+        for name, host in values(step, self.lineage).items():
+            if name in HOST_LEAVES:
+                self.model.get_buffer(name).numpy()[...] = host
+                continue
+            parameter = self.model.get_parameter(name.removeprefix("moment of "))
+            sharding = torchax_backend.buffer(parameter).sharding
+            if name == "base" and step % BASE_STEPS:
+                continue
+            array = jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
+            if name.startswith("moment of "):
+                state = self.optimizer.state[parameter]
+                state["momentum_buffer"] = torchax_backend.wrap(array)
+            else:
+                torchax_backend.set_buffer(parameter, array)
         self.own[2] = step
 
-    def buffers(self) -> list[Any]:
-        """All arrays, none of which changes later."""
-        # Equal host leaves stay the same arrays: an oracle would otherwise keep too many of them.
-        now = [self.model.get_buffer(name).numpy() for name in HOST_LEAVES]
-        pairs = zip(self._host, now, strict=True)
-        self._host = [old if np.array_equal(old, new) else new.copy() for old, new in pairs]
-        moments = [self.optimizer.state[p].get("momentum_buffer") for p in self.trained]
-        tensors = [self.model.base, *self.trained, *(m for m in moments if m is not None)]
-        return [*self._host, *(torchax_backend.buffer(tensor) for tensor in tensors)]
-
-    def set_buffers(self, buffers: list[Any]) -> None:
-        for name, array in zip(HOST_LEAVES, buffers, strict=False):
-            self.model.get_buffer(name).numpy()[...] = array
-        buffers = buffers[len(HOST_LEAVES) :]
-        parameters = [self.model.base, *self.trained]
-        for parameter, buffer in zip(parameters, buffers, strict=False):
-            torchax_backend.set_buffer(parameter, buffer)
-        self.optimizer.state.clear()  # before the first step there is none
-        for parameter, buffer in zip(self.trained, buffers[len(parameters) :], strict=False):
-            self.optimizer.state[parameter]["momentum_buffer"] = torchax_backend.wrap(buffer)
+    def arrays(self) -> dict[str, Any]:
+        """All arrays by their names; those on the host may change later."""
+        found: dict[str, Any] = {n: self.model.get_buffer(n).numpy() for n in HOST_LEAVES}
+        for name, parameter in self.model.named_parameters():
+            found[name] = torchax_backend.buffer(parameter)
+            if (moment := self.optimizer.state[parameter].get("momentum_buffer")) is not None:
+                found[f"moment of {name}"] = torchax_backend.buffer(moment)
+        return found
 
     def shards(self) -> list[list[Any]]:
-        """Of every shard here: the number of its array, its bounds in it, and its digest.
+        """Of every shard here: the name of its array, its bounds in it, and its digest.
 
         A leaf on the host is one shard.
         """
         found: list[list[Any]] = []
-        for number, array in enumerate(self.buffers()):
+        for name, array in self.arrays().items():
             here = [(tuple(slice(None) for _ in array.shape), array)]
             if not isinstance(array, np.ndarray):
                 here = [(shard.index, shard.data) for shard in shards_of(array)]
-            for index, values in here:
+            for index, host in here:
                 pairs = zip(index, array.shape, strict=True)
                 bounds = [list(part.indices(length)[:2]) for part, length in pairs]
-                found.append([number, bounds, digest(values)])
+                found.append([name, bounds, digest(host)])
         return found
 
 
@@ -510,6 +485,7 @@ def _train(
                 log("back", step=step, branch=branch, lineage=up_to(training.lineage, step))
                 with phase("going back"):
                     ckpt.restore(step)
+                log("restored", index=index, step=step, shards=training.shards())
                 training.lineage = (*up_to(training.lineage, step), (step, branch))
             elif len(others) > 1:
                 doomed = choose.choice(ckpt.all_steps())

@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any, get_args
 import jax
 import numpy as np
 import torchax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from live import BASE_BYTES, Live, command, sharding_of
+from make_golden import functional_state
 from orbax.checkpoint import v1 as ocp
 from support.damage import flip_bit
 from support.strategies import fingerprint
@@ -84,37 +84,8 @@ def torture(torture: Torture) -> None:
         assert run.is_whole(), "not put back together"
 
 
-def functional() -> dict[str, Any]:
-    """Sharded, replicated, stacked and host leaves, and values that stand in the manifest."""
-    mesh = Mesh(np.array(jax.devices()), ("fsdp",))
-    generator = np.random.default_rng(0)
-
-    def array(*shape: int, spec: PartitionSpec, dtype: str = "float32") -> jax.Array:
-        host = generator.standard_normal(shape).astype(dtype)
-        return jax.device_put(host, NamedSharding(mesh, spec))
-
-    layers = {
-        str(i): {"w": array(16, 8, spec=PartitionSpec("fsdp")), "b": array(8, spec=PartitionSpec())}
-        for i in range(6)
-    }
-    return {
-        "layers": layers,
-        "embedding": array(64, 32, spec=PartitionSpec(None, "fsdp"), dtype="bfloat16"),
-        "host": generator.integers(0, 2**62, 33),
-        "step": np.array(5, np.int64),
-        "settings": {"lr": 3e-4, "name": "adamw", "betas": (0.9, 0.999), "none": None},
-    }
-
-
 class Run:
-    """A run whose steps are read again and again.
-
-    Args:
-      directory: of the run.
-      whose: "own" if each step has files of its own, "shared" if every other step shares files.
-      layout, codec: of its arrays.
-      by_orbax: whether bare Orbax reads it.
-    """
+    """A run whose steps are read again and again."""
 
     def __init__(
         self, directory: Path, whose: str, layout: Any, codec: Any, by_orbax: bool
@@ -130,7 +101,7 @@ class Run:
         with TorchaxCheckpointer(directory, preservation_policy=keep, options=options) as ckpt:
             live.attach_to(ckpt, resume=False)
             for step in self._steps:
-                state = functional() if step == FUNCTIONAL else None
+                state = functional_state() if step == FUNCTIONAL else None
                 ckpt.save(step, state=state, metrics=METRICS, force=True)
                 ckpt.wait_until_finished()
                 saved[step] = live.fingerprint()

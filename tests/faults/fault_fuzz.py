@@ -18,47 +18,47 @@ import argparse
 import contextlib
 import dataclasses
 import faulthandler
+import io
 import json
-import os
 import random
+import re
 import resource
-import shutil
 import time
 import traceback
 import warnings
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import jax
 import numpy as np
+import safetensors.numpy
 import tensorstore as ts
+import torch
 import torchax
 from etils import epath
-from fuzz_damage import damaged
-from fuzz_files import Fed, Lines, NoForm, foreign, replaced
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from fuzz_damage import Form, damaged
 from live import Live, command
-from support.steps import ALWAYS, two_tiers
 from support.waiting import T0, Clock
 
-from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
+from torchax_ckpt import (
+    CheckpointOptions,
+    TorchaxCheckpointer,
+    policies,
+    torchax_backend,
+    warm_start,
+)
 from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError
-from torchax_ckpt.layout.manifest import Manifest, array_nodes
+from torchax_ckpt.formats.state_dict import save_dcp
+from torchax_ckpt.layout.manifest import Manifest
 from torchax_ckpt.layout.storage_plan import Plan
-from torchax_ckpt.processes.coordination import SINGLE_PROCESS
-from torchax_ckpt.processes.per_host import PerHostProcesses
-from torchax_ckpt.restoring import host_shards, local_tier, read_calls
-from torchax_ckpt.saving.unchanged import ledger
 from torchax_ckpt.state import node_checks
 from torchax_ckpt.storage.arrays import array_checks
 from torchax_ckpt.storage.directory import commit_record, step_files
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.lease import LEASE_SECS, Lease
 from torchax_ckpt.storage.directory.lease_holder import LeaseHolder
-from torchax_ckpt.storage.directory.run_directory import RunDirectory
-from torchax_ckpt.storage.directory.verified import Verified
 from torchax_ckpt.storage.medium import seals
 from torchax_ckpt.storage.medium.assets import Assets
 
@@ -151,12 +151,59 @@ def reseal_text(raw: bytes) -> bytes:
     return raw
 
 
-class Readers:
-    """The readers of runs, each fed with the bytes of one file.
+class Lines(Form):
+    """A document on every line, as a list."""
 
-    Args:
-      folder: for the runs.
-    """
+    def load(self, raw: bytes) -> Any:
+        return [json.loads(line) for line in raw.splitlines()]
+
+    def dump(self, text: str, raw: bytes) -> bytes:
+        # Between the documents of the list, wherever else that text may be: it is damage anyhow.
+        return re.sub(rb"}, {", b"}\n{", super().dump(text, raw).strip(b"[]"))
+
+
+class Header(Form):
+    """What safetensors begin with: the length of a document, and it; tensors follow."""
+
+    def load(self, raw: bytes) -> Any:
+        return json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+
+    def dump(self, text: str, raw: bytes) -> bytes:
+        header = super().dump(text, raw)
+        data = raw[8 + int.from_bytes(raw[:8], "little") :]
+        return len(header).to_bytes(8, "little") + header + data
+
+
+class NoForm(Form):
+    """No JSON at all."""
+
+    def load(self, raw: bytes) -> Any:
+        raise ValueError("bytes")
+
+
+@dataclasses.dataclass(frozen=True)
+class Fed:
+    """What a reader is fed with: a real file, which is damaged, how often, and its form."""
+
+    raw: bytes
+    read: Callable[[bytes], None]
+    weight: float
+    form: Form = dataclasses.field(default_factory=Form)
+
+
+@contextlib.contextmanager
+def replaced(path: Path, raw: bytes) -> Iterator[None]:
+    """A file with other content for a while."""
+    before = path.read_bytes()
+    path.write_bytes(raw)
+    try:
+        yield
+    finally:
+        path.write_bytes(before)
+
+
+class Readers:
+    """The readers of runs, each fed with the bytes of one file."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._run = folder, folder / "run"
@@ -171,7 +218,6 @@ class Readers:
         mark = commit_record.sealing(epath.Path(step), "").strip().encode()
         for number in (1, 2):  # else few damaged files would come further than their seal
             (self._run / str(number) / commit_record.MARK).write_text("committed")
-        self._rule = policies.BestN(metric="loss")
         self._open()
         (events,) = (self._run / "events").iterdir()
         base = {"driver": "file", "path": f"{step / 'state'}/"}
@@ -193,9 +239,6 @@ class Readers:
             "array metadata": Fed(metadata, self._array_metadata, 0.11),
             "lease": Fed(holder.to_bytes(), self._lease, 0.10),
             "assets": Fed(assets, self._assets, 0.06),
-            **self._of_unchanged(folder / "reusing"),
-            **self._of_branches(folder / "branches"),
-            **self._of_part(folder / "part"),
             **foreign(folder / "foreign"),
         }
 
@@ -300,148 +343,60 @@ class Readers:
             assert isinstance(text, str)
             assert (self._folder / name).resolve().is_relative_to(self._folder.resolve())
 
-    # --- unchanged arrays ---
 
-    def _of_unchanged(self, directory: Path) -> dict[str, Fed]:
-        """What saves take over from a step that was read."""
-        numbers = np.random.default_rng(0)
-        arrays = {
-            name: jax.device_put(numbers.standard_normal(size).astype(np.float32))
-            for name, size in {"frozen": 300_000, "other": 2_000}.items()
-        }
+def foreign(folder: Path) -> dict[str, Fed]:
+    """Readers of other programs' files, up to a model that begins with their weights."""
+    tensors: dict[str, np.ndarray] = {
+        "a.w": np.arange(12, dtype=np.float32).reshape(3, 4),
+        "b": np.arange(3),
+    }
+    model = torch.nn.Module()
+    model.a = torch.nn.Module()
+    model.a.w = torch.nn.Parameter(torch.zeros(3, 4, device="jax"))
+    model.register_buffer("b", torch.zeros(3, dtype=torch.int64))
+    (folder / "indexed").mkdir(parents=True)
+    plain, index = folder / "w.safetensors", folder / "indexed" / "model.safetensors.index.json"
+    for path in (plain, folder / "indexed" / "one.safetensors"):
+        path.write_bytes(safetensors.numpy.save(tensors, {"c": "a.w"}))
+    weights = dict.fromkeys(tensors, "one.safetensors")
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weights}))
+    with torchax_backend.native_torch():
+        state = {name: torch.from_numpy(array) for name, array in tensors.items()}
+        torch.save({**state, "tied": state["b"], "epoch": 3}, archive := folder / "w.pt")
+        save_dcp(state, folder / "dcp")
+    with zipfile.ZipFile(archive) as members:
+        content = {name: members.read(name) for name in members.namelist()}
+    (pickled,) = (name for name in content if name.endswith("/data.pkl"))
+    (chunk,) = (folder / "dcp").glob("*.distcp")
 
-        def opened(directory: Path) -> TorchaxCheckpointer:
-            options, latest = CheckpointOptions(reuse=True, layout="flat"), policies.LatestN(1)
-            ckpt = TorchaxCheckpointer(directory, preservation_policy=latest, options=options)
-            ckpt.attach(rng=False)
-            return ckpt
+    def through(path: Path, whole: Path) -> Callable[[bytes], None]:
+        def read(raw: bytes) -> None:
+            with replaced(path, raw):
+                warm_start(model, whole, strict=False)
 
-        with opened(directory) as ckpt:
-            for step in (1, 2, 3, 4):
-                ckpt.save(step, state=arrays, force=True)
-                ckpt.wait_until_finished()
-        copy = self._folder / "scratch"
+        return read
 
-        def save_over(change: int) -> None:
-            """Saves arrays twice in a copy of the run; the second step holds what was saved."""
-            shutil.rmtree(copy, ignore_errors=True)
-            shutil.copytree(directory, copy, copy_function=os.link)
-            state = {name: array + change for name, array in arrays.items()}
-            with opened(copy) as ckpt:
-                ckpt.load(4)
-                for step in (5, 6):  # step 5 has the other copy, which was not read
-                    ckpt.save(step, state=state, force=True)
-                    ckpt.wait_until_finished()
-                found = ckpt.load(6)
-            for name, array in state.items():
-                assert np.asarray(found[name]).tobytes() == np.asarray(array).tobytes(), name
+    def pickle(raw: bytes) -> None:
+        """What an archive describes its tensors by, with nothing else of it damaged."""
+        made = io.BytesIO()
+        with zipfile.ZipFile(made, "w") as members:
+            for name, octets in {**content, pickled: raw}.items():
+                members.writestr(name, octets)
+        through(archive, archive)(made.getvalue())
 
-        for change in (0, 1):
-            save_over(change)
-            links = (path.stat().st_nlink for path in (copy / "6" / "state").rglob("d/*"))
-            assert any(number > 1 for number in links) == (not change)
-        read = self._through(directory / "4" / MANIFEST, lambda: save_over(self._is_odd), 0.01)
-        return {"unchanged of a step": read}
-
-    # --- two tiers ---
-
-    def _of_branches(self, folder: Path) -> dict[str, Fed]:
-        """The name of a run, and the summaries of steps of which the later are another branch."""
-        tiers = folder / "durable", folder / "local"
-        for steps in ((1, 2, 3, 4, 5), (3, 4, 6)):
-            with two_tiers(*tiers, durable=ALWAYS) as ckpt:
-                ckpt.attach(resume=False, rng=False)
-                for step in steps:
-                    ckpt.save(step, state={"w": np.arange(4)}, metrics={"loss": float(step)})
-                    ckpt.wait_until_finished()
-        summaries = sorted(folder.glob(f"*/*[0-9]*/{SUMMARY}"))
-        names = [tier / "run" for tier in tiers]
-
-        def go_on() -> None:
-            with two_tiers(
-                folder / "durable", folder / "local", durable=ALWAYS, options=READ_ONLY
-            ) as ckpt:
-                ckpt.attach(resume=False, rng=False)
-                for tier in ("durable", "local", None):
-                    steps = ckpt.all_steps(tier)
-                    assert steps == sorted(set(steps))
-                    for step in steps:
-                        ckpt.metrics(step)
-                if 3 in ckpt.all_steps("durable"):
-                    ckpt.restore(3, strict=False)
-                    assert set(ckpt.all_steps()) <= {1, 2, 3, 4, 5, 6}
-
-        def files(paths: list[Path], contents: list[bytes]) -> None:
-            with contextlib.ExitStack() as stack:
-                for path, content in zip(paths, contents, strict=True):
-                    stack.enter_context(replaced(path, content))
-                go_on()
-
-        def branches(raw: bytes) -> None:
-            documents: Any = None
-            with contextlib.suppress(ValueError, RecursionError):
-                documents = json.loads(raw)
-            contents = [raw] * len(summaries)  # where the documents are none, or too few
-            for number, document in enumerate(documents if isinstance(documents, list) else []):
-                text = json.dumps(reseal(document)).encode("utf-8", "surrogatepass")
-                contents[number : number + 1] = [text][: number < len(contents)]
-            files(summaries, contents)
-
-        every = json.dumps([json.loads(path.read_bytes()) for path in summaries]).encode()
-        branches(every)
-        return {
-            "branches": Fed(every, branches, 0.01),
-            "run": Fed(names[1].read_bytes(), lambda raw: files(names, [raw, raw]), 0.02, NoForm()),
-        }
-
-    # --- a part of a host ---
-
-    def _of_part(self, directory: Path) -> dict[str, Fed]:
-        """The manifest of a host's part, on one device, up to the values of its leaves."""
-        made = {"w": np.arange(24.0).reshape(4, 6), "b": np.arange(6.0)}
-        leaves = {name: leaf.astype(np.float32) for name, leaf in made.items()}
-        with TorchaxCheckpointer(directory) as ckpt:
-            ckpt.attach(rng=False)
-            ckpt.save(1, state={n: jax.device_put(leaf) for n, leaf in leaves.items()})
-        path = directory / "1" / MANIFEST
-        manifest = json.loads(path.read_bytes())
-        for node in array_nodes(manifest["document"]["state"]):
-            rank = len(node["shape"])
-            node["spec"] = ["fsdp", *[None] * (rank - 1)]
-            node["whole"], node["starts"] = list(node["shape"]), [[0] * rank]
-        path.write_text(json.dumps(reseal(manifest)))
-        # Without it nothing says that the manifest is another one than the one saved.
-        (directory / "1" / commit_record.MARK).write_text("committed")
-        committed, options = RunDirectory(directory).find(1), CheckpointOptions()
-        mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("replica", "fsdp"))
-        where, alone = NamedSharding(mesh, PartitionSpec()), PerHostProcesses(SINGLE_PROCESS)
-        abstract = {
-            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
-            for name, leaf in leaves.items()
-        }
-
-        def read() -> None:
-            with _spanning():
-                source = local_tier.HostSteps(committed, options, alone, "replica", Verified())
-                found = read_calls.load_state(source, abstract, SINGLE_PROCESS)
-            for name, leaf in leaves.items():
-                assert np.asarray(found[name]).tobytes() == leaf.tobytes()
-
-        return {"part of a host": self._through(path, read, 0.04, reseal_text)}
-
-
-@contextlib.contextmanager
-def _spanning() -> Iterator[None]:
-    """Has every leaf on a mesh count as one that spans hosts."""
-
-    def spans(placement: Any) -> bool:
-        return isinstance(placement, NamedSharding)
-
-    with (
-        mock.patch.object(host_shards, "spans_hosts", spans),
-        mock.patch.object(local_tier, "spans_hosts", spans),
-    ):
-        yield
+    files: dict[str, tuple[Path, Path, float, Form]] = {
+        "safetensors": (plain, plain, 0.12, Header()),
+        "index": (index, index.parent, 0.10, Form()),
+        "torch archive": (archive, archive, 0.10, NoForm()),
+        "dcp metadata": (folder / "dcp/.metadata", folder / "dcp", 0.08, NoForm()),
+        "dcp chunk": (chunk, folder / "dcp", 0.06, NoForm()),
+    }
+    for path, whole, *_ in files.values():
+        through(path, whole)(path.read_bytes())
+    return {"torch pickle": Fed(content[pickled], pickle, 0.12, NoForm())} | {
+        name: Fed(path.read_bytes(), through(path, whole), weight, form)
+        for name, (path, whole, weight, form) in files.items()
+    }
 
 
 # --- readers that are less careful ---------------------------------------------------------------
@@ -470,12 +425,6 @@ def _trusting(readers: Readers) -> None:
     readers.by_name = {"lease": dataclasses.replace(readers.by_name["lease"], read=trust)}
 
 
-def _confusing(readers: Readers) -> None:
-    """Takes all arrays for equal to those of an earlier step."""
-    ledger.is_same = lambda *args: True
-    readers.by_name = {"unchanged of a step": readers.by_name["unchanged of a step"]}
-
-
 def _half(readers: Readers) -> None:
     """Changes what is live, and then fails."""
     restore = readers.by_name["restore"]
@@ -487,4 +436,4 @@ def _half(readers: Readers) -> None:
     readers.by_name = {"restore": dataclasses.replace(restore, read=half)}
 
 
-WEAKENINGS = {"naive": _naive, "trusting": _trusting, "confusing": _confusing, "half": _half}
+WEAKENINGS = {"naive": _naive, "trusting": _trusting, "half": _half}

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import concurrent.futures as futures
 import itertools
-import logging
 import os
 import random
 import subprocess
@@ -42,7 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kill-within", type=float, default=20.0, help="seconds after it begins")
     parser.add_argument("--server", choices=["patched", "independent"], default="patched")
     parser.add_argument("--reuse", action="store_true", help="have what does not change copied")
-    parser.add_argument("--log", type=Path, help="a folder for what the processes say")
 
 
 def torture(torture: Torture) -> None:
@@ -177,15 +175,13 @@ class Run:
     def _started(self, count: int) -> subprocess.Popen[str]:
         given = self._torture.given
         path = f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests' / 'faults'}"
-        name = os.devnull if given.log is None else given.log / f"{self._url[-1]}.log"
-        with open(name, "a") as log:
-            return subprocess.Popen(
-                [sys.executable, __file__, self._url, str(count), *["reuse"] * given.reuse],
-                env={**os.environ, **self._proxy.environment(), "PYTHONPATH": path},
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-            )
+        return subprocess.Popen(
+            [sys.executable, __file__, self._url, str(count), *["reuse"] * given.reuse],
+            env={**os.environ, **self._proxy.environment(), "PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
 
 
 def _said(process: subprocess.Popen[str]) -> Iterator[tuple[str, int, str]]:
@@ -209,14 +205,8 @@ def work(url: str, count: int, reuse: bool) -> None:
     from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
     from torchax_ckpt.errors import CheckpointError, DirectoryError, SaveError
 
-    logging.basicConfig(format="%(asctime)s %(process)d %(name)s %(message)s")
-    logging.getLogger("torchax_ckpt").setLevel(logging.INFO)
-    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # every failure, with a traceback
-
     def say(word: str, step: int, text: Any = "") -> None:
-        line = " ".join(f"{word} {step} {text}".split())[:400]
-        logging.getLogger("torchax_ckpt.torture").info(line)
-        print(line, flush=True)
+        print(" ".join(f"{word} {step} {text}".split())[:400], flush=True)
 
     while True:  # as whoever starts the program again would
         try:

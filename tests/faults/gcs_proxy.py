@@ -17,7 +17,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import gcs_server
-from independent_gcs import IndependentServer
 
 KINDS = ("429", "500", "503", "reset", "reset after", "slow", "truncated")
 _TRICKLE_SECS = 0.1
@@ -25,12 +24,7 @@ _DROPPED = {"connection", "transfer-encoding", "content-length", "server", "date
 
 
 class FaultProxy:
-    """Stands between clients and the server.
-
-    Attributes:
-      counts: what happened to requests, by kind.
-      uploaded_bytes: the bytes that clients have sent to be stored.
-    """
+    """Stands between clients and the server; counts requests, and the bytes sent to be stored."""
 
     def __init__(self, server: gcs_server.GcsServer, seed: int = 0) -> None:
         self.server = server
@@ -59,7 +53,7 @@ class FaultProxy:
         self.rate = 0.0  # the share of requests that meet a fault
         self.kinds: tuple[str, ...] = KINDS
         self.concerned = ""  # a pattern: the faults meet only the "METHOD path" that it is found in
-        # "refuse" answers 503 to everything, "hang" nothing, "down" closes every connection.
+        # "refuse" answers 503 to everything, "down" closes every connection.
         self.is_out = ""
         self.allows_reads = self.allows_writes = True
         self.needs_credentials = False  # whether a caller without a token is refused
@@ -70,12 +64,13 @@ class FaultProxy:
         self.server.spoil = None
         self.server.storage.rewrite_bytes = gcs_server.ONE_REQUEST
 
-    def pause(self, concerned: str) -> tuple[threading.Event, threading.Event]:
-        """Has the next request that a text is found in wait before it is handled.
+    def names(self, url: str) -> list[str]:
+        """The objects below a path of the bucket, by their names there."""
+        prefix = url.removeprefix("gs://bucket/") + "/"
+        return [name.removeprefix(prefix) for name in self.server.names(prefix)]
 
-        Returns:
-          Is set once it has arrived; and what to set for it to go on.
-        """
+    def pause(self, concerned: str) -> tuple[threading.Event, threading.Event]:
+        """Has a request with a text wait: an event that it has arrived, and one for it to go on."""
         arrived, go_on = threading.Event(), threading.Event()
 
         def wait(request: str) -> None:
@@ -132,7 +127,7 @@ def serving(server: str = "patched", seed: int = 0) -> Iterator[FaultProxy]:
     proxy = FaultProxy(gcs_server.GcsServer(), seed)
     if server == "independent":
         proxy.server.stop()
-        proxy.server = IndependentServer(proxy.url)  # type: ignore[assignment]
+        proxy.server = gcs_server.IndependentServer(proxy.url)  # type: ignore[assignment]
     try:
         yield proxy
     finally:
@@ -165,8 +160,6 @@ class _Handler(BaseHTTPRequestHandler):
         if proxy.hook is not None:
             proxy.hook(request)
         kind = proxy.draw(request)
-        while kind == proxy.is_out == "hang":
-            time.sleep(0.1)
         if kind in ("reset", "down"):
             return self._reset()
         if kind in ("429", "500", "503", "refuse"):

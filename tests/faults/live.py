@@ -67,14 +67,7 @@ class Box:
 
 
 class Live:
-    """The objects of a run, in a state that depends on a seed; restoring must change all of it.
-
-    Args:
-      seed: of all state, also of the random state of the process.
-      num_steps: that are trained.
-      base_bytes: of the frozen parameter.
-      has_loader: whether there is a data loader.
-    """
+    """The objects of a run, in a state that depends on a seed; restoring must change all of it."""
 
     def __init__(
         self, seed: int, num_steps: int, base_bytes: int = 64, has_loader: bool = True

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import disturbed
 from disturbed import Lineage, Settings, Training, as_lineage, digest, num_parts, read_log, up_to
 
 from torchax_ckpt.options import TierName
@@ -46,11 +46,6 @@ class Oracle:
     if the next start has as many processes, and the local directories together have every part of
     it. Where a program went back to a step, and what it saved since is in local tiers that a start
     with another number of processes cannot use, the run resumes from the step it went back to.
-
-    Args:
-      directory, settings: of the run.
-      log_path: of the log that its processes write.
-      can_read_local: whether one process has all of the local tier, which is then read, too.
     """
 
     def __init__(
@@ -62,8 +57,7 @@ class Oracle:
         self._durable: list[Key] = []  # one branch, oldest first
         self._begun: set[int] = set()  # branches begun since the newest durable step
         self._forks: set[Key] = set()  # gone back to since then
-        self._replay = Training()
-        self._states: dict[Key, list[Any]] = {(0, ()): self._replay.buffers()}
+        self._back: Lineage = ()  # gone back to at last
         self._told: set[tuple[str, int, Lineage]] = set()
         self._local: Key | None = None
         self._count = 0  # of the processes that saved it
@@ -116,7 +110,10 @@ class Oracle:
             case "back":
                 self._begun.add(line["branch"])
                 self._forks.add((line["step"], as_lineage(line["lineage"])))
-                self._local = None
+                self._local, self._back = None, as_lineage(line["lineage"])
+            case "restored":
+                what = f"process {line['index']} went back to"
+                self._compare(line["shards"], line["step"], self._back, what, verdict)
             case "delete":
                 self._durable = [d for d in self._durable if d[0] != line["step"]]
                 if self._local is not None and self._local[0] == line["step"]:
@@ -186,23 +183,14 @@ class Oracle:
     def _compare(
         self, shards: list[Any], step: int, lineage: Lineage, subject: str, verdict: Verdict
     ) -> None:
-        """Notes which shards are not those of this step, trained again if need be."""
-        wanted = known = step
-        while (known, up_to(lineage, known)) not in self._states:
-            known -= 1
-        if known < wanted:
-            self._replay.set_buffers(self._states[known, up_to(lineage, known)])
-        for number in range(known + 1, wanted + 1):
-            self._replay.lineage = up_to(lineage, number)
-            self._replay.train(number)
-            self._states[number, self._replay.lineage] = self._replay.buffers()
-        arrays = [np.asarray(array) for array in self._states[wanted, up_to(lineage, wanted)]]
+        """Notes which shards are not those of this step."""
+        arrays = disturbed.values(step, up_to(lineage, step))
         wrong = {
-            number
-            for number, bounds, found in shards
-            if digest(arrays[number][tuple(slice(*part) for part in bounds)]) != found
+            name
+            for name, bounds, found in shards
+            if digest(arrays[name][tuple(slice(*part) for part in bounds)]) != found
         }
-        wrong |= {number for number, *_ in shards} ^ set(range(len(arrays)))
+        wrong |= {name for name, *_ in shards} ^ arrays.keys()
         if wrong:
             verdict.found[WRONG].append(f"{subject} step {step}: arrays {sorted(wrong)} are wrong")
 

@@ -36,14 +36,13 @@ _QUESTION = ".power:"
 
 @dataclasses.dataclass(eq=False)
 class Node:
-    """A file, a folder or a link, and what the medium has of it."""
+    """A file or a folder, and what the medium has of it."""
 
     mode: int  # kind and permissions
     data: bytearray = dataclasses.field(default_factory=bytearray)
     stored: bytes = b""
     names: dict[str, Node] = dataclasses.field(default_factory=dict)
     stored_names: dict[str, Node] = dataclasses.field(default_factory=dict)
-    target: str = ""  # of a link
     num_links: int = 0
     changed_ns: int = dataclasses.field(default_factory=time.time_ns)
     number: int = dataclasses.field(default_factory=lambda: next(_numbers))
@@ -74,12 +73,7 @@ Renaming = tuple[tuple[Node, str, Node | None], ...]
 
 
 class Disk:
-    """The file system.
-
-    Attributes:
-      problems: where a program took for durable, or deleted for, what the medium did not have.
-      num_audits: how often that was looked at.
-    """
+    """The file system; ``problems``: what was taken for durable that the medium did not have."""
 
     def __init__(self) -> None:
         self.root = Node(stat.S_IFDIR | 0o755)
@@ -233,22 +227,19 @@ class DiskOperations(fuse.Operations):
         if path is not None and path.startswith(f"/{_QUESTION}"):
             return {"st_mode": stat.S_IFLNK | 0o777, "st_nlink": 1}
         node = self._node(path, fh)
-        size = len(node.target) if node.target else len(node.data)
         times = dict.fromkeys(("st_atime", "st_mtime", "st_ctime"), node.changed_ns)
         return {
             "st_mode": node.mode,
             "st_ino": node.number,
             "st_nlink": 2 if node.is_folder else node.num_links,
-            "st_size": size,
-            "st_blocks": -(-size // 512),
+            "st_size": len(node.data),
+            "st_blocks": -(-len(node.data) // 512),
             "st_uid": os.getuid(),
             "st_gid": os.getgid(),
             **times,
         }
 
     def readlink(self, path: str) -> str:
-        if not path.startswith(f"/{_QUESTION}"):
-            return self._disk.at(path).target
         question = base64.urlsafe_b64decode(path.removeprefix(f"/{_QUESTION}")).decode()
         what, _, about = question.partition(" ")
         disk = self._disk
@@ -272,10 +263,6 @@ class DiskOperations(fuse.Operations):
 
     def mkdir(self, path: str, mode: int) -> int:
         self._disk.add(path, Node(stat.S_IFDIR | mode))
-        return 0
-
-    def symlink(self, target: str, source: str) -> int:
-        self._disk.add(target, Node(stat.S_IFLNK | 0o777, target=source))
         return 0
 
     def link(self, target: str, source: str) -> int:

@@ -10,9 +10,8 @@ import contextlib
 import ctypes
 import functools
 import importlib
-import json
+import multiprocessing
 import os
-import pickle
 import random
 import signal
 import socket
@@ -96,7 +95,7 @@ def free_port() -> int:
 
 def preload() -> None:
     """Imports here what a process that trains and saves imports, found out by one that did."""
-    reads, writes = os.pipe()
+    here, there = multiprocessing.Pipe()
 
     def learn() -> None:
         before = set(sys.modules)
@@ -104,13 +103,11 @@ def preload() -> None:
             run, log, settings = Path(scratch, "run"), Path(scratch, "log"), Settings()
             assert disturbed.run(run, log, settings, Start(0, 1, 0, 0, 4, False), Phase()) == 0
             Oracle(run, log, settings).inspect()
-        with os.fdopen(writes, "w") as pipe:
-            json.dump(sorted(set(sys.modules) - before), pipe)
+        there.send(sorted(set(sys.modules) - before))
 
     pid = fork(learn)
-    os.close(writes)
-    with os.fdopen(reads) as pipe:
-        names = json.loads(pipe.read() or "[]")
+    there.close()
+    names = here.recv()
     assert os.waitpid(pid, 0)[1] == 0, "the program fails even if nobody disturbs it"
     for name in names:
         with contextlib.suppress(Exception):  # some can only be imported by what imports them
@@ -121,42 +118,28 @@ class Asked:
     """Oracles in a process of their own, by name: each makes one there, and answers questions."""
 
     def __init__(self, make: Mapping[str, Callable[[], Oracle]]) -> None:
-        ask_reads, self._ask = os.pipe()
-        answers, answer_writes = os.pipe()
+        self._here, there = multiprocessing.Pipe()
 
         def serve() -> None:
-            os.close(self._ask)
             oracles = {name: each() for name, each in make.items()}
-            with os.fdopen(ask_reads, "rb") as questions, os.fdopen(answer_writes, "wb") as answers:
-                for question in questions:
-                    name, is_finished = json.loads(question)
-                    pickle.dump(oracles[name].inspect(is_finished), answers)
-                    answers.flush()
+            while (question := there.recv()) is not None:
+                name, is_finished = question
+                there.send(oracles[name].inspect(is_finished))
 
         self.pid = fork(serve)
-        os.close(ask_reads)
-        os.close(answer_writes)
-        self._pipe = os.fdopen(answers, "rb")
 
     def inspect(self, name: str, is_finished: bool) -> Verdict:
-        os.write(self._ask, json.dumps([name, is_finished]).encode() + b"\n")
-        verdict: Verdict = pickle.load(self._pipe)
+        self._here.send((name, is_finished))
+        verdict: Verdict = self._here.recv()
         return verdict
 
     def close(self) -> None:
-        os.close(self._ask)
-        self._pipe.close()
+        self._here.send(None)
         os.waitpid(self.pid, 0)
 
 
 class Processes:
-    """The processes of one start.
-
-    Args:
-      programs: each runs one, given its phase, and returns its exit code.
-      output: what they print goes here.
-      limit_secs: how long one may take after anything that happens.
-    """
+    """The processes of one start."""
 
     def __init__(
         self, programs: Sequence[Callable[[Phase], int]], output: Path, limit_secs: float
@@ -239,15 +222,7 @@ class Processes:
 
 
 class Runs:
-    """Runs of disturbed programs, by name, that are started and looked at again and again.
-
-    Args:
-      torture: takes what is found.
-      settings: name -> of the run.
-      folders: name -> where its directories are; by default a folder of the torture's.
-      limit_secs: see :class:`Processes`.
-      can_read_local: see :class:`Oracle`; only of runs that have local tiers.
-    """
+    """Runs of disturbed programs, by name, that are started and looked at again and again."""
 
     def __init__(
         self,

@@ -9,7 +9,6 @@ import pytest
 from power_disk import Disk, Node
 
 SEEDS = range(60)
-Left = set[tuple[tuple[str, bytes], ...]]
 
 
 def folder() -> Node:
@@ -20,15 +19,15 @@ def file(content: bytes, stored: bytes = b"") -> Node:
     return Node(stat.S_IFREG | 0o644, data=bytearray(content), stored=stored)
 
 
-def left(*files: Node, synced: str) -> Left:
+def left(synced: str, *contents: bytes, stored: bytes = b"") -> set[tuple[tuple[str, bytes], ...]]:
     """All that cuts leave of files ``a``, ``b``, ... of which ``synced`` was synced."""
     results = set()
     for seed in SEEDS:
         disk = Disk()
         disk.add("/run", folder())
         disk.sync(disk.root)
-        for name, node in zip("ab", files, strict=False):
-            made = disk.add(f"/run/{name}", file(bytes(node.data), node.stored))
+        for name, content in zip("ab", contents, strict=False):
+            made = disk.add(f"/run/{name}", file(content, stored))
             if "bytes" in synced:
                 disk.sync(made)
         if "names" in synced:
@@ -39,24 +38,15 @@ def left(*files: Node, synced: str) -> Left:
     return results
 
 
-def test_what_was_synced_is_there_after_every_cut() -> None:
-    assert left(file(b"content"), synced="bytes, names") == {(("a", b"content"),)}
-
-
-def test_of_names_that_were_not_synced_any_beginning_is_left() -> None:
+def test_what_was_synced_is_there_after_every_cut_and_of_the_rest_anything() -> None:
+    assert left("bytes, names", b"content") == {(("a", b"content"),)}
     both = ("a", b"12"), ("b", b"12")
-    assert left(file(b"12"), file(b"12"), synced="bytes") == {(), both[:1], both}
-
-
-def test_of_bytes_that_were_not_synced_nothing_all_a_part_or_zeros_are_left() -> None:
-    found = left(file(b"12"), file(b"12"), synced="names")
+    assert left("bytes", b"12", b"12") == {(), both[:1], both}  # any beginning of the names
+    found = left("names", b"12", b"12")
     assert {len(names) for names in found} == {2}
     assert {content for names in found for _, content in names} == {b"", b"1", b"12", b"\0\0"}
-
-
-def test_an_overwritten_file_keeps_what_was_synced_of_it() -> None:
     beginnings = {b"new!"[:n] + b"old"[n:] for n in range(5)}
-    found = left(file(b"new!", b"old"), synced="names")
+    found = left("names", b"new!", stored=b"old")
     assert found <= {(("a", content),) for content in (*beginnings, b"old\0")}
     assert len(found) > 2
 

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gcs_proxy import FaultProxy
 from support import PROGRAMS
 from support.processes import Running, run_processes
 
+pytest_plugins = ("gcs_fixtures",)
 HOST = socket.gethostname()
 KNOWN_SECS = 60
 PROGRAM = PROGRAMS / "group.py"
@@ -106,3 +108,44 @@ def test_a_host_that_vanishes_is_named_before_jax_ends_the_survivor(directory: P
         assert (first["whole"], first["own"]) == (saved[index]["whole"], saved[index]["own"])
         assert (again["saved"], last["saved"]) == (3, 4)
         assert end["files"] == ["2", "3", "4"]
+
+
+@pytest.mark.slow
+def test_two_processes_on_a_bucket_resume_bit_for_bit_after_both_were_killed(
+    gcs: FaultProxy, url: str
+) -> None:
+    environment = gcs.environment()
+    do: Any = ["attach", ["train", 7], "wait", "steps", ["begin", 7], "die"]
+    given = {"directory": url, "do": do}
+    with Running(PROGRAM, 2, given, env=environment) as running:
+        assert running.wait() == [-signal.SIGKILL] * 2, running.output(0)[1][-3000:]
+        before = [running.reports(index) for index in range(2)]
+    assert [end["steps"] for *_, end in before] == [[4]] * 2
+    do = ["attach", ["train", 7], ["begin", 7], "wait", "verify", "warm_starts", "close"]
+    given = {"directory": url, "seed": 77, "do": do}
+    resumed = run_processes(PROGRAM, 2, given, env=environment)
+    for (first, found, verified, after, _), (_, expected, _) in zip(resumed, before, strict=True):
+        assert first["start"] == 4
+        assert (found["whole"], found["own"]) == (expected["whole"], expected["own"])
+        assert found["seen"] == expected["seen"][4:]
+        assert verified == {"verify": 7}
+        assert after == {"step": 7, "alike": True, "count": 10}
+
+
+@pytest.mark.slow
+def test_a_local_step_that_all_have_outlives_a_process(tmp_path: Path) -> None:
+    """Process 0 dies after its commit, while the other asks it how that went."""
+    ramdisks = tmp_path / "ramdisks"
+    given: dict[str, Any] = {"directory": str(tmp_path / "run"), "ramdisks": str(ramdisks)}
+    given |= {"every": 99, "options": {"process_timeout_secs": 60}}
+    do = "attach", ["train", 1], "wait", ["die_once_all_have", 2, 1], ["train", 2, 2], "wait"
+    with Running(PROGRAM, 2, {**given, "do": do}) as running:
+        codes = running.wait()
+        assert codes[0] == -signal.SIGKILL
+        # By JAX, or before it could by this package.
+        assert codes[1] in (-signal.SIGABRT, 3), running.output(1)[1][-3000:]
+        saved = [running.reports(i)[2] for i in range(2)]
+    assert [(ramdisks / str(i) / "2").is_dir() for i in range(2)] == [True] * 2
+    for index, (found,) in enumerate(run_processes(PROGRAM, 2, {**given, "do": ["attach"]})):
+        assert found["start"] == 2
+        assert (found["whole"], found["own"]) == (saved[index]["whole"], saved[index]["own"])

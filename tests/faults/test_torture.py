@@ -18,7 +18,6 @@ from starts import HUNG
 from torture import Torture
 
 from torchax_ckpt.layout.manifest import Manifest
-from torchax_ckpt.saving.unchanged import ledger
 from torchax_ckpt.state import node_checks
 
 LONG = (pytest.mark.slow, pytest.mark.long)
@@ -45,7 +44,7 @@ def run_torture(fault: str, arguments: str) -> tuple[int, dict[str, int], str]:
 @pytest.mark.parametrize(
     ("fault", "arguments", "least"),
     [
-        ("kill", "--count 2 --seconds 6 --seed 5", {"SIGKILLs": 1, RESTORED: 1}),
+        ("kill", "--count 1 --seed 5", {"SIGKILLs": 1, RESTORED: 1}),
         pytest.param(
             *("kill", "--count 15 --seconds 45 --seed 4", {"SIGKILLs": 3, RESTORED: 3}),
             marks=pytest.mark.slow,
@@ -154,7 +153,6 @@ def test_no_input_does_harm(readers: fault_fuzz.Readers) -> None:
     [
         ("naive", 200, 10, {"restore: !! TypeError", "load: !! TypeError"}),
         ("trusting", 100, 20, {"lease: !! TypeError"}),
-        ("confusing", 60, 1, {"unchanged of a step: !! AssertionError"}),
         ("half", 60, 1, set()),
     ],
 )
@@ -166,8 +164,8 @@ def test_a_reader_that_is_less_careful_is_found_out(
     readers: fault_fuzz.Readers,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    changed = (readers, "by_name"), (ledger, "is_same"), (Manifest, "from_json")
-    for owner, name in (*changed, (node_checks, "check_document")):
+    changed = (readers, "by_name"), (Manifest, "from_json"), (node_checks, "check_document")
+    for owner, name in changed:
         monkeypatch.setattr(owner, name, getattr(owner, name))  # is put back
     fault_fuzz.WEAKENINGS[weakening](readers)
     found, outcomes = fuzzed(readers, count)

@@ -39,16 +39,7 @@ FAULTS = {
 
 
 class Torture:
-    """The rounds of a torture, and its table.
-
-    Args:
-      given: the arguments of the command line.
-      scratch: an empty folder.
-      findings: the rows of what must not be found.
-
-    Attributes:
-      choose: the source of all chance.
-    """
+    """The rounds of a torture, and its table."""
 
     def __init__(self, given: argparse.Namespace, scratch: Path, findings: Sequence[str]) -> None:
         self.given, self.scratch = given, scratch

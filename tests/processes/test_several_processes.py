@@ -38,20 +38,6 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]
     return run, [report | sockets for _, report, sockets, _ in reports]
 
 
-@pytest.fixture(scope="module")
-def wider(
-    straight: tuple[Path, list[Any]], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, list[Any]]:
-    """The same run, gone on with by 4 processes, with steps 4, 8 and 12, and what each reported."""
-    run = tmp_path_factory.mktemp("wider") / "run"
-    shutil.copytree(straight[0], run)
-    again = ["restore", 8], ["train", 12, 9]
-    # Written in several batches.
-    options = {"process_timeout_secs": 60, "max_host_bytes": 1000}
-    do = "attach", ["train", 12], *again, ["train", 14, 13], "close"
-    return run, group(4, run, *do, seed=5, options=options)
-
-
 @pytest.mark.slow
 def test_two_processes_resume_bit_for_bit_and_fail_alike(
     straight: tuple[Path, list[Any]], directory: Path
@@ -67,8 +53,6 @@ def test_two_processes_resume_bit_for_bit_and_fail_alike(
         kind, message, _ = outcome["failure"]
         assert kind == "SaveError"
         assert "No space left on device" in message
-        assert "cannot say" in outcome["unsaid"][-1]
-        assert outcome["unsaid_secs"] < 50, "process_timeout_secs is 60"
         assert outcome["files"] == ["10", "4", "8", "9", "abandoned-8", "events", "lease"]
         kind, message, is_unchanged = outcome["refused"]
         assert (kind, is_unchanged) == ("MismatchError", True)
@@ -81,8 +65,6 @@ def test_two_processes_resume_bit_for_bit_and_fail_alike(
         assert outcome["damaged"][0] == "CorruptCheckpointError"
         assert outcome["missing"][0] == "StepNotFoundError"
         assert end["steps"] == [4, 9, 11]
-    kinds = [outcome["unsaid"][::2] for _, _, outcome, *_ in resumed]
-    assert kinds == [["SaveError"], ["ValueError", "SaveError"]]
     # Each process has a state of its own; else little was shown.
     assert expected[0]["own"] != expected[1]["own"]
     assert expected[0]["seen"] != expected[1]["seen"]
@@ -118,10 +100,15 @@ def test_nothing_listens_on_every_address(straight: tuple[Path, list[Any]]) -> N
 
 @pytest.mark.slow
 def test_other_numbers_of_processes_restore_it(
-    straight: tuple[Path, list[Any]], wider: tuple[Path, list[Any]]
+    straight: tuple[Path, list[Any]], directory: Path
 ) -> None:
-    (_, expected), (directory, reports) = straight, wider
-    for index, (attached, first, _, again, _, _) in enumerate(reports):
+    run, expected = straight
+    shutil.copytree(run, directory)
+    # Written in several batches.
+    options = {"process_timeout_secs": 60, "max_host_bytes": 1000}
+    do = "attach", ["train", 12], ["restore", 8], ["train", 12, 9], "close"
+    reports = group(4, directory, *do, seed=5, options=options)
+    for index, (attached, first, _, again, _) in enumerate(reports):
         assert attached["start"] == 8
         assert attached["whole"] == expected[0]["whole"]
         assert attached["own"] == expected[index % 2]["own"]
@@ -142,33 +129,6 @@ def test_other_numbers_of_processes_restore_it(
     assert loaded["dataloader"]["position"] == 12
 
 
-@pytest.mark.long
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [4, 2])
-def test_what_four_processes_saved_is_resumed_by_as_many_and_by_fewer(
-    count: int, wider: tuple[Path, list[Any]], directory: Path
-) -> None:
-    run, reports = wider
-    shutil.copytree(run, directory)
-    do = "attach", ["train", 14], ["begin", 14], "wait", "verify", "close"
-    resumed = group(count, directory, *do, seed=77)
-    for (attached, after, end, _), (*_, expected, beyond, _) in zip(
-        resumed, reports[:count], strict=True
-    ):
-        assert (attached["start"], end) == (12, {"verify": 14})
-        assert attached["whole"] == expected["whole"]
-        assert attached["own"] == expected["own"]
-        if count == 4:
-            assert attached["warned"] == []
-            assert after == beyond
-        else:
-            assert after["whole"] == resumed[0][1]["whole"]
-    if count == 2:
-        (warned,) = resumed[0][0]["warned"]
-        assert "was saved by 4 processes and is restored by 2" in warned
-        assert "processes 2 to 3 are left out" in warned
-
-
 @pytest.mark.slow
 def test_redistributed_loaders_lose_no_sample_and_see_none_twice(directory: Path) -> None:
     seen: list[int] = []
@@ -176,28 +136,6 @@ def test_redistributed_loaders_lose_no_sample_and_see_none_twice(directory: Path
         reports = run_processes(CALLS, count, "redistributed", directory)
         seen += [sample for (told,) in reports for sample in told["samples"]]
     assert sorted(seen) == list(range(24))
-
-
-@pytest.mark.long
-def test_a_clock_that_is_wrong_parts_nobody(directory: Path) -> None:
-    def run(skew_secs: int, interval_secs: int, *, last: int) -> list[Any]:
-        # Fresh: what is imported finds the clock wrong.
-        how = {"env": {"SKEW_SECS": str(skew_secs)}, "fresh": True}
-        results = group(2, directory, ["train_by_clock", interval_secs, last], how=how)
-        reports = [report for (report,) in results]
-        assert [round(report["ahead"]) for report in reports] == [0, skew_secs]
-        return reports
-
-    # An hour ahead, process 1 would take every save for overdue; there is one within the interval.
-    before = run(3600, 1800, last=6)
-    assert [report["saved"] for report in before] == [[1], [1]]
-    # An hour behind, it would save nothing until its clock has reached that of step 1.
-    after = run(-3600, 0, last=12)
-    for found, expected in zip(after, before, strict=True):
-        assert found["start"] == 1
-        assert found["restored"] == expected["kept"]
-        assert found["saved"] == after[0]["saved"]
-        assert len(found["saved"]) > 1
 
 
 def test_options_that_contradict_each_other_are_refused() -> None:
@@ -252,7 +190,6 @@ def test_what_one_process_cannot_save_stops_no_other(tmp_path: Path) -> None:
         assert told["found"][1].startswith("SaveError: ")
         assert "process 1: " in told["found"][1]
         assert why in told["found"][1]
-        assert told["secs"] < 40, "process_timeout_secs is 60"
     # What cannot be ranked costs no forced step.
     assert kinds("forced, not to be ranked") == [["True", "None"], ["True", "MetricsError"]]
     assert kinds("nothing wrong") == [["True", "None"]] * 2
@@ -272,25 +209,20 @@ def test_what_one_process_cannot_save_stops_no_other(tmp_path: Path) -> None:
         ("attach: on the CPU", "AttachError", "AttachError: process 1: "),
         ("attach: no values", "ValueError", "ProcessError: process 1: ValueError: "),
         ("attach: again", "AttachError", "AttachError: attach was called before"),
-        ("restore: tier", "TierError", "TierError: process 1: "),
-        ("restore: pattern", "SelectionError", "SelectionError: process 1: "),
-        ("restore: step", "StepTypeError", "ProcessError: the processes do not make the same"),
-        ("load: tier", "TierError", "TierError: process 1: "),
-        ("load: step", "StepTypeError", "ProcessError: the processes do not make the same"),
+        *(
+            (f"{call}: tier", "TierError", "TierError: process 1: ")
+            for call in ("restore", "load", "verify", "delete")
+        ),
         ("load: state", "MismatchError", "MismatchError: process 1: "),
-        ("verify: tier", "TierError", "TierError: process 1: "),
-        ("verify: step", "StepTypeError", "ProcessError: the processes do not make the same"),
-        ("delete: tier", "TierError", "TierError: process 1: "),
-        ("delete: step", "StepTypeError", "ProcessError: the processes do not make the same"),
-        ("delete: gone", "StepNotFoundError", "StepNotFoundError: "),
+        ("restore: step", "StepTypeError", "ProcessError: the processes do not make the same"),
         ("should_save: step", "StepTypeError", "False"),
     ):
         assert kinds(name)[1] == [own], name
         assert found[name][0]["found"][0].startswith(others), name
-    for name, answer in {"attach": "0", "saved": "True", "restore": "2", "verify": "2"}.items():
+    for name, answer in {"attach": "0", "saved": "True", "restore": "2"}.items():
         assert [told["found"][0] for told in found[name]] == [answer] * 2
     assert [told["steps"] for told in found["delete"]] == [[], []]
-    assert all(told["secs"] < 40 for pair in found.values() for told in pair)
+    assert all(told["secs"] < 40 for pair in found.values() for told in pair)  # of 60
 
 
 @pytest.mark.slow
@@ -302,16 +234,13 @@ def test_calls_that_differ_are_named_at_once(tmp_path: Path) -> None:
         "restoring": ("restore(2)", "save(20)"),
         "other restores": ("restore(1)", "restore(2)"),
         "deleting": ("save(21)", "delete(1)"),
-        "loading": ("load(2)", "save(22)"),
         "unforced": ("save(10)", "save(12)"),
     }
-    for name, calls in named.items():
-        text = "process 0 called {}, but process 1 called {}.".format(*calls)
-        for told in found[name]:
-            assert text in " ".join(told["found"]), told
-            assert told["secs"] < 40, "process_timeout_secs is 60"
-    # Where one cannot know of it, or is told by its own error.
     text = "process 0 called {}, but process 1 called {}."
+    for name, calls in named.items():
+        for told in found[name]:
+            assert text.format(*calls) in " ".join(told["found"]), told
+    # Where one cannot know of it, or is told by its own error.
     assert text.format("save(23)", "save('23')") in found["no step"][0]["found"][1]
     assert found["no step"][1]["found"] == ["StepTypeError: step: expected an int, found '23'"]
     assert text.format("save(25)", "close()") in found["closing"][0]["found"][1]
@@ -326,24 +255,5 @@ def test_calls_that_differ_are_named_at_once(tmp_path: Path) -> None:
     assert [told["found"] for told in found["together"]] == [["2"], ["2"]]
     assert found["declined"][0]["found"] == ["False"]
     [error] = found["declined"][1]["found"]
-    assert text.format("save(2)", "restore(1)") in error
-    for told in found["not there"]:
-        assert "no checkpoint at step 1" in told["found"][0]
-    assert [told["found"] for told in found["after"]] == [["False", "False"]] * 2
+    assert text.format("save(21)", "restore(1)") in error
     assert all(told["secs"] < 40 for pair in found.values() for told in pair)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("count", "cases"), [(2, "10,11,20,21"), (3, "10,21,22")])
-def test_a_save_that_one_process_leaves_out_stalls_nobody(
-    tmp_path: Path, count: int, cases: str
-) -> None:
-    run = run_processes(CALLS, count, "left_out", tmp_path / "run", cases)
-    for told in (told for reports in run for told in reports):
-        secs, errors = zip(*told["told"].values(), strict=True)
-        assert max(secs) < 10, f"process_timeout_secs is 60: {told}"
-        assert [errors[0], *errors[-2:]] == [""] * 3, told
-        assert told["steps"] == told["local"]
-        assert {1, 6, 7} <= set(told["steps"])
-        assert set(told["whole"]) == {True}
-    assert "process 0 called save(4), but process 1 called save(3)" in str(run[1][0]["told"])

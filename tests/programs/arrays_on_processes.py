@@ -18,22 +18,23 @@ from typing import Any, cast
 
 import jax
 import numpy as np
-import tensorstore as ts
 import torchax
 from jax.experimental.multihost_utils import sync_global_devices
 from jax.sharding import Mesh
-from processes_program import INDEX, MESH, P, init, report, rule, shards, spread
+from processes_program import INDEX, MESH, P, Training, init, report, rule, shards, spread
 from support.described import Described, Tokenizer
 from support.models import Counter
 from support.strategies import random_bits
 
 from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, errors, policies
 from torchax_ckpt.layout.storage_plan import Plan
+from torchax_ckpt.snapshot.device_memory import DeviceMemory
 from torchax_ckpt.snapshot.device_sizes import bytes_on_devices
+from torchax_ckpt.snapshot.snapshotter import Snapshotter
 from torchax_ckpt.snapshot.stacking import execute, needed_to_execute
 from torchax_ckpt.storage.arrays import read_arrays
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
-from torchax_ckpt.storage.medium import bucket, location
+from torchax_ckpt.storage.medium import bucket
 from torchax_ckpt.stored.stored_step import StoredStep
 
 # A row of each process.
@@ -159,15 +160,6 @@ def slow_reads(directory: str) -> None:
         else:
             same = shards(found) == shards(state["w"])
             report(same=same, secs=time.monotonic() - began)
-    if INDEX == 0:
-        prefix = directory.removeprefix("gs://bucket/")
-        store = ts.KvStore.open(
-            {"driver": "gcs", "bucket": "bucket", "path": f"{prefix}/shared/"},
-            context=location.reading_context(),
-        ).result()
-        began = time.monotonic()
-        reads = [store.read(str(i)) for i in range(32)]
-        report(read=sum(len(r.result().value) for r in reads), secs=time.monotonic() - began)
 
 
 def two_tiers(directory: str, mode: str, layout: str) -> None:
@@ -271,6 +263,47 @@ def moved_local_steps(directory: str, ramdisks: str, places: str) -> None:
             or shards(array) != shards(wanted[name])
         ]
         report(hosts=hosts, start=start, own=counter.count, wrong=wrong)
+
+
+def full_devices(directory: str, mode: str, host_bytes: str, fulls: str) -> None:
+    """Saves from snapshots of a mode, with so many bytes on the host; some devices become full.
+
+    FULLS is JSON: for each step the process whose devices are full, or null.
+    """
+    limit: dict[str, int] = {"bytes_in_use": 0}
+    keep = policies.PreserveAll()
+    ckpt = TorchaxCheckpointer(directory, options=PATIENT, preservation_policy=keep)
+    memory = DeviceMemory(lambda device: limit, lambda: int(host_bytes))
+    ckpt._saves.snapshotter = Snapshotter(cast(Any, mode), "auto", memory)
+    failed = {}
+    for step, full in enumerate(json.loads(fulls), 1):
+        state = {f"layers.{i}.w": spread(np.full((8, 1024), step * i, "f4")) for i in range(5)}
+        limit["bytes_limit"] = 0 if full == INDEX else 1 << 40
+        ckpt.save(step, state=state, force=True)
+        try:
+            ckpt.wait_until_finished()
+        except errors.SaveError as error:
+            failed[step] = str(error)
+        abstract = {
+            n: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for n, a in state.items()
+        }
+        jax.tree.map(lambda x: x.delete(), state)  # as a step that donates
+    ckpt.close()
+    loaded = [array for step in ckpt.all_steps() for array in ckpt.load(step, abstract).values()]
+    means = [[float(np.asarray(s.data).mean()) for s in a.addressable_shards] for a in loaded]
+    report(failed=failed, steps=ckpt.all_steps(), means=means)
+
+
+def events(directory: str) -> None:
+    """Saves two steps and reports the events that this process was told of."""
+    told: list[str] = []
+    with TorchaxCheckpointer(directory, on_event=lambda event: told.append(event.name)) as ckpt:
+        training = Training(0)
+        training.attach(ckpt)
+        for step in (1, 2):
+            training.step()
+            ckpt.save(step, force=True)
+    report(told=told, durable=ckpt.stats().num_durable)
 
 
 def assets(directory: str, local: str) -> None:

@@ -31,17 +31,7 @@ import warnings
 from typing import Any
 
 # First, so that all that is imported finds the clock of this process.
-from processes_program import (
-    COUNT,
-    INDEX,
-    P,
-    Training,
-    die,
-    digest,
-    listening,
-    report,
-    rule,
-)
+from processes_program import COUNT, INDEX, P, Training, die, digest, listening, report, rule
 
 # isort: split
 import jax
@@ -63,7 +53,6 @@ from torchax_ckpt import (
 from torchax_ckpt.processes import connections
 from torchax_ckpt.storage.arrays import block_digests
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
-from torchax_ckpt.stored.stored_step import StoredStep
 
 SETTINGS = json.loads(sys.argv[4])
 directory = SETTINGS["directory"]
@@ -147,26 +136,6 @@ def train_until_told() -> None:
     ckpt.close()
     report(step=step, durable=ckpt.all_steps("durable"), local=ckpt.all_steps("local"))
     sys.exit(128 + signal.SIGTERM)
-
-
-def train_by_clock(interval_secs: float, last: int) -> None:
-    """Saves when some time has passed; reports which steps that were."""
-    saved, kept = [], None
-    rule = policies.ContinuousCheckpointingPolicy(minimum_interval_secs=interval_secs)
-    clocked = TorchaxCheckpointer(
-        directory, save_decision_policy=rule, preservation_policy=policies.PreserveAll()
-    )
-    first = training.attach(clocked)
-    restored = training.whole(), training.own()
-    for step in range(first + 1, last + 1):
-        training.step()
-        if clocked.save(step):
-            saved.append(step)
-            clocked.wait_until_finished()
-            kept = training.whole(), training.own()
-    clocked.close()
-    ahead = time.time() - time.clock_gettime(time.CLOCK_REALTIME)
-    report(start=first, restored=restored, saved=saved, kept=kept, ahead=ahead)
 
 
 def save(step: int) -> None:
@@ -317,36 +286,21 @@ def die_half_committed(step: int) -> None:
 
 
 def die_once_all_have(step: int, secs: float) -> None:
-    """Kills a process once all have a step, while the other asks how that went.
+    """Kills process 0 once all have a local step, while the other asks how that went."""
+    there = [mine.with_name(str(index)) / str(step) for index in range(COUNT)]
+    commit = RunDirectory.commit
 
-    Of a local step process 0 dies after its commit, else process 1 when it reads the step back.
-    """
-    is_local = "ramdisks" in SETTINGS
-    places = [mine.with_name(str(index)) for index in range(COUNT)]
-    there = [p / str(step) for p in (places if is_local else [pathlib.Path(directory)])]
-    commit, verify = RunDirectory.commit, StoredStep.verify
-
-    def end() -> None:
-        while not all(path.exists() for path in there):
-            time.sleep(0.01)
-        time.sleep(secs)  # the other asks for this one meanwhile
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def fatal_commit(self: Any, *args: Any) -> Any:
+    def fatal(self: Any, *args: Any) -> Any:
         durable = commit(self, *args)
         if durable.path in there:
-            end()
+            while not all(path.exists() for path in there):
+                time.sleep(0.01)
+            time.sleep(secs)  # the other asks for this one meanwhile
+            os.kill(os.getpid(), signal.SIGKILL)
         return durable
 
-    def fatal_verify(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.committed.step == step:
-            end()
-        return verify(self, *args, **kwargs)
-
-    if is_local and INDEX == 0:
-        RunDirectory.commit = fatal_commit  # type: ignore[method-assign,assignment]
-    if not is_local and INDEX == 1:
-        StoredStep.verify = fatal_verify  # type: ignore[method-assign]
+    if INDEX == 0:
+        RunDirectory.commit = fatal  # type: ignore[method-assign,assignment]
 
 
 def die_in_save(victim: int) -> None:

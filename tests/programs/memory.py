@@ -8,6 +8,7 @@ SCENARIO is a function of this file, which takes the other arguments.
 from __future__ import annotations
 
 import gc
+import json
 import re
 import sys
 import threading
@@ -110,6 +111,18 @@ def of_command(max_bytes: str, *arguments: str) -> None:
         is_over.set()
         watching.join()
     print("grown:", peak - before)
+
+
+def of_events(directory: str) -> None:
+    """Prints MiB that reading the events of a run takes, how many there are, and the runs."""
+    from etils import epath
+
+    from torchax_ckpt.telemetry.journal import read_events
+
+    before = status("VmHWM")
+    runs = read_events(epath.Path(directory))
+    found = (status("VmHWM") - before) >> 20, sum(map(len, runs.values())), sorted(runs)
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.medium import fsync
 
 KEEP, GRACE_SECS = 2, 10.0
+FORM = FolderForm(format="safetensors", at="model", max_shard_bytes=20_000)
 
 
 def slow_down() -> None:
@@ -54,7 +55,7 @@ def main() -> None:
     if weakening == ["in-place"]:
         PublishedFolders.writing = write_in_place  # type: ignore[method-assign]
     follower.GRACE_SECS, follower.POLL_SECS = GRACE_SECS, 0.005
-    with follower.Follower(run, out, FolderForm(format="hf"), keep=KEEP) as following:
+    with follower.Follower(run, out, FORM, keep=KEEP) as following:
         for _ in following.follow():
             pass
 

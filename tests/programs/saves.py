@@ -7,6 +7,7 @@ SCENARIO is a function of this file, which takes the other arguments.
 
 from __future__ import annotations
 
+import gc
 import os
 import pathlib
 import signal
@@ -24,6 +25,7 @@ from support.training import adamw, fsdp_mesh, fsdp_rule, mlp, train_step
 from torchax_ckpt import LocalTier, TorchaxCheckpointer, policies
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.writing import array_writer, step_writer
+from torchax_ckpt.telemetry.journal import Journal
 
 torchax.enable_globally()
 ALL = policies.PreserveAll()
@@ -62,6 +64,43 @@ def unclosed(directory: str, step: str, secs: str, ending: str) -> None:
         raise ZeroDivisionError
     if ending == "exit":
         sys.exit(3)
+
+
+def unclosed_with_events(directory: str, ending: str) -> None:
+    """Saves, prints its events, and ends without close; "drop": is collected before that."""
+    global ckpt
+    ckpt = TorchaxCheckpointer(directory, on_event=lambda event: print(event.name))
+    ckpt.save(1, state=STATE)
+    if ending == "drop":
+        ckpt.wait_until_finished()
+        task = ckpt._telemetry._task
+        del ckpt
+        gc.collect()
+        assert task is not None
+        assert task.ended.wait(30)
+
+
+def killed_once_recorded(directory: str) -> None:
+    """Is killed in the save of step 2 as soon as the journal says that it began."""
+    write, append, is_written = array_writer.write_arrays, Journal.append, threading.Event()
+
+    def append_and_say(self: Any, lines: Any) -> None:
+        append(self, lines)
+        if any(b'"saving","step":2' in line for line in lines):
+            is_written.set()
+
+    def killed(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if "writing-2" in path.parent.name:
+            assert is_written.wait(60)
+            die()
+        return write(path, *args, **kwargs)
+
+    Journal.append = append_and_say  # type: ignore[method-assign]
+    array_writer.write_arrays = killed  # type: ignore[assignment]
+    ckpt = TorchaxCheckpointer(directory)
+    for step in (1, 2):
+        ckpt.save(step, state=STATE, force=True)
+    ckpt.wait_until_finished()
 
 
 def stops_in_save(directory: str) -> None:

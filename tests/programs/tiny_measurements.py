@@ -48,13 +48,7 @@ for state, device_secs in (("tiny", None), ("tiny-donated", 0.01), ("tiny-functi
     )
     found[f"loop of {state}"] = [len(ran["intervals"]), len(ran["blocking"]) > 2, Watched.gone[1:]]
 stopped = measure.loop(
-    "tiny-donated",
-    "orbax_v1",
-    root / "stopped",
-    3,
-    max_secs=0,
-    compute_secs=None,
-    device_secs=None,
+    "tiny-donated", "orbax_v1", root / "stopped", 3, max_secs=0, compute_secs=None, device_secs=None
 )
 found["stopped"] = stopped["intervals"]
 found["modes"] = sorted(measure.modes("tiny", "-", root / "modes", 1))

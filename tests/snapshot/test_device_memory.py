@@ -278,7 +278,7 @@ def saved_while_full(
       host_bytes: available on each host.
     """
     arguments = str(directory), mode, str(host_bytes), json.dumps(fulls)
-    told = run_processes(PROGRAMS / "full_devices.py", 2, *arguments)
+    told = run_processes(PROGRAMS / "arrays_on_processes.py", 2, "full_devices", *arguments)
     (first,), (second,) = told
     assert first["failed"].keys() == second["failed"].keys()
     for report in (first, second):

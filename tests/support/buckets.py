@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
-import sys
-import textwrap
 import types
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import gcsfs.retry
 import pytest
@@ -30,29 +23,3 @@ def give_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
         tensorstore_utils._DEFAULT_OCDBT_TS_CONTEXT,
     ):
         monkeypatch.setitem(context, "gcs_request_retries", retries)
-
-
-def killed_before_the_commit(
-    gcs: Any, program: str, run: str, step: int, folders: Sequence[Path]
-) -> None:
-    """Runs a program that saves, and kills it when a step's arrays are there, but not its commit.
-
-    Args:
-      gcs: the proxy.
-      program: the source; its argument is the run's directory.
-      run: the run's directory.
-      step: the step.
-      folders: from which the program may import.
-    """
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(program), run],
-        env={**os.environ, "PYTHONPATH": ":".join(map(str, folders)), "JAX_PLATFORMS": "cpu"},
-    )
-
-    def kill(request: str) -> None:
-        if f"{step}%2Fstate%2Fmanifest.ocdbt&" in request:
-            process.kill()
-
-    gcs.hook = kill
-    assert process.wait(timeout=100) == -9
-    gcs.hook = None

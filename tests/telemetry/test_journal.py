@@ -123,9 +123,8 @@ def test_the_record_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_killed_run_leaves_its_record_and_the_next_adds_to_it(directory: Path) -> None:
-    killed = run_python(
-        PROGRAMS / "killed_once_recorded.py", str(directory), devices=1, check=False
-    )
+    arguments = PROGRAMS / "saves.py", "killed_once_recorded", str(directory)
+    killed = run_python(*arguments, devices=1, check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     (journal,) = (directory / FOLDER).iterdir()
     with open(journal, "ab") as file:
@@ -140,9 +139,8 @@ def test_a_killed_run_leaves_its_record_and_the_next_adds_to_it(directory: Path)
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["exit", "drop"])
 def test_without_close_everything_is_still_told_and_written(how: str, directory: Path) -> None:
-    result = run_python(
-        PROGRAMS / "unclosed_with_events.py", str(directory), how, devices=1, fresh=True
-    )
+    arguments = PROGRAMS / "saves.py", "unclosed_with_events", str(directory), how
+    result = run_python(*arguments, devices=1, fresh=True)
     (run,) = recorded(directory)
     assert [event.name for event in run][-2:] == ["durable", "closed"]
     assert result.stdout.split()[-2:] == ["durable", "closed"]
@@ -208,7 +206,7 @@ def test_more_than_runs_write_is_read_in_bounded_memory(tmp_path: Path) -> None:
     content += b"".join(line % n for n in range((1 << 20) // len(line)))
     for index in range(64):
         (folder / f"{index:019d}-{index:08x}.jsonl").write_bytes(content)
-    program = run_python(PROGRAMS / "reads_events.py", str(tmp_path), fresh=True)
+    program = run_python(PROGRAMS / "memory.py", "of_events", str(tmp_path), fresh=True)
     mib, num_events, runs = json.loads(program.stdout.splitlines()[-1])
     assert mib < 500
     assert runs[-1] == f"{63:08x}"  # the newest are read

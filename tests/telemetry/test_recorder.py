@@ -137,10 +137,8 @@ def test_where_the_training_is_is_told_now_and_then(
 
 @pytest.mark.slow
 def test_each_of_several_processes_is_told_and_one_writes(directory: Path) -> None:
-    first, second = (
-        report
-        for (report,) in run_processes(PROGRAMS / "events_of_processes.py", 2, str(directory))
-    )
+    arguments = PROGRAMS / "arrays_on_processes.py", 2, "events", str(directory)
+    (first,), (second,) = run_processes(*arguments)
     saves = ["saving", "durable", "saving", "durable"]
     assert first == {"told": ["started", *saves, "closed"], "durable": 2}
     assert second == {"told": saves, "durable": 2}

@@ -77,10 +77,7 @@ def replicated(shape: tuple[int, ...], over: Mesh) -> PartitionSpec:
 
 
 LAYOUTS: dict[str, Callable[[tuple[int, ...], Mesh], PartitionSpec]] = {
-    "fsdp": fsdp,
-    "tensor_parallel": tensor_parallel,
-    "both": both,
-    "replicated": replicated,
+    rule.__name__: rule for rule in (fsdp, tensor_parallel, both, replicated)
 }
 
 
@@ -309,26 +306,23 @@ def test_what_is_reckoned_is_what_the_compiler_takes() -> None:
 # --- a save that would be wrong is found ---
 
 
-def test_a_collective_in_a_program_of_a_save_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("found", ["all-gather", "temporary_bytes"])
+def test_a_collective_or_a_temporary_in_a_program_of_a_save_is_found(
+    found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     over = [*grids(FIRST)][1]
 
     def onto_all(sharding: Any) -> Any:
         return jax.jit(lambda *xs: jnp.stack(xs), out_shardings=NamedSharding(over, P()))
 
-    monkeypatch.setattr(stacking, "stack_program", onto_all)
-    with pytest.raises(AssertionError, match="all-gather"):
-        assert_saved(training_state("deep", "fsdp", over))
-
-
-def test_a_temporary_in_a_program_of_a_save_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    over = [*grids(FIRST)][1]
-
     def sorted_twice(sharding: Any) -> Any:
         return jax.jit(lambda *xs: jnp.sort(jnp.stack(xs), axis=0), out_shardings=sharding)
 
-    monkeypatch.setattr(stacking, "stack_program", sorted_twice)
-    with pytest.raises(AssertionError, match="temporary_bytes"):
-        assert_saved(training_state("wide", "replicated", over), "auto")
+    is_gathered = found == "all-gather"
+    monkeypatch.setattr(stacking, "stack_program", onto_all if is_gathered else sorted_twice)
+    state = ("deep", "fsdp") if is_gathered else ("wide", "replicated")
+    with pytest.raises(AssertionError, match=found):
+        assert_saved(training_state(*state, over))
 
 
 # --- what a restore runs ---
