@@ -149,19 +149,3 @@ def test_many_lost_files_are_logged_once(lost: str, directory: Path, caplog: Any
     assert re.search(re.escape(str(folder)) + found + AGAIN, caplog.text)
     assert files(directory, 7) & files(directory, 5)
     assert_resumes(directory, 7, model)
-
-
-def test_files_of_others_beside_a_database_keep_no_save_from_linking(
-    directory: Path, caplog: Any
-) -> None:
-    model = Tuned().to("jax")
-    with opened(directory, model) as train:
-        train(1, 2, 3, 4)
-        data_file(directory, 3).unlink()
-        kept = data_file(directory, 4)
-        kept.with_name("other").write_bytes(b"")
-        with caplog.at_level(logging.WARNING, "torchax_ckpt"):
-            train(5, 6)
-    assert caplog.text.count(AGAIN) == 1
-    assert files(directory, 6) & files(directory, 4)
-    assert_resumes(directory, 6, model)

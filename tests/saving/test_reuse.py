@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from orbax import checkpoint as v0
 from orbax.checkpoint import v1 as ocp
-from support.compare import assert_trees_identical, entries, training_state
+from support.compare import entries, training_state
 from support.damage import edit_json, flip_bit
 from support.linked import assert_holds, by_orbax, data_file, databases, files
 from support.own_orbax import abstract
@@ -53,14 +53,6 @@ def test_unchanged_arrays_are_written_twice_and_then_linked_in_turn(directory: P
         assert len(databases(directory, step)) == 1
         assert used[step] & used[step - 2]
         assert not used[step] & used[step - 1]
-
-
-def test_a_step_stays_complete_when_all_others_are_deleted(directory: Path) -> None:
-    states = [still_state(x=step) for step in range(8)]
-    save_all(directory, states, preservation_policy=policies.PreserveAll())
-    for step in range(1, 8):
-        shutil.rmtree(directory / str(step))
-    assert_holds(directory, 8, states[7])
 
 
 def leaf_names(directory: Path, step: int) -> list[set[str]]:
@@ -139,13 +131,6 @@ def test_an_array_that_changes_under_its_identity_is_written(directory: Path) ->
         assert arrays["state/w"].tobytes() == expected.tobytes()
 
 
-@pytest.mark.parametrize("keep", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_any_number_of_kept_steps_is_enough(directory: Path, keep: int) -> None:
-    states = [still_state(x=step) for step in range(8)]
-    save_all(directory, states, preservation_policy=policies.LatestN(keep))
-    assert_holds(directory, 8, states[7])
-
-
 def test_a_frozen_parameter_is_written_by_the_first_two_saves_only(directory: Path) -> None:
     state = run(directory, range(1, 5), **ALL)
     assert files(directory, 3) & files(directory, 1)
@@ -176,18 +161,6 @@ def assert_goes_on(directory: Path, first: int, last: int) -> None:
     for step in range(first, last + 1):
         assert not files(directory, step) & files(directory, step - 1)
         assert bool(files(directory, step) & files(directory, step - 2)) == (step > first), step
-
-
-def test_functional_state_is_taken_over_after_a_restart(directory: Path) -> None:
-    states = [still_state(x=step) for step in range(8)]
-    save_all(directory, states[:5], **ALL)
-    with TorchaxCheckpointer(directory, options=REUSE, **ALL) as ckpt:
-        assert ckpt.attach() == 5
-        assert_trees_identical(ckpt.load(5, abstract(states[4])), states[4])
-        for step in (6, 7, 8):
-            ckpt.save(step, state=states[step - 1], force=True)
-    assert_goes_on(directory, 6, 8)
-    assert_holds(directory, 8, states[7])
 
 
 def test_a_run_that_went_back_shares_nothing_with_the_step_before(directory: Path) -> None:
@@ -290,23 +263,6 @@ def test_a_damaged_index_costs_one_save(directory: Path) -> None:
     assert_resumes(directory, 6, training_state(model))
 
 
-def test_a_database_that_is_deleted_between_saves_is_written_again(
-    directory: Path, caplog: Any
-) -> None:
-    model = tuned()
-    with TorchaxCheckpointer(directory, options=REUSE, **ALL) as ckpt:
-        ckpt.attach(model)
-        train(ckpt, model, range(1, 5))
-        ckpt.wait_until_finished()
-        shutil.rmtree(directory / "3" / "state" / databases(directory, 3)[0])
-        with caplog.at_level(logging.WARNING, "torchax_ckpt"):
-            train(ckpt, model, range(5, 8))
-            ckpt.wait_until_finished()
-    assert caplog.text.count("is gone: the unchanged arrays are written again") == 1
-    assert files(directory, 7) & files(directory, 5)
-    assert_resumes(directory, 7, training_state(model))
-
-
 def test_where_links_are_refused_files_are_copied(
     directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
@@ -352,22 +308,6 @@ def test_the_newest_verified_step_shares_nothing_with_the_newest_one(directory: 
             assert ckpt.all_steps() == [6, step]
             assert not files(directory, step) & files(directory, 6)
     assert_holds(directory, 10, state)
-
-
-def test_a_step_kept_long_ago_shares_nothing_with_the_newest_one(directory: Path) -> None:
-    """It is not among those that a run reads when it starts."""
-    state = still_state(x=0)
-    rules = [policies.LatestN(1), policies.CustomSteps([5])]
-    for first in (1, 2):
-        run = directory / str(first)
-        save_all(run, (10 - first) * [state], start=first, **ALL)
-        keep = policies.AnyPreservationPolicy(rules)
-        with TorchaxCheckpointer(run, options=REUSE, preservation_policy=keep) as ckpt:
-            for step in (10, 11):
-                ckpt.save(step, state=state, force=True)
-                ckpt.wait_until_finished()
-                assert ckpt.all_steps() == [5, step]
-                assert not files(run, step) & files(run, 5)
 
 
 @pytest.mark.parametrize(

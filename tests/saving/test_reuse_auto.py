@@ -11,10 +11,9 @@ import torch
 from support.compare import entries
 from support.linked import databases, files
 from support.models import Tuned
-from support.still import ALL, REUSE, save_all, still_state
+from support.still import ALL, save_all, still_state
 
 from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
-from torchax_ckpt.processes.coordination import Processes
 
 HALF = 1024  # outputs of a model half of whose bytes are frozen
 
@@ -112,44 +111,3 @@ def test_the_first_linked_save_says_how_to_copy_a_run(
     (said,) = (text for text in caplog.messages if "cp -r" in text)
     assert said.startswith(f"step 3 of {directory} has ")
     assert "cp -a, rsync -H and torchax-ckpt copy keep the links" in said
-
-
-@pytest.fixture
-def exchanges(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The values that processes gather and share, in order."""
-    found: list[str] = []
-    for name in ("gather", "first"):
-        method = getattr(Processes, name)
-
-        def counted(self: Any, *args: Any, _name: str = name, _method: Any = method) -> Any:
-            found.append(_name)
-            return _method(self, *args)
-
-        monkeypatch.setattr(Processes, name, counted)
-    return found
-
-
-def test_only_saves_that_could_take_something_over_exchange_more(
-    directory: Path, exchanges: list[str]
-) -> None:
-    def of_saves(name: str, options: CheckpointOptions, model: Tuned) -> list[list[str]]:
-        found = []
-        with TorchaxCheckpointer(directory.with_name(name), options=options, **ALL) as ckpt:
-            ckpt.attach(model)
-            for step in range(1, 5):
-                exchanges.clear()
-                with torch.no_grad():
-                    model.head.weight.add_(step)
-                    model.base.weight.add_(0 if not model.base.weight.requires_grad else step)
-                ckpt.save(step, force=True)
-                ckpt.wait_until_finished()
-                found.append([*exchanges])
-        return found
-
-    trained = Tuned().to("jax").requires_grad_(True)
-    plain = of_saves("off", CheckpointOptions(reuse=False), trained)
-    assert of_saves("auto", CheckpointOptions(), trained) == plain
-    assert of_saves("on", REUSE, trained) == plain
-    linked = of_saves("linked", CheckpointOptions(), Tuned().to("jax"))
-    assert linked[:2] == plain[:2]
-    assert [len(more) - len(less) for more, less in zip(linked, plain, strict=True)] == [0, 0, 2, 2]

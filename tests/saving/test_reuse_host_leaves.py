@@ -20,7 +20,6 @@ from support.training import P, fsdp_mesh
 
 from torchax_ckpt import (
     CheckpointOptions,
-    LocalTier,
     TorchaxCheckpointer,
     policies,
     torchax_backend,
@@ -74,22 +73,6 @@ def files_by_database(directory: Path, step: int) -> list[set[int]]:
     """The files in each database of unchanged arrays of a step, as ``files`` gives them."""
     folders = (directory / str(step) / "state" / name for name in databases(directory, step))
     return [{path.stat().st_ino for path in folder.rglob("d/*")} for folder in folders]
-
-
-def recorded(directory: Path, step: int) -> dict[str, str]:
-    """The kind of each array of a step, as Orbax records it."""
-    metadata = json.loads((directory / str(step) / "state" / "_METADATA").read_text())
-    found = metadata["tree_metadata"].items()
-    return {name: entry["value_metadata"]["value_type"] for name, entry in found}
-
-
-def test_orbax_records_a_host_leaf_that_is_taken_over_as_any(tmp_path: Path) -> None:
-    for name in ("with", "without"):
-        options = CheckpointOptions(reuse=name == "with")
-        save_all(tmp_path / name, host_state(), range(1, 6), options=options)
-    found = recorded(tmp_path / "with", 5)
-    assert found == recorded(tmp_path / "without", 5)
-    assert found["('state', 'table')"] == "np.ndarray"
 
 
 @pytest.mark.parametrize("mode", ["copy", "reference"])
@@ -187,46 +170,6 @@ def test_leaves_move_between_host_and_devices(directory: Path) -> None:
     for step, state in ((7, both), (12, both), (13, device), (18, device)):
         assert_holds(directory, step, state | {"x": np.full(3, step, np.float32)})
     assert files(directory, 18) & files(directory, 16)
-
-
-def test_one_copy_kept_aside_and_one_kept_step(directory: Path) -> None:
-    state = host_state()
-    latest = {"preservation_policy": policies.LatestN(1)}
-    save_all(directory, state, range(1, 7), **latest)
-    kept = {p.stat().st_ino for p in (directory / "unchanged").rglob("d/*")}
-    assert kept
-    assert not kept & files(directory, 6)
-    resumed(directory, state, 6, range(7, 9), **latest)
-    assert_holds(directory, 8, state)
-
-
-@pytest.mark.parametrize("settings", [{"compression": "blosc-zstd"}, {"max_host_bytes": 1 << 18}])
-def test_host_leaves_go_with_other_options(settings: Any, directory: Path) -> None:
-    state = host_state()
-    options = CheckpointOptions(reuse=True, **settings)
-    save_all(directory, state, range(1, 7), options=options)
-    assert files(directory, 6) & files(directory, 4)
-    assert_holds(directory, 6, state)
-
-
-def test_a_local_tier_takes_host_leaves_over_from_its_own_steps(
-    directory: Path, tmp_path: Path
-) -> None:
-    ramdisk, state = tmp_path / "ramdisk", host_state()
-    every = policies.FixedIntervalPolicy(1)
-    local = LocalTier(ramdisk, save_decision_policy=every, keep=8)
-    with TorchaxCheckpointer(
-        directory, save_decision_policy=every, local=local, options=REUSE, **ALL
-    ) as ckpt:
-        ckpt.attach()
-        for step in range(1, 8):
-            ckpt.save(step, state=state)
-            ckpt.wait_until_finished()
-    for place in (directory, ramdisk):
-        assert files(place, 7) & files(place, 5)
-        assert not files(place, 7) & files(place, 6)
-        assert_holds(place, 7, state)
-    assert not files(directory, 7) & files(ramdisk, 7)
 
 
 def test_tensors_of_a_module_on_the_cpu_are_taken_over(directory: Path) -> None:

@@ -132,52 +132,6 @@ def test_no_process_answers_for_the_part_of_another(
 
 
 @pytest.mark.slow
-def test_no_tier_of_two_processes_looks_at_arrays_that_are_the_same_objects(
-    directory: Path, tmp_path: Path
-) -> None:
-    """After a restart from local steps, the arrays are compared with each copy once."""
-    settings = {"ramdisks": str(tmp_path / "ramdisks"), "same": True}
-    first = run(directory, 2, 1, 8, **settings)
-    second = run(directory, 2, 9, 13, restored=8, **settings)
-    fetched = [
-        {r["step"]: r["fetched"] for r in (*before, *after) if "step" in r}
-        for before, after in zip(first, second, strict=True)
-    ]
-    for counts in fetched:
-        assert [counts[step] for step in (5, 6, 7, 8, 11, 12, 13)] == 7 * [0], fetched
-        assert all(counts[step] == 10 for step in (1, 2, 3, 4)), fetched
-    for index in range(2):
-        place = tmp_path / "ramdisks" / str(index)
-        for step in (7, 8, 10, 11, 12, 13):
-            assert files(place, step) & files(place, step - 2)
-            assert not files(place, step) & files(place, step - 1)
-    reports = run(directory, 2, 14, 14, restored=13, **settings)
-    assert all(told[0] == {"is_restored": True} for told in reports)
-    shutil.rmtree(tmp_path / "ramdisks")
-    for step in (8, 12, 13):
-        assert_whole(directory, step)
-
-
-@pytest.mark.slow
-def test_two_processes_go_on_after_a_failed_save(
-    by_two: tuple[Path, list[list[Any]]], directory: Path
-) -> None:
-    """The failure of one process while it links; from step 11 on, the base changes too."""
-    copied(by_two[0], directory)
-    reports = run(directory, 2, 7, 12, restored=6, odd=[1, 8], changed=11)
-    assert all(told[0] == {"is_restored": True} for told in reports)
-    for told in reports:
-        assert "No space left on device" in told[2]["failed"]
-        assert told[-1]["steps"] == [1, 2, 3, 4, 5, 6, 7, 9, 10, 11, 12]
-    new = new_bytes(reports[0])
-    assert new[9] > WHOLE, "nothing is taken over from what the failed save tried to take"
-    for step in (7, 9, 10, 11, 12):
-        changed = 11 if step >= 11 else None
-        assert not files(directory, step) & files(directory, step - 1)
-        assert_whole(directory, step, changed)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("index", [0, 1])
 def test_what_a_failed_save_has_sent_is_no_base_of_the_next(index: int, directory: Path) -> None:
     """The base changes in a save that fails on one process once both have written their parts.
@@ -219,20 +173,6 @@ def test_fewer_and_more_processes_go_on(
 
 
 @pytest.mark.slow
-def test_four_processes_go_on_from_two(
-    by_two: tuple[Path, list[list[Any]]], directory: Path
-) -> None:
-    """No process has whole blocks of what two processes wrote, so all is written again, twice."""
-    copied(by_two[0], directory)
-    (reports, *_) = run(directory, 4, 7, 9, restored=6)
-    assert reports[0] == {"is_restored": True}
-    assert new_bytes(reports)[9] < SMALL
-    for step in (7, 8, 9):
-        assert not files(directory, step) & files(directory, step - 1)
-        assert_whole(directory, step)
-
-
-@pytest.mark.slow
 def test_a_process_that_is_killed_between_link_and_commit_harms_no_step(
     by_two: tuple[Path, list[list[Any]]], directory: Path
 ) -> None:
@@ -249,18 +189,6 @@ def test_a_process_that_is_killed_between_link_and_commit_harms_no_step(
         assert_whole(directory, step)
     alone(directory, 8, 9)
     for step in (6, 7, 8, 9):
-        assert_whole(directory, step)
-
-
-@pytest.mark.slow
-def test_what_another_process_wrote_and_lost_is_written_again(directory: Path) -> None:
-    """Only process 0 looks at the files, which are those of both processes."""
-    (reports, _) = run(directory, 2, 1, 8, lost=7)
-    new = new_bytes(reports)
-    assert all(new[step] < SMALL for step in (5, 6, 8))
-    assert new[7] > WHOLE
-    assert reports[-1]["steps"] == [*range(1, 9)]
-    for step in (7, 8):
         assert_whole(directory, step)
 
 

@@ -175,15 +175,3 @@ def test_a_restart_from_a_local_step_knows_what_is_still(directory: Path, ramdis
         assert not files(ramdisk, step) & files(ramdisk, step - 1)
     for step in (11, 17):
         assert_holds(directory, step, layers(step))
-
-
-def test_local_saves_after_a_restart_link_also_before_the_first_durable_save(
-    directory: Path, ramdisk: Path
-) -> None:
-    saved(directory, ramdisk, 10)
-    assert saved(directory, ramdisk, 13, durable=()) == {}
-    for step in (12, 13):
-        assert files(ramdisk, step) & files(ramdisk, step - 2)
-        assert not files(ramdisk, step) & files(ramdisk, step - 1)
-        shutil.copytree(ramdisk / str(step), ramdisk.with_name("copy") / str(step))
-        assert_holds(ramdisk.with_name("copy"), step, layers(step))

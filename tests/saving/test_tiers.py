@@ -140,13 +140,6 @@ def test_a_step_that_both_tiers_want_is_captured_once(
         assert not ckpt.save(2, state=state(2), force=True)
 
 
-def test_what_is_forced_is_durable(directory: Path, ramdisk: Path) -> None:
-    with two_tiers(directory, ramdisk, local=NEVER) as ckpt:
-        save(ckpt, 3)
-        assert (ckpt.all_steps("durable"), ckpt.all_steps("local")) == ([3], [])
-        assert not ckpt.should_save(4)
-
-
 def test_without_a_local_tier_there_is_none(directory: Path) -> None:
     with TorchaxCheckpointer(directory) as ckpt:
         save(ckpt, 1)
@@ -368,19 +361,6 @@ def test_a_durable_step_that_a_local_one_has_abandoned_never_comes_back(
         assert entries(directory) == {"1", "12", "abandoned-3"}
 
 
-def test_saving_without_attach_goes_on_from_what_both_tiers_hold(
-    directory: Path, ramdisk: Path
-) -> None:
-    with two_tiers(directory, ramdisk, durable=(5,)) as ckpt:
-        save_due(ckpt, 5, 6)
-    with two_tiers(directory, ramdisk) as ckpt:
-        save_due(ckpt, 3)  # of another branch than 5 and 6
-        assert ckpt.all_steps() == [3]
-        assert entries(directory) == {"5"}
-        assert entries(ramdisk) == {"3"}
-        np.testing.assert_array_equal(ckpt.load()["w"], state(3)["w"])
-
-
 def test_deleting_a_step_does_not_bring_back_what_the_run_has_abandoned(
     directory: Path, ramdisk: Path
 ) -> None:
@@ -396,36 +376,6 @@ def test_deleting_a_step_does_not_bring_back_what_the_run_has_abandoned(
     with two_tiers(directory, ramdisk) as ckpt:
         assert ckpt.all_steps() == [5, 7]
         assert ckpt.attach(stateful={}) == 7
-
-
-def test_durable_steps_stay_where_they_are_until_something_new_is_durable(
-    directory: Path, ramdisk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whoever has abandoned them may be lost with the host before that."""
-    with two_tiers(directory, ramdisk, durable=(2, 4)) as ckpt:
-        save_due(ckpt, 2, 4)
-    write = array_writer.write_arrays
-
-    def lost(path: Any, *args: Any, **kwargs: Any) -> Any:
-        if str(path).startswith(str(directory)):
-            raise OSError(5, "the host is going")
-        return write(path, *args, **kwargs)
-
-    with two_tiers(directory, ramdisk, durable=(3,)) as ckpt:
-        assert ckpt.attach(stateful={}, resume=False) == 0
-        save_due(ckpt, 1)
-        monkeypatch.setattr(array_writer, "write_arrays", lost)
-        assert ckpt.save(3, state=state(3))
-        with pytest.raises(SaveError, match="the host is going"):
-            ckpt.wait_until_finished()
-        assert ckpt.all_steps() == [1, 3]
-        assert entries(directory) >= {"2", "4"}
-        monkeypatch.undo()
-        shutil.copytree(directory, directory.with_name("left"))
-        save(ckpt, 5)
-        assert {"5", "abandoned-2", "abandoned-4"} <= entries(directory)
-    with two_tiers(directory.with_name("left"), directory.with_name("lost")) as ckpt:
-        assert ckpt.all_steps() == [2, 4]
 
 
 # --- whose ramdisk it is -------------------------------------------------------------------------
@@ -563,21 +513,6 @@ def test_a_directory_may_be_a_link(linked: str, directory: Path, ramdisk: Path) 
             save_due(ckpt, step)
     with two_tiers(*places) as ckpt:
         assert ckpt.all_steps("local") == [1, 2]
-
-
-def test_steps_that_no_local_tier_has_written_are_never_removed(
-    directory: Path, ramdisk: Path
-) -> None:
-    other = directory.with_name("other")
-    with two_tiers(other, ramdisk, durable=ALWAYS) as ckpt:  # so it has a name
-        save_due(ckpt, 1, 2)
-    with two_tiers(directory, other) as ckpt, pytest.raises(DirectoryError) as raised:
-        ckpt.save(7, state=state(7))
-    assert re.search(
-        f"{re.escape(str(other))}: expected .* local tier .* found steps 1, 2", str(raised.value)
-    )
-    with TorchaxCheckpointer(other) as ckpt:
-        assert ckpt.all_steps() == [1, 2]
 
 
 def test_a_local_tier_that_cannot_be_created_is_said_at_the_first_save(

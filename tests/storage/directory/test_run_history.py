@@ -155,36 +155,6 @@ def committed(directory: Path, step: int) -> CommittedStep:
     return CommittedStep(step, epath.Path(directory) / str(step), step)
 
 
-def test_the_step_in_flight_is_seen_until_it_fails_or_is_durable(directory: Path) -> None:
-    history = RunHistory(RunDirectory(directory), SINGLE_PROCESS)
-    seen = lambda: [c.step for c in history.checkpoints()]  # noqa: E731
-    history.begin(3)
-    assert (seen(), history.has(3), history.has(2)) == ([3], True, False)
-    history.end(None)
-    assert (seen(), history.has(3)) == ([], False)
-    for step in (3, 5, 8):
-        history.begin(step)
-        history.end(committed(directory, step))
-    before = history.checkpoints()
-    assert [history.has(step) for step in range(10)] == [s in (3, 5, 8) for s in range(10)]
-    history.begin(9)
-    history.forget([5])
-    assert (seen(), history.has(5), history.has(9)) == ([3, 8, 9], False, True)
-    history.end(committed(directory, 9))
-    assert seen() == [3, 8, 9]
-    assert [c.step for c in before] == [3, 5, 8]  # whoever was told keeps what it was told
-
-
-def test_a_save_below_the_newest_step_abandons_what_is_newer(directory: Path) -> None:
-    history = RunHistory(RunDirectory(directory), SINGLE_PROCESS)
-    for step in (1, 3, 4):
-        history.begin(step)
-        history.end(committed(directory, step))
-    history.begin(2)
-    assert [c.step for c in history.checkpoints()] == [1, 2]
-    assert [s.step for s in history.branches.abandoned] == [3, 4]
-
-
 def test_what_some_host_lacks_is_removed_but_no_summary_says_it_is_abandoned(
     directory: Path,
 ) -> None:

@@ -39,7 +39,7 @@ def tear(directory: Path, kept: int) -> None:
 
 @pytest.mark.parametrize(
     ("tier", "kept"),
-    [("durable", 0), ("durable", -1), ("local", 0), ("local", -1), ("both", 9), ("both", -2)],
+    [("durable", 0), ("local", -1), ("both", 9), ("both", -2)],
 )
 def test_a_torn_name_costs_no_step_and_is_said_once(
     tier: str, kept: int, directory: Path, local: Path

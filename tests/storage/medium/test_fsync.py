@@ -97,23 +97,6 @@ def test_a_step_that_the_medium_does_not_store_is_none(
         assert 3 in ckpt.all_steps()
 
 
-def test_a_folder_that_cannot_be_listed_is_not_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scandir = os.scandir
-
-    def refuse(path: Any) -> Any:
-        if str(path).endswith("inner"):
-            raise OSError(errno.EIO, "Input/output error")
-        return scandir(path)
-
-    (tmp_path / "inner").mkdir()
-    fsync.sync_tree(epath.Path(tmp_path))
-    monkeypatch.setattr(os, "scandir", refuse)
-    with pytest.raises(OSError, match="Input/output error"):
-        fsync.sync_tree(epath.Path(tmp_path))
-
-
 def test_a_file_system_that_syncs_no_folders_is_good_enough(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
