@@ -53,6 +53,13 @@ def values(model: Any) -> dict[str, list[float]]:
     return {n: torchax_backend.buffer(t).tolist() for n, t in model.state_dict().items()}
 
 
+def step_once(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for optimizer in optimizers:
+        optimizer.step()
+
+
 # --- strict ------------------------------------------------------------------------------------
 
 
@@ -70,27 +77,19 @@ def longer() -> nn.Module:
     return nn.Sequential(*mlp(), nn.Linear(4, 4).to("jax"))  # type: ignore[misc]
 
 
-def other_dtype() -> nn.Module:
-    model: Any = mlp()
-    model[0].bias = nn.Parameter(torch.zeros(16, dtype=torch.bfloat16, device="jax"))
-    return model
-
-
 def tied_biases() -> nn.Module:
     model: Any = mlp()
     model[0].again = model[0].bias
     return model
 
 
-@pytest.mark.parametrize("build", [wider_head, shorter, longer, other_dtype, tied_biases])
+@pytest.mark.parametrize("build", [wider_head, shorter, longer, tied_biases])
 def test_a_refused_checkpoint_changes_no_byte_of_anything(
     directory: Path, build: Callable[[], nn.Module]
 ) -> None:
     def attach_all(model: Any) -> tuple[Any, Any, dict[str, Any]]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
+        step_once(model, optimizer)
         return model, optimizer, {"lr_scheduler": lr_scheduler.StepLR(optimizer, 3)}
 
     model, optimizer, more = attach_all(mlp())
@@ -218,18 +217,14 @@ def test_a_restore_without_differences_reports_none(directory: Path) -> None:
         assert ckpt.restore(strict=False) == ckpt.restore() == RestoreReport(3, is_verified=True)
 
 
-@pytest.mark.parametrize("has_stepped", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_parameter_that_does_not_fit_keeps_its_state_and_can_be_trained(
-    directory: Path, has_stepped: bool
-) -> None:
+def test_a_parameter_that_does_not_fit_keeps_its_state(directory: Path) -> None:
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     train_step(model, optimizer, 0)
     save(directory, model, optimizer)
     fresh: Any = wider_head()
     fresh_optimizer = torch.optim.AdamW(fresh.parameters(), lr=0.5)
-    if has_stepped:
-        train_step(fresh, fresh_optimizer, 0)
+    train_step(fresh, fresh_optimizer, 0)
     before = training_state(fresh_optimizer)[0]["moments"][2:]
     report = restore_what_fits(directory, fresh, fresh_optimizer)
     assert report.mismatched == {
@@ -243,14 +238,6 @@ def test_a_parameter_that_does_not_fit_keeps_its_state_and_can_be_trained(
     }
     after = training_state(fresh_optimizer)[0]["moments"]
     assert_trees_identical(after, training_state(optimizer)[0]["moments"][:2] + before)
-    train_step(fresh, fresh_optimizer, 1)
-
-
-def test_no_state_is_reported_where_the_checkpoint_has_none(directory: Path) -> None:
-    model, fresh = mlp(), wider_head()
-    save(directory, model, torch.optim.AdamW(model.parameters()))
-    report = restore_what_fits(directory, fresh, torch.optim.AdamW(fresh.parameters()))
-    assert report.mismatched.keys() == {"model/2.weight", "model/2.bias"}
 
 
 def test_state_of_each_of_several_optimizers_is_reported_under_its_name(directory: Path) -> None:
@@ -259,10 +246,7 @@ def test_state_of_each_of_several_optimizers_is_reported_under_its_name(director
             "body": torch.optim.AdamW(model[0].parameters()),
             "head": torch.optim.SGD(model[2].parameters(), lr=0.1, momentum=0.9),
         }
-        for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        for optimizer in optimizers.values():
-            optimizer.step()
+        step_once(model, *optimizers.values())
         return model, optimizers
 
     save(directory, *build(mlp()))
@@ -336,14 +320,6 @@ def test_an_optimizer_in_the_checkpoint_that_is_not_attached_is_unexpected(direc
     assert all(name.startswith("optimizer") for name in report.unexpected)
     assert report.unexpected
     assert_trees_identical(training_state(fresh), training_state(model))
-
-
-def test_one_of_several_models_may_be_missing(directory: Path) -> None:
-    save(directory, {"a": parameters(w=on_jax(1.0)), "old": parameters(w=on_jax(2.0))})
-    models = {"new": parameters(w=on_jax(7.0)), "a": parameters(w=on_jax(7.0))}
-    report = restore_what_fits(directory, models)
-    assert (report.missing, report.unexpected) == (("model/new",), ("model/old",))
-    assert [values(m) for m in models.values()] == [{"w": [7.0]}, {"w": [1.0]}]
 
 
 @pytest.mark.parametrize("saved_as_dict", [True, False])

@@ -140,13 +140,6 @@ def test_verify_names_all_steps_that_share_a_damaged_file(directory: Path) -> No
     assert marked == [1, 2, 4, 6, 8]
 
 
-def test_verify_with_read_only_names_them_and_changes_nothing(directory: Path) -> None:
-    run("verify", directory, "--all")
-    flip_bit(shared_file(directory, 7), BASE_BYTES // 2)
-    run("verify", directory, 7, "--read-only", code=exit_codes.FOUND)
-    assert all((directory / str(step) / MARK).exists() for step in range(1, 9))
-
-
 def test_damage_in_a_file_of_one_step_concerns_no_other(directory: Path) -> None:
     folder = directory / "7" / "state" / "ocdbt.process_0" / "d"
     path = max(folder.iterdir(), key=lambda p: p.stat().st_size)
