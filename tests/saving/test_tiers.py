@@ -11,6 +11,7 @@ import shutil
 import signal
 import tempfile
 import threading
+import time
 import types
 import warnings
 from collections.abc import Iterator
@@ -37,6 +38,7 @@ from torchax_ckpt.errors import (
     StepNotFoundError,
     TierError,
 )
+from torchax_ckpt.runtime import preemption
 from torchax_ckpt.storage.directory import run_identity
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.writing import array_writer
@@ -312,11 +314,14 @@ def test_a_slow_durable_tier_does_not_hold_up_the_local_one(
         let_go.set()
 
 
-def test_sigterm_saves_to_the_durable_tier(directory: Path, ramdisk: Path) -> None:
-    arguments = "in_loop", str(directory), "tiers", str(ramdisk)
-    result = run_python(PROGRAMS / "sigterm.py", *arguments, devices=1, check=False)
-    assert result.returncode == 128 + signal.SIGTERM, result.stderr
-    assert result.stdout.splitlines()[-1] == "steps 3 [3] [1, 2]"
+def test_a_preemption_saves_to_the_durable_tier(
+    directory: Path, ramdisk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with two_tiers(directory, ramdisk) as ckpt:
+        save_due(ckpt, 1, 2)
+        monkeypatch.setattr(preemption._watch, "noticed_at", time.monotonic())
+        assert ckpt.save(3, state=state(3))
+        assert (ckpt.all_steps("durable"), ckpt.all_steps("local")) == ([3], [1, 2])
 
 
 # --- going back ----------------------------------------------------------------------------------

@@ -37,12 +37,7 @@ def killed_before_the_commit(
 ) -> None:
     """Runs a program that saves, and kills it when a step's arrays are there, but not its commit.
 
-    Args:
-      gcs: the proxy.
-      program: the source; its argument is the run's directory.
-      run: the run's directory.
-      step: the step.
-      folders: from which the program may import.
+    The program may import from ``folders``; its argument is the run's directory.
     """
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(program), run],
