@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import csv
 import dataclasses
 import json
 import logging
@@ -21,7 +20,6 @@ import torch
 import torchax
 import torchmetrics
 from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, TQDMProgressBar
-from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_program import Run, train
 from support import PROGRAMS, forked
@@ -255,41 +253,6 @@ def test_sanity_checks_run_once_and_not_in_a_resumed_run(directory: Path) -> Non
     left = as_left_by_a_kill(directory, 4)
     resumed = train(run, 22, run.checkpoint(left), num_sanity_val_steps=2)
     assert_same_end(resumed, expected)
-
-
-def logged(folder: Path) -> dict[tuple[str, str], list[str]]:
-    """Step and name -> what a CSVLogger has written of it, as text."""
-    found: dict[tuple[str, str], list[str]] = {}
-    with open(folder / "csv" / "metrics.csv", newline="") as file:
-        for row in csv.DictReader(file):
-            for name, value in row.items():
-                if name not in ("step", "epoch") and value:
-                    found.setdefault((row["step"], name), []).append(value)
-    return found
-
-
-@pytest.mark.slow
-def test_a_logger_is_told_the_same_across_a_resume(directory: Path) -> None:
-    run = Run(val_check_interval=3)
-
-    def train_and_log(name: str, seed: int, checkpoint: Any, *blow: Any) -> None:
-        logger = CSVLogger(directory.with_name(name), name="", version="csv")
-        train(run, seed, checkpoint, *blow, logger=logger, log_every_n_steps=1)
-
-    train_and_log("all", 1, run.checkpoint(directory / "uninterrupted"))
-    with pytest.raises(RuntimeError, match="asked for"):
-        train_and_log("first", 1, run.checkpoint(directory / "cut"), "error", "step", 1, 4)
-    train_and_log("second", 9, run.checkpoint(directory / "cut"))
-    expected, first, second = (logged(directory.with_name(n)) for n in ("all", "first", "second"))
-    assert first.keys().isdisjoint(second)  # no step is logged twice
-    told = {**first, **second}
-    names = {name for _, name in expected}
-    assert names == {"loss_step", "loss_epoch", "val_loss"}
-    assert told.keys() == expected.keys()
-    # The mean of the epoch that was cut is that of the batches since.
-    means = {key: value for key, value in expected.items() if key[1] == "loss_epoch"}
-    different = {key for key in expected if told[key] != expected[key]}
-    assert different == {max(means, key=lambda key: int(key[0]))}
 
 
 # --- metrics -----------------------------------------------------------------------------------

@@ -196,31 +196,6 @@ def test_a_rename_stays_within_its_model(directory: Path) -> None:
         warm_start(mlp(), directory, at="model/disc", rename={"0": "gen/0"}, strict=False)
 
 
-def test_one_name_of_a_tied_weight_is_enough(directory: Path) -> None:
-    def build(is_tied: bool, value: float) -> Any:
-        model = nn.Module()
-        model.embed, model.head = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
-        model.to("jax")
-        if is_tied:
-            model.head.weight = model.embed.weight
-        nn.init.constant_(model.embed.weight, value)
-        return model
-
-    tied = build(True, 1.0)
-    save(directory, tied, rng=False)
-    for exclude in ("embed", "head"):
-        fresh = build(False, 7.0)
-        before = bits(getattr(fresh, exclude).weight)
-        with TorchaxCheckpointer(directory) as ckpt:
-            ckpt.attach(fresh, resume=False, rng=False)
-            with pytest.raises(MismatchError, match="embed.weight on its own"):
-                ckpt.restore()
-            ckpt.restore(exclude=exclude)
-        other = "head" if exclude == "embed" else "embed"
-        assert bits(getattr(fresh, other).weight) == bits(tied.embed.weight)
-        assert bits(getattr(fresh, exclude).weight) == before
-
-
 def test_extra_state_goes_with_its_module(directory: Path) -> None:
     def build(extra: str) -> Any:
         model: Any = nn.ModuleDict({"a": WithExtraState(2, 2), "b": WithExtraState(2, 2)})

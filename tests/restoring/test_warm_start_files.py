@@ -21,7 +21,7 @@ from support.compare import assert_trees_identical, bits, training_state
 from support.damage import damage
 from support.models import values
 from support.torch_files import save_dcp
-from support.training import P, before_enabling, fsdp_mesh, fsdp_rule, mlp, save, train_step
+from support.training import P, before_enabling, fsdp_mesh, fsdp_rule, mlp, save
 from torch import nn
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, torchax_backend, warm_start
@@ -185,40 +185,6 @@ def test_a_model_on_the_meta_device_is_filled_on_a_mesh(form: str, origins: Any)
 # --- a run of its own ---------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_the_new_run_begins_at_its_own_first_step(directory: Path, tmp_path: Path) -> None:
-    first = mlp()
-    first_optimizer = torch.optim.AdamW(first.parameters())
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.attach(first, first_optimizer)
-        for step in ckpt.steps(5):
-            train_step(first, first_optimizer, step)
-    before = {p: p.stat().st_mtime_ns for p in directory.rglob("*")}
-
-    def program(total: int) -> tuple[list[int], Any, Any]:
-        model: Any = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).to("jax")
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
-        with TorchaxCheckpointer(tmp_path / "new") as ckpt:
-            if ckpt.latest_step() is None:
-                report = warm_start(model, directory, exclude="2")
-                assert report.step == 5
-                assert not optimizer.state
-                assert bits(model[0].weight) == bits(first[0].weight)  # type: ignore[index]
-            start = ckpt.attach(model, optimizer)
-            steps = []
-            for step in ckpt.steps(total):
-                train_step(model, optimizer, step)
-                steps.append(step)
-        return [start, *steps], model, optimizer
-
-    assert program(2)[0] == [0, 1, 2]
-    again, _, optimizer = program(4)
-    assert again == [2, 3, 4]
-    assert optimizer.param_groups[0]["lr"] == 0.5
-    # Nothing was written to the run it came from, the lease among it.
-    assert {p: p.stat().st_mtime_ns for p in directory.rglob("*")} == before
-
-
 def test_random_state_stays_as_it_is(origins: Any) -> None:
     def state() -> Any:
         key = np.asarray(jax.random.key_data(torchax_backend.prng_key()))
@@ -358,17 +324,6 @@ def test_what_is_no_source_and_no_model_is_named(
 
 
 # --- dtypes --------------------------------------------------------------------------------------
-
-
-def test_every_dtype_arrives_as_it_is(tmp_path: Path) -> None:
-    dtypes = "float32 bfloat16 float16 float8_e4m3fn float8_e5m2 int8 bool".split()  # noqa: SIM905
-    arrays = {f"as_{d}": np.arange(-8, 8).astype(d).reshape(8, 2) for d in dtypes}
-    safetensors.numpy.save_file(arrays, tmp_path / "x.safetensors")
-    model = nn.Module()
-    for name, array in arrays.items():
-        model.register_buffer(name, torchax_backend.wrap(jax.numpy.zeros((8, 2), array.dtype)))
-    warm_start(model, tmp_path / "x.safetensors", shardings=fsdp_rule(fsdp_mesh()))
-    assert values(dict(model.named_buffers())) == values(arrays)
 
 
 @pytest.mark.parametrize("form", ["file", "run", "dcp"])

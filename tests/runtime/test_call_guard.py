@@ -23,6 +23,7 @@ from support.waiting import wait_until
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
 from torchax_ckpt.errors import CallError, SaveTimeoutError
+from torchax_ckpt.runtime import save_in_flight
 from torchax_ckpt.storage.writing import array_writer
 
 STATE = {"w": np.arange(3)}
@@ -205,34 +206,19 @@ def test_a_stuck_save_is_named_by_log_and_by_whoever_waits(
     ckpt.check_for_errors()
 
 
-def test_each_phase_of_a_save_has_a_name(directory: Path, opened: threading.Event) -> None:
-    opened.set()
-    seen = []
+def test_each_stage_of_a_save_has_a_name(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    enter = save_in_flight.SaveInFlight.enter
+
+    def entered(save: save_in_flight.SaveInFlight, phase: str) -> None:
+        seen.append(phase)
+        enter(save, phase)
+        assert re.match(rf"{phase}, for \d+\.\d s", save.where())
+
+    monkeypatch.setattr(save_in_flight.SaveInFlight, "enter", entered)
     with TorchaxCheckpointer(directory) as ckpt:
-        begin = ckpt._saver.begin
-
-        def began(capture: Any) -> None:
-            begin(capture)
-            save = ckpt._saver._in_flight
-            assert save is not None
-            enter = save.enter
-            save.enter = lambda phase: (seen.append(phase), enter(phase))  # type: ignore[assignment, method-assign, func-returns-value]
-
-        fetched = threading.Event()
-        ckpt._saver.begin = began  # type: ignore[method-assign]
-        recover = ckpt._directory.recover
-
-        def held() -> None:
-            assert fetched.wait(60)
-            recover()
-
-        ckpt._directory.recover = held  # type: ignore[method-assign]
         ckpt.save(1, state={"w": jnp.arange(3)}, metrics={"loss": jnp.ones(())})
-        save = ckpt._saver._in_flight
-        assert save is not None
-        wait_until(lambda: re.match(r"cleaning up the directory, for \d+\.\d s", save.where()))
-        fetched.set()
-    phases = [
+    assert seen == [
         "fetching metrics from the devices",
         "stacking the arrays",
         "cleaning up the directory",
@@ -242,9 +228,6 @@ def test_each_phase_of_a_save_has_a_name(directory: Path, opened: threading.Even
         "writing and committing",
         "deleting what no rule keeps",
     ]
-    # Its thread may have begun before it was listened to.
-    assert len(seen) >= 5
-    assert seen == phases[-len(seen) :]
 
 
 @pytest.mark.slow

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from support.processes import Started
 
-from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
 from torchax_ckpt.runtime import host_memory
 
 MACHINE = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -146,72 +141,3 @@ def test_files_that_say_nothing_are_no_limit_and_one_that_changes_is_noticed(
     assert host_memory.available_host_bytes() == 412 * MIB
     group("v2", top / "job", 256)
     assert host_memory.host_memory_bytes() == 256 * MIB
-
-
-# --- a real limit --------------------------------------------------------------------------------
-
-LIMIT = 768 * MIB
-
-
-@contextlib.contextmanager
-def real_group() -> Iterator[Path | None]:
-    """A group below this process's own that limits memory; None where none can be made.
-
-    Of version 2 only a group without processes, or the root, may hand its memory controller down.
-    """
-    made = None
-    for _, folder, interface in host_memory._groups():
-        made_now = folder / f"torchax-ckpt-test-{os.getpid()}"
-        try:
-            made_now.mkdir()
-        except OSError:
-            continue
-        try:
-            (made_now / interface.limit).write_text(str(LIMIT))
-        except OSError:  # without a memory controller
-            made_now.rmdir()
-            continue
-        made = made_now
-        break
-    try:
-        yield made
-    finally:
-        if made is not None:
-            made.rmdir()
-
-
-PROGRAM = """
-import pathlib, sys
-proc, group, directory = sys.argv[1:]
-if group:
-    (pathlib.Path(group) / "cgroup.procs").write_text("0")
-from torchax_ckpt import TorchaxCheckpointer, errors
-from torchax_ckpt.runtime import host_memory
-host_memory._PROC = pathlib.Path(proc)
-try:
-    TorchaxCheckpointer(directory).load(1)
-except errors.OutOfMemoryError as error:
-    print(error)
-"""
-
-
-@pytest.mark.slow
-def test_beyond_the_limit_a_load_is_refused_by_name_and_the_process_lives(tmp_path: Path) -> None:
-    """In a real group where one can be made; else in one that is only written down."""
-    layout = Layout(tmp_path / "layout")
-    layout.own("0::/job\n")
-    group("v2", layout.mounted("v2", "/") / "job", str(LIMIT))
-    # Compresses well, but not to less than any array can be compressed to.
-    table = np.tile(np.random.default_rng(0).random(1 << 14), LIMIT // (120 << 10))
-    assert LIMIT < table.nbytes < 2 * LIMIT
-    directory = tmp_path / "run"
-    options = CheckpointOptions(compression=True)
-    with TorchaxCheckpointer(directory, options=options) as ckpt:
-        ckpt.save(1, state={"table": table}, force=True)
-    with real_group() as real:
-        proc = str(layout.proc) if real is None else "/proc"
-        arguments = (proc, "" if real is None else str(real), str(directory))
-        program = Started("-c", PROGRAM, *arguments, fresh=True, devices=1)
-        result = program.result(120)
-    assert result.returncode == 0, result.stderr
-    assert f"can hold, {LIMIT} bytes, found {table.nbytes} bytes" in result.stdout

@@ -17,7 +17,6 @@ from support import PROGRAMS, ROOT
 from support.processes import Talking, environment
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
-from torchax_ckpt.runtime import preemption
 
 EXAMPLES = ROOT / "examples"
 EXIT_CODE = 143
@@ -196,32 +195,6 @@ def test_under_jax_distributed_all_processes_end_on_the_same_step(
         for program in programs:
             assert program.until("closed") == "True"
             assert program.exit_code() == EXIT_CODE
-
-
-@pytest.mark.parametrize(
-    ("chosen", "first", "asked"), [(1, 0, [0, 1]), (1, 1, [1]), (1, 7, [1]), (9, 7, [1, 7, 8, 9])]
-)
-def test_only_the_first_question_may_ask_jax_about_step_1(
-    chosen: int, first: int, asked: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    questions = []
-
-    def is_chosen(step: int) -> bool:
-        questions.append(step)
-        return step == chosen
-
-    monkeypatch.setattr(preemption.multihost_utils, "reached_preemption_sync_point", is_chosen)
-    monkeypatch.setattr(preemption, "_jax_has_sigterm", lambda: True)
-    monkeypatch.setattr(preemption._watch, "was_early", None)
-    told = preemption.Preemption(30)
-    step = first
-    while not told.reached(step):
-        step += 1
-    assert step == max(first, chosen)
-    assert questions == asked
-    is_early = chosen == 1 and first > 1
-    assert preemption.Preemption(30).reached(3) == is_early, "another checkpointer, or none"
-    assert questions == asked + [3] * (not is_early)
 
 
 @pytest.mark.slow

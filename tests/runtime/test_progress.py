@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import io
-import os
-import pty
 import re
-import select
-import subprocess
 import sys
-import termios
 import threading
 import time
 import types
@@ -18,8 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import PROGRAMS
-from support.processes import environment
 from support.training import mlp
 
 from torchax_ckpt import TorchaxCheckpointer
@@ -132,43 +125,3 @@ def test_restores_verifying_and_waiting_at_the_end_show_a_bar(
         assert "reading step 3" in terminal.getvalue()
         ckpt.verify(3)
         assert re.search(r"\rstep 3: ", terminal.getvalue())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_a_program_that_ends_shows_what_it_waits_for_to_a_person_alone(
-    is_terminal: bool, directory: Path
-) -> None:
-    ours, theirs = pty.openpty() if is_terminal else os.pipe()
-    if is_terminal:
-        termios.tcsetwinsize(ours, (24, 100))
-    arguments = PROGRAMS / "saves.py", "unclosed", directory, "7", "1.5", "end"
-    program = subprocess.Popen(
-        [sys.executable, "-W", "ignore", *arguments],
-        env=environment(1, {}),
-        stdout=subprocess.DEVNULL,
-        stderr=theirs,
-    )
-    os.close(theirs)
-    said = b""
-    try:
-        while True:
-            assert select.select([ours], [], [], 120)[0], said
-            try:
-                more = os.read(ours, 4096)
-            except OSError:  # the terminal's other end is closed
-                break
-            if not more:
-                break
-            said += more
-        assert program.wait(60) == 0, said
-    finally:
-        program.kill()
-        program.wait()
-        os.close(ours)
-    assert b"the program is ending without close()" in said
-    assert (b"\rfinishing the save of step 7: " in said) == is_terminal
-    assert (b"\r\x1b" in said or b"\r " in said) == is_terminal
-    assert b"step 7 is saved" in said
-    with TorchaxCheckpointer(directory) as ckpt:
-        assert ckpt.all_steps() == [7]

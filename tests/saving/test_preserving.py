@@ -17,18 +17,12 @@ BEST = policies.AnyPreservationPolicy([LATEST, policies.BestN(metric="loss")])
     ("policy", "options", "is_warned"),
     [
         (LATEST, {"reuse": True}, True),
-        (
-            policies.AnyPreservationPolicy([policies.AnyPreservationPolicy([LATEST])]),
-            {"reuse": True},
-            True,
-        ),
+        (policies.AnyPreservationPolicy([LATEST]), {"reuse": True}, True),
         (LATEST, {}, False),
         (LATEST, {"reuse": True, "read_back": True}, False),
         (LATEST, {"reuse": True, "read_only": True}, False),
-        (policies.LatestN(), {"reuse": True}, False),
         (policies.LatestN(2), {"reuse": True}, False),
         (BEST, {"reuse": True}, False),
-        (None, {"reuse": True}, False),
     ],
 )
 def test_with_reuse_a_policy_that_keeps_one_step_is_warned_of(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import shutil
 import weakref
 from pathlib import Path
 from typing import Any
@@ -79,22 +78,6 @@ def test_an_equal_array_that_is_another_object_is_compared(
     assert fetched.count((ROWS, 8)) == 2  # both arrays of the database; compared, not written
     assert files(directory, 7) & files(directory, 5)
     assert_holds(directory, 7, state)
-
-
-@pytest.mark.usefixtures("identity_proves")
-def test_a_step_that_is_deleted_before_the_save_costs_no_save(directory: Path) -> None:
-    state = still_state(x=0)
-    with TorchaxCheckpointer(directory, options=REUSE, **ALL) as ckpt:
-        for step in range(1, 7):
-            ckpt.save(step, state=state, force=True)
-        ckpt.wait_until_finished()
-        ckpt.delete(5)
-        shutil.rmtree(directory / "4")
-        ckpt.save(7, state=state, force=True)
-        ckpt.save(8, state=state, force=True)
-        ckpt.wait_until_finished()
-    assert_holds(directory, 7, state)
-    assert_holds(directory, 8, state)
 
 
 @pytest.mark.usefixtures("identity_proves")

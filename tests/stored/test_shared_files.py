@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import subprocess
 import warnings
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -210,17 +208,4 @@ def test_the_copy_of_a_damaged_file_is_linked_by_none(directory: Path, tmp_path:
     target = tmp_path / "copy"
     run("copy", directory, target, code=exit_codes.FOUND)
     assert sorted(path.name for path in steps_in(target)) == ["1", "2", "4", "6", "8"]
-    run("verify", target, "--all")
-
-
-def test_where_links_are_refused_copies_share_nothing(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
-
-    monkeypatch.setattr(os, "link", refuse)
-    target = tmp_path / "copy"
-    run("copy", saved, target)
-    assert groups(target) == {}
     run("verify", target, "--all")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import dataclasses
 import errno
 import fcntl
@@ -379,22 +378,6 @@ def test_it_is_renewed_however_rarely_the_training_saves(
     assert not [t for t in threading.enumerate() if t.name == "lease"]
 
 
-def test_a_holder_that_finds_another_stops_and_leaves_the_lease_alone(
-    tmp_path: Path, clock: Clock, leased: Lease
-) -> None:
-    leased.hold()
-    write(tmp_path, ELSEWHERE)
-    leased.renew()
-    for _ in range(2):
-        with pytest.raises(
-            LeaseError, match=r"has lost its lease: it is held by host tpu-vm-7, pid 4711"
-        ):
-            leased.hold()
-    leased.renew()
-    leased.release()
-    assert written(tmp_path) == ELSEWHERE
-
-
 def test_a_lease_that_was_removed_is_lost_unless_the_directory_went_with_it(
     tmp_path: Path, clock: Clock
 ) -> None:
@@ -411,22 +394,6 @@ def test_a_lease_that_was_removed_is_lost_unless_the_directory_went_with_it(
     with pytest.raises(LeaseError, match="its file was removed or overwritten"):
         lease.hold()
     lease.release()
-
-
-def test_a_lease_that_cannot_be_renewed_for_lack_of_threads_is_not_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def start(*args: Any) -> None:
-        raise RuntimeError("can't start new thread")
-
-    lease = Lease(tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(_thread, "start_new_thread", start)
-        with pytest.raises(RuntimeError):
-            lease.hold()
-    lease.hold()
-    lease.release()
-    assert list(tmp_path.iterdir()) == []
 
 
 # --- what checkpointers do with it ---

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorstore as ts
-from orbax.checkpoint import v1 as ocp
 from support.damage import damage, flip_bit
 from support.training import mlp
 
@@ -265,16 +264,3 @@ def test_only_reading_leaves_no_mark(directory: Path) -> None:
         with pytest.raises(StepNotFoundError):
             ckpt.verify(7)
     assert sorted(directory.rglob("*")) == before
-
-
-def test_orbax_reads_a_marked_step(directory: Path) -> None:
-    fill(directory, 1)
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.verify()
-    abstract = {"state": {"w": np.zeros((64, 64))}}
-    context = ocp.Context()
-    context.pytree.loading.partial_load = True  # beside it there is random state
-    with context:
-        loaded: Any = ocp.load(directory / "1", abstract, checkpointable_name="state")
-    assert loaded["state"]["w"].tobytes() == state(1)["w"].tobytes()
-    assert [m.step for m in ocp.training.Checkpointer(directory).checkpoints] == [1]
