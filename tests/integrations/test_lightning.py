@@ -183,9 +183,7 @@ def test_an_exception_saves_the_last_step_unless_it_is_half_overwritten(
         pytest.param(1, 0, 4, id="across-epochs", marks=pytest.mark.slow),
     ],
 )
-def test_an_exception_amid_accumulation_goes_back_to_the_last_step(
-    epoch: int, batch: int, saved: int, directory: Path
-) -> None:
+def test_accumulation_is_begun_again(epoch: int, batch: int, saved: int, directory: Path) -> None:
     run = Run(accumulate=3)  # in the last batch of an epoch no optimizer steps
     with pytest.raises(RuntimeError, match="asked for"):
         train(run, 1, run.checkpoint(directory), "error", "step", epoch, batch)
@@ -331,9 +329,7 @@ def test_a_metric_is_saved_with_the_step_it_was_measured_at_and_no_other(directo
 
 
 @pytest.mark.parametrize("every", [1, 3])
-def test_a_metric_of_some_batches_is_saved_with_their_steps_alone(
-    every: int, directory: Path
-) -> None:
+def test_a_metric_of_some_batches_is_saved_with_their_steps(every: int, directory: Path) -> None:
     class Sometimes(Losses):
         def training_step(self, batch: Any, batch_idx: int) -> None:
             super().training_step(batch, batch_idx)
@@ -402,7 +398,7 @@ def test_a_metric_that_ranks_no_step_is_warned_of_where_the_program_can_help_it(
     assert not [r for r in caplog.records if "checkpoint" in r.name and "val_loss" in r.message]
 
 
-def test_a_monitored_scalar_on_a_device_is_not_waited_for(
+def test_a_monitored_scalar_is_not_awaited(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In steps, saved or not: a look at it would wait for all that the step computes."""
@@ -469,9 +465,7 @@ def test_state_that_only_lightnings_checkpoints_would_hold_is_refused(directory:
     assert not directory.exists()
 
 
-def test_what_cannot_be_resumed_exactly_is_said(
-    directory: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_inexact_resume_is_said(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
     for loader, is_exact in ((numbers(2, DataLoader), False), (numbers(2), True)):
         caplog.clear()
         trainer_with(TorchaxCheckpoint(directory / str(is_exact))).fit(Losses([1.0]), loader)

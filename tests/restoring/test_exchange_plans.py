@@ -105,7 +105,7 @@ def test_the_next_host_is_asked_if_the_copy_of_one_is_damaged_in_a_state(
     assert restored(monkeypatch, lost, damaged) == [[index] * 4 for index in range(3)]
 
 
-def test_if_no_sound_copy_of_a_state_is_left_the_error_names_its_process(
+def test_without_a_sound_copy_of_a_state_its_process_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for error in restored(monkeypatch, {2}, {0: {2}, 1: {2}}):

@@ -133,9 +133,7 @@ def test_one_process_takes_no_hosts_part_for_the_whole(
 
 
 @pytest.mark.slow
-def test_a_reader_takes_no_hosts_part_for_the_whole(
-    left: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_no_reader_takes_a_hosts_part_for_a_whole(left: tuple[Path, Path], tmp_path: Path) -> None:
     directory, ramdisks = left
     local = ramdisks / "1"
     assert load_torch_state_dict(directory)["0.weight"].shape == (256, 8)

@@ -86,9 +86,7 @@ def test_hosts_whose_clocks_differ_know_their_steps_for_the_same(
 
 
 @pytest.mark.slow
-def test_hosts_come_back_lost_and_at_other_places_than_they_had(
-    tmp_path: Path, four_hosts: list[dict[str, Any]]
-) -> None:
+def test_hosts_come_back_at_other_places(tmp_path: Path, four_hosts: list[dict[str, Any]]) -> None:
     """Two slices of two hosts; the two that are left come up as each other's process."""
     directory, ramdisks = tmp_path / "run", tmp_path / "ramdisks"
     killed(directory, ramdisks, 4, at=6)
@@ -159,9 +157,7 @@ def test_hosts_of_one_slice_that_hold_the_same_are_each_given_it(tmp_path: Path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("way", "count"), [("lost", 4), ("exchanged", 2)])
-def test_a_process_gets_its_own_state_though_a_copy_is_damaged(
-    way: str, count: int, tmp_path: Path
-) -> None:
+def test_a_process_gets_its_state_with_a_damaged_copy(way: str, count: int, tmp_path: Path) -> None:
     last = [count - 2, count - 1]
     harm: Any = [["lose", last, 2], ["damage_state_of_last", 0, 2]]
     if way == "exchanged":

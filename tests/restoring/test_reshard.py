@@ -146,9 +146,7 @@ def test_any_layout_restores_onto_any_other(source: str, target: str, saved: Tra
     train_step(net, optimizer, 3)  # and training goes on there
 
 
-def test_shardings_move_a_live_model_and_what_is_restored_into_it(
-    saved: Trained, tmp_path: Path
-) -> None:
+def test_shardings_move_a_live_model_and_a_restored_one(saved: Trained, tmp_path: Path) -> None:
     rule = fsdp_rule(fsdp_mesh(4))
     for directory, start in ((saved["fsdp8"][0], 2), (tmp_path / "empty", 0)):
         net, optimizer = on_jax()
@@ -168,9 +166,7 @@ def zeros(name: str, abstract: jax.ShapeDtypeStruct) -> Any:
     return np.zeros(abstract.shape, abstract.dtype)
 
 
-def test_a_meta_module_is_filled_sharded_with_ties_and_references_kept(
-    saved: Trained,
-) -> None:
+def test_a_meta_module_is_filled_with_ties_and_references_kept(saved: Trained) -> None:
     directory, expected = saved["fsdp8"]
     net, optimizer = meta_net()
     parameters = dict(net.named_parameters())
@@ -196,9 +192,7 @@ def test_a_meta_module_is_filled_sharded_with_ties_and_references_kept(
         )
 
 
-def test_a_sharded_fill_never_holds_a_full_copy_on_one_device(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_device_holds_a_full_copy(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rule = fsdp_rule(fsdp_mesh(8))
     with before_enabling(), torch.device("meta"):
         net = torch.nn.Linear(64, 64, bias=False)
@@ -287,9 +281,7 @@ def test_a_partition_spec_uses_the_ambient_mesh(directory: Path) -> None:
         ("fsdp", "must return a jax Sharding"),
     ],
 )
-def test_a_sharding_that_does_not_fit_is_refused_by_name(
-    answer: Any, message: str, directory: Path
-) -> None:
+def test_a_sharding_that_misfits_is_named(answer: Any, message: str, directory: Path) -> None:
     net, _ = on_jax()
     before = content(net, torch.optim.SGD(net.parameters()))
     rule = lambda name, abstract: answer if name == "odd.weight" else replicated(name, abstract)  # noqa: E731

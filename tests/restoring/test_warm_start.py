@@ -108,9 +108,7 @@ def test_a_run_goes_on_under_other_names(trained: Any) -> None:
 
 
 @pytest.mark.parametrize("patterns", [{"exclude": "head.weight"}, {"include": ["body", "*.bias"]}])
-def test_state_that_is_left_out_is_reported_under_the_programs_names(
-    trained: Any, patterns: dict[str, Any]
-) -> None:
+def test_what_is_left_out_has_the_programs_names(trained: Any, patterns: dict[str, Any]) -> None:
     directory, _, optimizer = trained
     fresh = Renamed().to("jax")
     fresh_optimizer = adamw(fresh)

@@ -222,9 +222,7 @@ def test_the_directory_of_a_running_training_can_be_read(directory: Path) -> Non
         ckpt.save(2, force=True)
 
 
-def test_a_named_step_of_several_models_and_of_functional_state(
-    directory: Path, tmp_path: Path
-) -> None:
+def test_a_named_step_of_several_models_or_of_functions(directory: Path, tmp_path: Path) -> None:
     models = {"g": mlp(), "d": mlp()}
     save(directory, models)
     params = {n: torchax_backend.buffer(p) for n, p in models["g"].named_parameters()}
@@ -400,9 +398,7 @@ def tied(is_tied: bool = True) -> Any:
 
 
 @pytest.mark.parametrize(("name", "missing"), [("a", "b"), ("b", "a")])
-def test_a_tied_weight_is_found_under_any_of_its_names(
-    name: str, missing: str, tmp_path: Path
-) -> None:
+def test_a_tied_weight_is_found_by_any_name(name: str, missing: str, tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     safetensors.numpy.save_file({f"{name}.weight": np.ones((2, 2), np.float32)}, path)
     model = tied()
@@ -440,9 +436,7 @@ def test_one_value_does_not_go_to_two_weights(directory: Path) -> None:
 # --- memory --------------------------------------------------------------------------------------
 
 
-def test_files_pass_through_the_host_part_by_part(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_pass_the_host_part_by_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arrays = {f"w{i}": np.full((256, 256), i, np.float32) for i in range(8)}
     safetensors.numpy.save_file(arrays, tmp_path / "x.safetensors")
     with before_enabling(), torch.device("meta"):

@@ -128,9 +128,7 @@ def test_the_limits_of_control_groups_count(case: str, layout: Layout) -> None:
         assert host_memory.available_host_bytes() == expected
 
 
-def test_files_that_say_nothing_are_no_limit_and_one_that_changes_is_noticed(
-    layout: Layout,
-) -> None:
+def test_empty_files_are_no_limit_and_a_change_is_noticed(layout: Layout) -> None:
     layout.own("0::/job\n")
     top = layout.mounted("v2", "/")
     group("v2", top, "")

@@ -70,9 +70,7 @@ def running(scenario: str, *args: object) -> Iterator[Program]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("work", "amount"), [("compilation", 250), ("transfer", 4000)])
-def test_sigterm_is_noticed_at_once_whatever_the_main_thread_is_at(
-    work: str, amount: int, directory: Path
-) -> None:
+def test_sigterm_is_noticed_at_once_in_any_work(work: str, amount: int, directory: Path) -> None:
     with running("noticed_in_work", directory, work, amount) as program:
         program.until("working")
         time.sleep(0.8)  # past what is Python in it
@@ -118,9 +116,7 @@ def test_the_end_of_the_grace_time_ends_the_process_at_once(directory: Path) -> 
 
 
 @pytest.mark.parametrize("how", ["handler", pytest.param("twice", marks=pytest.mark.slow)])
-def test_a_handler_that_the_user_sets_later_is_left_in_place_and_two_signals_are_one_notice(
-    how: str, directory: Path
-) -> None:
+def test_a_later_handler_stays_and_two_signals_are_one(how: str, directory: Path) -> None:
     """GNU's timeout sends two in a row."""
     with running("in_loop", directory, how) as program:
         if how == "handler":
@@ -185,9 +181,7 @@ def of_two(stack: contextlib.ExitStack, scenario: str, *args: object) -> list[Pr
     ("first", "secs"),
     [(1, 0), pytest.param(1000, 3, id="before the first step", marks=pytest.mark.slow)],
 )
-def test_under_jax_distributed_all_processes_end_on_the_same_step(
-    first: int, secs: float, directory: Path
-) -> None:
+def test_all_processes_end_on_the_same_step(first: int, secs: float, directory: Path) -> None:
     with contextlib.ExitStack() as stack:
         programs = of_two(stack, "of_two", directory, first, secs)
         steps = {program.until("reached") for program in programs}
@@ -207,9 +201,7 @@ def test_under_jax_distributed_the_policy_of_process_0_is_told(directory: Path) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scenario", ["jax_takes_over", "handler_put_back"])
-def test_a_handler_may_take_sigterm_over_later_and_ours_be_put_back(
-    scenario: str, directory: Path
-) -> None:
+def test_another_may_take_sigterm_over_or_give_it_back(scenario: str, directory: Path) -> None:
     port = [free_port()] if scenario == "jax_takes_over" else []
     with running(scenario, directory, *port) as program:
         if port:
@@ -229,9 +221,7 @@ def test_a_handler_may_take_sigterm_over_later_and_ours_be_put_back(
     [("train_digits", 50), pytest.param("train_gpt", 20, marks=pytest.mark.long)],
 )
 @pytest.mark.slow
-def test_a_preempted_example_asks_to_be_started_again(
-    example: str, first: int, tmp_path: Path
-) -> None:
+def test_a_preempted_example_asks_for_a_restart(example: str, first: int, tmp_path: Path) -> None:
     script = str(EXAMPLES / f"{example}.py")
     arguments = ("--directory", str(tmp_path), "--steps", "1000000")
     with Talking(script, *arguments, env=environment(None, {})) as talking:

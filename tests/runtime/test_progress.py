@@ -105,9 +105,7 @@ def test_copies_and_exports_show_a_bar(directory: Path, monkeypatch: pytest.Monk
         assert re.search(rf"\r{said}", terminal.getvalue()[before:])
 
 
-def test_restores_verifying_and_waiting_at_the_end_show_a_bar(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_takes_time_shows_a_bar(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = watched(monkeypatch)
     write = array_writer.write_arrays
 

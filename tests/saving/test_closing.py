@@ -143,9 +143,7 @@ def test_a_close_that_gave_up_raises_the_failure_when_it_is_tried_again(
     ckpt.close()
 
 
-def test_a_new_checkpointer_waits_for_a_save_that_close_gave_up_on(
-    directory: Path, gate: threading.Event
-) -> None:
+def test_a_new_one_waits_for_a_save_given_up(directory: Path, gate: threading.Event) -> None:
     first = TorchaxCheckpointer(directory, options=LATE)
     first.save(1, state=STATE)
     with pytest.raises(SaveTimeoutError):
@@ -226,9 +224,7 @@ def test_a_hook_is_let_go_of_with_the_closed_checkpointer(directory: Path) -> No
         gc.enable()
 
 
-def test_what_the_replaced_checkpointer_is_saving_is_resumed_from(
-    directory: Path, gate: threading.Event
-) -> None:
+def test_what_a_replaced_one_is_saving_is_resumed(directory: Path, gate: threading.Event) -> None:
     ckpt = TorchaxCheckpointer(directory)
     ckpt.attach()
     ckpt.save(7, state=STATE)
@@ -271,9 +267,7 @@ def test_failures_of_one_that_was_replaced_are_logged(
     assert "Its newest save failed: saving step 1" in told.getMessage()
 
 
-def test_one_that_nobody_replaces_finishes_its_save_and_lets_go_of_the_directory(
-    directory: Path, gate: threading.Event
-) -> None:
+def test_one_that_nobody_replaces_finishes_its_save(directory: Path, gate: threading.Event) -> None:
     TorchaxCheckpointer(directory).save(1, state=STATE)
     gc.collect()
     assert (directory / "lease").exists()

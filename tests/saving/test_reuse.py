@@ -210,9 +210,7 @@ def test_damage_in_a_shared_file_never_reaches_two_neighbours(directory: Path) -
 
 
 @pytest.mark.parametrize("keep", [policies.PreserveAll(), policies.LatestN(1)])
-def test_nothing_is_taken_over_from_a_step_that_turned_out_to_be_damaged(
-    keep: Any, directory: Path
-) -> None:
+def test_nothing_is_taken_over_from_a_step_found_damaged(keep: Any, directory: Path) -> None:
     state = still_state(x=0)
     with TorchaxCheckpointer(directory, options=REUSE, preservation_policy=keep) as ckpt:
         for step in range(1, 10):
@@ -321,9 +319,7 @@ def test_the_newest_verified_step_shares_nothing_with_the_newest_one(directory: 
         pytest.param((policies.LatestN(1), policies.BestN(metric="loss")), marks=pytest.mark.slow),
     ],
 )
-def test_the_newest_step_shares_nothing_with_the_one_below_whatever_is_kept(
-    rules: tuple[Any, ...], directory: Path
-) -> None:
+def test_no_neighbours_share_whatever_is_kept(rules: tuple[Any, ...], directory: Path) -> None:
     """And after the first saves of a program, no save writes the unchanged arrays again."""
     state, events = still_state(x=0), list[Event]()
     for first, last in ((1, 10), (10, 15)):

@@ -16,20 +16,16 @@ from support.compare import assert_trees_identical
 from support.linked import assert_holds, by_orbax, databases, files
 from support.models import Tuned
 from support.own_orbax import abstract
+from support.still import ALL, REUSE, ROWS
 from support.training import P, fsdp_mesh
 
 from torchax_ckpt import (
     CheckpointOptions,
     TorchaxCheckpointer,
-    policies,
     torchax_backend,
 )
 from torchax_ckpt.errors import SaveError
 from torchax_ckpt.storage.medium import links
-
-REUSE = CheckpointOptions(reuse=True)
-ALL = {"preservation_policy": policies.PreserveAll()}
-ROWS = 1 << 15  # a leaf of 1 MiB
 
 
 def table(seed: int = 0) -> np.ndarray:
@@ -152,26 +148,6 @@ def test_host_leaves_are_taken_over_after_a_restart(directory: Path) -> None:
     assert_holds(directory, 9, state)
 
 
-def test_leaves_move_between_host_and_devices(directory: Path) -> None:
-    """A database of arrays of both kinds is written again; one of one kind is taken over."""
-    where = NamedSharding(fsdp_mesh(), P("fsdp"))
-    host = {"a": table(1), "b": table(2), "x": np.zeros(3, np.float32)}
-    both = host | {"b": jax.device_put(host["b"], where)}
-    device = both | {"a": jax.device_put(host["a"], where)}
-    with TorchaxCheckpointer(directory, options=REUSE, **ALL) as ckpt:
-        for step in range(1, 19):
-            state = (host, both, device)[(step - 1) // 6]
-            state["x"] = np.full(3, step, np.float32)
-            ckpt.save(step, state=state, force=True)
-    assert arrays_in(directory, 6) == [{"state/a", "state/b"}]
-    assert not files(directory, 7) & files(directory, 5)
-    assert arrays_in(directory, 12) == [{"state/b"}, {"state/a"}]
-    assert files(directory, 12) & files(directory, 10)
-    for step, state in ((7, both), (12, both), (13, device), (18, device)):
-        assert_holds(directory, step, state | {"x": np.full(3, step, np.float32)})
-    assert files(directory, 18) & files(directory, 16)
-
-
 def test_tensors_of_a_module_on_the_cpu_are_taken_over(directory: Path) -> None:
     model = Tuned(16).to("jax")
     with torchax_backend.native_torch():
@@ -193,9 +169,7 @@ def test_tensors_of_a_module_on_the_cpu_are_taken_over(directory: Path) -> None:
         assert arrays["model/table"].tobytes() == expected.tobytes()
 
 
-def test_a_save_whose_host_leaves_are_not_taken_over_is_not_committed(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_without_its_links_is_none(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = host_state()
     save_all(directory, state, range(1, 6))
     monkeypatch.setattr(links, "take_over", lambda *_: None)

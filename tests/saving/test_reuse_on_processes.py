@@ -116,7 +116,7 @@ def test_two_processes_look_at_no_array_that_is_the_same_object(mode: str, direc
 
 
 @pytest.mark.slow
-def test_no_process_answers_for_the_part_of_another(
+def test_no_process_answers_for_others(
     by_two: tuple[Path, list[list[Any]]], directory: Path
 ) -> None:
     """Blocks of the restored step lie on two processes each, and one of these changes its part."""
@@ -193,7 +193,7 @@ def test_a_process_that_is_killed_between_link_and_commit_harms_no_step(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_damaged", [False, True])
-def test_each_host_takes_over_from_its_own_local_steps(
+def test_each_host_takes_over_local_steps(
     is_damaged: bool, directory: Path, tmp_path: Path
 ) -> None:
     """After a restart, a host takes over only what it has compared in its own copy."""

@@ -83,9 +83,7 @@ def test_save_returns_while_the_step_is_still_being_written(directory: Path, gat
         assert ckpt.should_save(2)
 
 
-def test_a_forced_save_waits_for_the_one_in_flight_and_repeats_none(
-    directory: Path, gate: Gate
-) -> None:
+def test_a_forced_save_waits_for_another_and_repeats_none(directory: Path, gate: Gate) -> None:
     with TorchaxCheckpointer(directory) as ckpt:
         assert ckpt.save(1, state=STATE, force=True)
         threading.Timer(0.3, gate.opened.set).start()
@@ -175,9 +173,7 @@ def test_a_forced_save_tries_again_when_the_one_on_its_way_fails(
     assert ckpt.all_steps() == [1]
 
 
-def test_the_mediums_own_error_is_reported_even_if_buffers_were_donated_meanwhile(
-    directory: Path, gate: Gate
-) -> None:
+def test_the_mediums_error_is_reported_despite_a_donation(directory: Path, gate: Gate) -> None:
     gate._write = Mock(side_effect=OSError(28, "No space left on device"))
     x = jnp.ones(4)
     ckpt = TorchaxCheckpointer(directory, options=CheckpointOptions(snapshot="reference"))
@@ -231,9 +227,7 @@ def test_a_save_at_a_preemption_is_tried_again_and_says_whether_it_is_durable(
     assert ckpt.all_steps() == [1]
 
 
-def test_an_error_in_the_loop_is_not_replaced_by_a_failed_save(
-    directory: Path, failing: Callable[[], None]
-) -> None:
+def test_an_error_in_the_loop_comes_first(directory: Path, failing: Callable[[], None]) -> None:
     with (
         pytest.raises(ZeroDivisionError),
         TorchaxCheckpointer(directory) as ckpt,
@@ -309,9 +303,7 @@ def test_leftovers_of_killed_processes_go_with_the_next_save(directory: Path) ->
     assert entries(directory) == {"1", "notes", "abandoned-3"}
 
 
-def test_what_a_failed_save_is_still_writing_neither_stops_nor_meets_the_next(
-    directory: Path, gate: Gate
-) -> None:
+def test_what_a_failed_save_goes_on_writing_harms_no_other(directory: Path, gate: Gate) -> None:
     """Orbax's writers of the other arrays go on after one of them has failed."""
     write, stop = gate._write, threading.Event()
     gate.opened.set()

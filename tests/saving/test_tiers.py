@@ -61,9 +61,7 @@ def ramdisk() -> Iterator[Path]:
 # --- where steps go, and where they come from ----------------------------------------------------
 
 
-def test_each_tier_has_policies_of_its_own_and_the_newest_step_of_either_wins(
-    directory: Path, ramdisk: Path
-) -> None:
+def test_each_tier_has_policies_and_the_newest_step_wins(directory: Path, ramdisk: Path) -> None:
     model = mlp()
     optimizer = adamw(model)
     held = {}
@@ -147,9 +145,7 @@ def test_without_a_local_tier_there_is_none(directory: Path) -> None:
     assert not (directory / run_identity.NAME).exists()
 
 
-def test_a_step_is_found_verified_and_deleted_in_either_tier(
-    directory: Path, ramdisk: Path
-) -> None:
+def test_a_step_is_found_verified_deleted_in_either_tier(directory: Path, ramdisk: Path) -> None:
     with two_tiers(directory, ramdisk, durable=policies.FixedIntervalPolicy(2)) as ckpt:
         save_due(ckpt, 1, 2, 3)
         assert ckpt.verify() == 3
@@ -223,9 +219,7 @@ def test_settings_that_cannot_be_are_refused(arguments: dict[str, Any], message:
 
 
 @pytest.mark.slow
-def test_after_a_kill_the_newest_local_step_is_resumed_and_without_it_the_durable_one(
-    directory: Path, ramdisk: Path
-) -> None:
+def test_after_a_kill_the_newest_step_is_resumed(directory: Path, ramdisk: Path) -> None:
     def run(at: Path, kill_at: int, *, check: bool = True) -> list[str]:
         arguments = "killed_with_two_tiers", str(at), str(ramdisk), "9", str(kill_at)
         result = run_python(PROGRAMS / "saves.py", *arguments, devices=8, check=check)
@@ -240,9 +234,7 @@ def test_after_a_kill_the_newest_local_step_is_resumed_and_without_it_the_durabl
     assert run(directory, 0) == ["start 4 durable", never_killed]
 
 
-def test_a_damaged_local_step_falls_back_to_the_durable_one_of_the_same_number(
-    directory: Path, ramdisk: Path
-) -> None:
+def test_a_damaged_local_step_falls_back_to_a_durable_one(directory: Path, ramdisk: Path) -> None:
     with two_tiers(directory, ramdisk, durable=policies.FixedIntervalPolicy(3)) as ckpt:
         save_due(ckpt, 1, 2, 3)
     flip_arrays(ramdisk / "3")
@@ -337,9 +329,7 @@ def test_going_back_abandons_what_is_newer_in_both_tiers(directory: Path, ramdis
         assert folders(ramdisk) == {"1", "2", "3", "4"}  # whose room is needed
 
 
-def test_a_durable_step_that_a_local_one_has_abandoned_never_comes_back(
-    directory: Path, ramdisk: Path
-) -> None:
+def test_a_durable_step_abandoned_locally_never_comes_back(directory: Path, ramdisk: Path) -> None:
     """Though it is in place until something new is durable, and its number is below the newest."""
     rare = types.SimpleNamespace(steps=(1, 3))
     rare.should_save = lambda step, previous_steps, context: step.step in rare.steps
@@ -361,9 +351,7 @@ def test_a_durable_step_that_a_local_one_has_abandoned_never_comes_back(
         assert folders(directory) == {"1", "12", "abandoned-3"}
 
 
-def test_deleting_a_step_does_not_bring_back_what_the_run_has_abandoned(
-    directory: Path, ramdisk: Path
-) -> None:
+def test_deleting_a_step_brings_nothing_abandoned_back(directory: Path, ramdisk: Path) -> None:
     rare = 3, 5, 10
     only = policies.SpecificStepsPolicy((6, 7))
     with two_tiers(directory, ramdisk, durable=rare, local=only, keep=1) as ckpt:
@@ -381,9 +369,7 @@ def test_deleting_a_step_does_not_bring_back_what_the_run_has_abandoned(
 # --- whose ramdisk it is -------------------------------------------------------------------------
 
 
-def test_a_run_that_was_removed_is_not_resumed_from_its_ramdisk(
-    directory: Path, ramdisk: Path
-) -> None:
+def test_a_removed_run_is_not_resumed_from_its_ramdisk(directory: Path, ramdisk: Path) -> None:
     with two_tiers(directory, ramdisk) as ckpt:
         save_due(ckpt, 1, 2)
     shutil.rmtree(directory)
@@ -396,9 +382,7 @@ def test_a_run_that_was_removed_is_not_resumed_from_its_ramdisk(
         assert ckpt.all_steps() == [1]
 
 
-def test_the_ramdisk_of_another_run_is_not_taken_from_under_it(
-    directory: Path, ramdisk: Path
-) -> None:
+def test_the_ramdisk_of_another_run_is_not_taken_over(directory: Path, ramdisk: Path) -> None:
     with two_tiers(directory, ramdisk) as ckpt:
         save_due(ckpt, 1, 2)
         with two_tiers(directory.with_name("other"), ramdisk) as other:
@@ -484,9 +468,7 @@ def test_killed_while_the_run_is_named_anew_no_local_step_is_lost(
         assert ckpt.latest_step() == 3
 
 
-def test_a_local_tier_that_cannot_be_created_is_said_at_the_first_save(
-    directory: Path, ramdisk: Path
-) -> None:
+def test_the_first_save_says_that_a_tier_cannot_be_created(directory: Path, ramdisk: Path) -> None:
     ramdisk.parent.mkdir(exist_ok=True)
     ramdisk.write_text("in the way")
     with pytest.raises(DirectoryError, match="expected a directory, found a file"):

@@ -12,8 +12,6 @@ import pytest
 from support import TESTS
 from support.commands import run, run_json
 from support.damage import damage
-from support.training import mlp, train_step
-from torch.optim import SGD
 from typer.testing import CliRunner
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
@@ -147,22 +145,6 @@ def test_every_kind_of_difference_is_listed(tmp_path: Path) -> None:
     assert text.splitlines()[-1] == (
         "2 leaves are identical to the bit; 6 leaves and 4 values differ"
     )
-
-
-def test_two_steps_of_a_training_differ_in_what_was_trained(directory: Path) -> None:
-    model = mlp()
-    optimizer = SGD(model.parameters(), lr=0.1)
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.attach(model, optimizer)
-        for step in (1, 2):
-            train_step(model, optimizer, step)
-            ckpt.save(step, force=True)
-    result = run_json("diff", directory / "1", directory / "2", code=exit_codes.FOUND)
-    assert {d["name"] for d in result["leaves"]} == {
-        f"model/{layer}.{part}" for layer in (0, 2) for part in ("weight", "bias")
-    }
-    assert all(d["what"] == "content" and d["max_abs"] > 0 for d in result["leaves"])
-    assert (result["a"]["step"], result["b"]["step"]) == (1, 2)
 
 
 def test_damage_is_not_taken_for_a_difference(tmp_path: Path) -> None:

@@ -178,9 +178,7 @@ ALONE = """
     "codec",
     ["blosc-lz4", *(pytest.param(c, marks=pytest.mark.slow) for c in ("zstd", "blosc-zstd"))],
 )
-def test_orbax_and_tensorstore_alone_read_every_dtype_that_a_codec_has_written(
-    codec: Codec, directory: Path
-) -> None:
+def test_orbax_and_tensorstore_alone_read_every_dtype(codec: Codec, directory: Path) -> None:
     """In a process that never imports this package, by both APIs of Orbax."""
     state: dict[str, Any] = {}
     for dtype in NUMPY_DTYPES:
@@ -317,9 +315,7 @@ def test_a_step_of_bare_orbax_is_read_as_torch_tensors(directory: Path, write: W
 
 
 @pytest.mark.parametrize("write", [write_v1_checkpointer, write_v0_manager])
-def test_what_a_step_of_bare_orbax_does_not_have_is_a_mismatch(
-    directory: Path, write: Writer
-) -> None:
+def test_what_a_step_of_bare_orbax_lacks_is_a_mismatch(directory: Path, write: Writer) -> None:
     """Bare Orbax would give zeros, another shape, or cast."""
     write(directory, {"w": np.arange(4.0, dtype=np.float32), "z": np.ones(1)})
     for name, length, dtype in (
@@ -337,9 +333,7 @@ def test_what_a_step_of_bare_orbax_does_not_have_is_a_mismatch(
 
 
 @writers
-def test_a_step_of_bare_orbax_is_refused_where_names_cannot_be_matched(
-    directory: Path, write: Writer
-) -> None:
+def test_a_step_of_bare_orbax_is_refused_by_attach(directory: Path, write: Writer) -> None:
     write(directory, foreign_tree())
     model = mlp()
     before = {name: bits(p) for name, p in model.named_parameters()}

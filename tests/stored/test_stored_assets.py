@@ -117,9 +117,7 @@ def test_differences_are_listed(directory: Path, tmp_path: Path) -> None:
     }
 
 
-def test_a_step_whose_assets_do_not_read_back_is_not_kept(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_with_lost_assets_fails(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commit = RunDirectory.commit
 
     def damaging(self: RunDirectory, step: int, path: Any, *args: Any) -> Any:

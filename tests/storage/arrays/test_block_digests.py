@@ -321,7 +321,7 @@ def test_a_large_array_of_prime_length_can_be_read_again(directory: Path) -> Non
     assert_trees_identical(TorchaxCheckpointer(directory).load(1), state)
 
 
-def test_what_no_reader_takes_is_not_committed(
+def test_what_is_unreadable_is_not_committed(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = {"w": np.ones((4, 4)), "x": put(np.ones(64), fsdp_mesh(8, "x"), P("x"))}
@@ -354,9 +354,7 @@ def test_booleans_that_storage_would_not_give_back_are_refused(place: Any, direc
         assert ckpt.load(2)["mask"].tolist() == [False, True, True]
 
 
-def test_what_goes_wrong_while_digesting_fails_the_save_alone(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_digest_fails_the_save(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("no digests today")
 
@@ -390,3 +388,21 @@ def test_what_has_a_digest_leaves_the_devices_once(
     with TorchaxCheckpointer(directory, options=options) as ckpt:
         ckpt.save(1, state={"w": array}, force=True)
     assert sum(part.nbytes for part in fetched.values()) == array.nbytes
+
+
+@pytest.mark.parametrize("dtype", ["bool", "bfloat16", "float8_e5m2", "float32", "complex128"])
+@pytest.mark.parametrize("shape", [(), (0, 3), (7,), (3, 1 << 20), ((16 << 20) + 1,)], ids=str)
+def test_a_cpu_device_takes_it_over(shape: tuple[int, ...], dtype: str) -> None:
+    array = placement.empty(shape, np.dtype(dtype))
+    assert (array.shape, array.dtype.name) == (shape, dtype)
+    array[...] = 1
+    if array.size > 1:
+        with jax.enable_x64(True):
+            moved = jax.device_put(array, jax.devices()[3])
+        assert moved.dtype == array.dtype
+        assert moved.unsafe_buffer_pointer() == array.ctypes.data
+
+
+def test_what_no_memory_can_hold_is_said_as_numpy_says_it() -> None:
+    with pytest.raises(MemoryError, match=r"float64\[17592186044416\]"):
+        placement.empty((1 << 44,), np.dtype("float64"))

@@ -42,11 +42,8 @@ class Run:
     """A run, program after program, and the steps that are to count in each of its tiers.
 
     Arrays are not written. Times of commits come in no order, as those of several hosts may.
-
-    Attributes:
-      counts: the keys that a reader is to find, oldest first, by tier.
-      counts_alone: those in the durable tier if the local one is lost.
-      goes_on: those that the present program is to go on from; None before it has looked.
+    ``counts``: the keys that a reader is to find, by tier; ``counts_alone``: those in the durable
+    tier without the local one; ``goes_on``: what the present program, once it has looked, has.
     """
 
     def __init__(self, place: Path, tiers: Sequence[str]) -> None:
@@ -141,10 +138,8 @@ class Run:
     def save(self, step: int, where: tuple[str, ...], how: str) -> None:
         """Saves to some of the tiers; then all goes well, or the program is stopped at some point.
 
-        Args:
-          step, where: the step, and its tiers.
-          how: "well", "unreadable" (committed, but the save fails), "untidied" (ends before it
-            tidies up), "half" (ends after it set aside one of the steps).
+        "unreadable": committed, but the save fails; "untidied": ends before it tidies up; "half":
+        ends after it set aside one of the steps.
         """
         goes_on = self.goes_on or {tier: list(keys) for tier, keys in self.counts.items()}
         due = [t for t in where if t in self.paths and step not in [n for n, _ in goes_on[t]]]

@@ -28,12 +28,7 @@ def names(directory: Path) -> set[str]:
 
 
 class Disk:
-    """Storage that reports an error once a step has its name.
-
-    Attributes:
-      refuses: whether it also refuses to take the name back.
-      meanwhile: called when it reports the first error.
-    """
+    """Storage that reports an error once a step has its name, and may refuse to take it back."""
 
     def __init__(self, directory: Path, step: int, number: int = errno.EIO) -> None:
         self._name, self._number = directory / str(step), number
@@ -137,9 +132,7 @@ def test_a_step_that_cannot_be_taken_back_is_not_listed_and_goes_before_the_next
     assert names(directory) == {"3", "4"}
 
 
-def test_without_the_lease_nothing_is_taken_back(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_taken_back_unleased(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another program may have resumed from the step by then."""
     disk = Disk(directory, 4)
     disk.meanwhile = lambda: shutil.copy(os.devnull, directory / "lease")

@@ -79,7 +79,7 @@ def test_a_holder_that_died_elsewhere_blocks_until_its_last_sign_of_life_is_60_s
     assert written(tmp_path).since_secs == T0 + waited_secs
 
 
-def test_a_holder_that_lives_elsewhere_is_named_as_soon_as_it_gives_a_sign(
+def test_a_holder_that_lives_elsewhere_is_named(
     tmp_path: Path, clock: Clock, leased: Lease
 ) -> None:
     write(tmp_path, ELSEWHERE)
@@ -277,9 +277,7 @@ def test_an_unknown_kernel_is_not_taken_for_this_one(directory: Path, clock: Clo
     held.release()
 
 
-def test_a_lease_follows_its_directory_under_whatever_name(
-    tmp_path: Path, clock: Clock, leased: Lease
-) -> None:
+def test_a_lease_follows_its_directory(tmp_path: Path, clock: Clock, leased: Lease) -> None:
     run = tmp_path / "run"
     run.mkdir()
     held = Lease(run, clock=clock, sleep=clock.sleep)
@@ -360,12 +358,44 @@ def test_a_record_loses_no_exchange(tmp_path: Path) -> None:
     first.close()
 
 
+@pytest.mark.parametrize("link", ["links", "no-links"])
+def test_a_record_is_synced_before_it_has_its_name(
+    link: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[str, int]] = []
+    fsync, link_file, replace = os.fsync, os.link, os.replace
+
+    def synced(opened: int) -> None:
+        fsync(opened)
+        status = os.fstat(opened)
+        assert status.st_size, "synced before it was written"
+        calls.append(("synced", status.st_ino))
+
+    def linked(draft: Any, path: Any) -> None:
+        if link == "no-links":
+            raise PermissionError
+        calls.append(("named", os.stat(draft).st_ino))
+        link_file(draft, path)
+
+    def replaced(draft: Any, path: Any) -> None:
+        calls.append(("named", os.stat(draft).st_ino))
+        replace(draft, path)
+
+    for name, wrapped in (("fsync", synced), ("link", linked), ("replace", replaced)):
+        monkeypatch.setattr(os, name, wrapped)
+    record = record_at(tmp_path / "record")
+    first = record.swap(None, b"1")
+    record.swap(first, b"2")
+    record.close()
+    assert [what for what, _ in calls] == ["synced", "named"] * 2
+    for synced_call, named in zip(calls[::2], calls[1::2], strict=True):
+        assert synced_call[1] == named[1]
+
+
 # --- keeping it ---
 
 
-def test_it_is_renewed_however_rarely_the_training_saves(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_is_renewed_without_a_save(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "RENEW_SECS", 0.02)
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.save(1, state=STATE)
@@ -378,9 +408,7 @@ def test_it_is_renewed_however_rarely_the_training_saves(
     assert not [t for t in threading.enumerate() if t.name == "lease"]
 
 
-def test_a_lease_that_was_removed_is_lost_unless_the_directory_went_with_it(
-    tmp_path: Path, clock: Clock
-) -> None:
+def test_a_removed_lease_is_lost_unless_the_directory_went(tmp_path: Path, clock: Clock) -> None:
     run = tmp_path / "run"
     run.mkdir()
     lease = Lease(run, clock=clock, sleep=clock.sleep)
@@ -440,9 +468,7 @@ def test_a_copy_of_a_run_is_saved_to_while_the_run_goes_on(directory: Path, tmp_
 
 
 @pytest.mark.parametrize("newer", [False, True])
-def test_a_late_first_save_does_not_mix_with_what_another_program_saved_meanwhile(
-    newer: bool, directory: Path
-) -> None:
+def test_a_late_first_save_does_not_mix_with_others(newer: bool, directory: Path) -> None:
     """Newer steps, or another branch, which the other program has begun."""
     keep = {"preservation_policy": policies.PreserveAll()}
     with TorchaxCheckpointer(directory, **keep) as ckpt:
@@ -550,7 +576,7 @@ def test_nothing_is_committed_moved_or_removed_without_the_lease(
     assert entries(directory) == before
 
 
-def test_the_last_look_is_taken_when_only_the_commit_is_left(
+def test_the_last_look_precedes_the_commit(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[set[str], bool]] = []
@@ -569,9 +595,7 @@ def test_the_last_look_is_taken_when_only_the_commit_is_left(
     assert seen == [(everything, False), (everything, True)]  # Orbax's mark, and our rename
 
 
-def test_a_stalled_writer_that_wakes_up_does_not_write_into_its_successors_step(
-    directory: Path,
-) -> None:
+def test_a_stalled_writer_does_not_write_into_its_successors_step(directory: Path) -> None:
     paths = set()
     for _ in range(2):
         steps = RunDirectory(directory)

@@ -84,9 +84,7 @@ def committed(directory: Path, step: int) -> CommittedStep:
     return CommittedStep(step, epath.Path(directory) / str(step), step)
 
 
-def test_what_some_host_lacks_is_removed_but_no_summary_says_it_is_abandoned(
-    directory: Path,
-) -> None:
+def test_what_some_host_lacks_is_removed_but_not_abandoned(directory: Path) -> None:
     """The hosts together may have all of it, and need it until a new step is on all of them."""
     durable, local = RunDirectory(directory), RunDirectory(directory.with_name("local"))
     of_durable = RunHistory(durable, SINGLE_PROCESS)

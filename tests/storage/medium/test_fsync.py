@@ -77,7 +77,7 @@ def test_tensorstore_syncs_what_it_writes() -> None:
     assert array_writer._context()["file_io_sync"].to_json() is True
 
 
-def test_a_step_that_the_medium_does_not_store_is_none(
+def test_a_step_that_is_not_synced_is_none(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(opened: int) -> None:
@@ -97,9 +97,7 @@ def test_a_step_that_the_medium_does_not_store_is_none(
         assert 3 in ckpt.all_steps()
 
 
-def test_a_file_system_that_syncs_no_folders_is_good_enough(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folders_need_not_be_synced(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def only_files(opened: int) -> None:
         if os.path.isdir(f"/proc/self/fd/{opened}"):
             raise OSError(errno.EINVAL, "Invalid argument")
@@ -110,9 +108,7 @@ def test_a_file_system_that_syncs_no_folders_is_good_enough(
     assert ckpt.all_steps() == [1]
 
 
-def test_a_file_that_cannot_be_synced_is_no_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_is_not_synced_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(opened: int) -> None:
         raise OSError(errno.EINVAL, "Invalid argument")
 
@@ -146,9 +142,7 @@ def test_what_is_exported_is_synced_before_it_has_its_name_and_then_the_name(
     assert out.parent.stat().st_ino in {inode for inode, *_ in syncs.after}
 
 
-def test_the_name_of_a_deleted_step_is_gone_before_its_files_are(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_deleted_name_goes_before_files(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A power cut could otherwise leave the step under its name, without some of its files."""
     done: list[str] = []
     fsync_, rmtree = os.fsync, epath.Path(directory).__class__.rmtree

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -88,18 +89,11 @@ Fail = Callable[["Exception | None"], None]
 def fail(monkeypatch: pytest.MonkeyPatch) -> Fail:
     """Has every write fail with this error, or none."""
     write = array_writer.write_arrays
-    error: Exception | None = None
 
-    def write_or_fail(*args: Any, **kwargs: Any) -> Any:
-        if error is not None:
-            raise error
-        return write(*args, **kwargs)
+    def set_error(error: Exception | None) -> None:
+        how = write if error is None else Mock(side_effect=error)
+        monkeypatch.setattr(array_writer, "write_arrays", how)
 
-    def set_error(new: Exception | None) -> None:
-        nonlocal error
-        error = new
-
-    monkeypatch.setattr(array_writer, "write_arrays", write_or_fail)
     return set_error
 
 

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding
 from support import PROGRAMS
 from support.compare import assert_trees_identical
@@ -68,9 +67,7 @@ def test_a_batch_is_no_larger_than_the_bound_unless_an_array_is(
     assert_trees_identical(TorchaxCheckpointer(directory).load(1, state_of()), state_of())
 
 
-def test_what_was_fetched_is_let_go_before_more_is(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_fetched_is_let_go_first(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[weakref.ref[jax.Array]] = []
     left: list[int] = []
     unshared = fetching.unshared
@@ -104,24 +101,7 @@ def test_a_save_takes_as_much_host_memory_as_it_may(tmp_path: Path) -> None:
     assert peaks[largest] < 2 * largest + (32 << 20)
 
 
-def test_nothing_stays_beside_the_arrays_that_were_saved(directory: Path) -> None:
-    # Lies the other way round in memory, as in memory.py.
-    where = Format(Layout((1, 0)), NamedSharding(fsdp_mesh(), P("fsdp")))
-    array = jax.device_put(np.ones((64, 64), np.float32), where)
-    fetched: list[int] = []
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.save(1, state={"w": array})
-        ckpt.wait_until_finished()
-    for shard in array.addressable_shards:
-        value, did_copy = shard.data._single_device_array_to_np_array_did_copy()
-        fetched.append(did_copy)
-        assert value.all()
-    assert fetched == [True] * len(array.addressable_shards)
-
-
-def test_a_buffer_that_is_donated_between_batches_fails_the_save(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_donating_between_batches_fails(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = state_of()
     begin, num_begun = array_writer._Batch.begin, 0
 
@@ -176,9 +156,7 @@ def test_what_cannot_be_written_fails_the_save_and_nothing_is_written_after(
     assert {path.name for path in directory.iterdir()} == {"2", "events"}
 
 
-def test_a_chunk_that_is_gone_before_the_commit_fails_the_save(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_chunk_fails_the_save(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def empty(state: Any, folders: Any, names: Any) -> None:
         merge(state, (), names)
 
