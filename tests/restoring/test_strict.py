@@ -60,9 +60,6 @@ def step_once(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
         optimizer.step()
 
 
-# --- strict ------------------------------------------------------------------------------------
-
-
 def wider_head() -> nn.Module:
     model: Any = mlp()
     model[2] = nn.Linear(16, 5).to("jax")
@@ -132,9 +129,6 @@ def test_a_buffer_goes_to_where_the_live_one_is(directory: Path, saved_on_cpu: b
     assert bits(fresh.b) == (kind, "float32", (1,), np.float32(5).tobytes())
 
 
-# --- not strict --------------------------------------------------------------------------------
-
-
 def tied(first: float, second: float | None = None) -> nn.Module:
     """Parameters a and b, which are one if only one value is given."""
     model = parameters(other=on_jax(first))
@@ -145,21 +139,21 @@ def tied(first: float, second: float | None = None) -> nn.Module:
 
 
 HALF = torch.float16
+SHAPE_AND_DTYPE = {
+    "model/shape": "expected float32[2], found float32[1]",
+    "model/dtype": "expected float16[1], found float32[1]",
+}
+EACH_ON_ITS_OWN = {
+    f"model/{name}": f"expected {name} on its own, found a tied to b" for name in "ab"
+}
+TIED = "expected a tied to b, found a on its own, b on its own"
 DIFFERENCES: dict[str, tuple[Any, Any, RestoreReport, dict[str, Any]]] = {
     "all kinds": (
         lambda: parameters(same=on_jax(1, 2), shape=on_jax(1), dtype=on_jax(1), old=on_jax(1, 1)),
         lambda: parameters(
             same=on_jax(7, 7), shape=on_jax(7, 7), dtype=on_jax(7, dtype=HALF), new=on_jax(7)
         ),
-        RestoreReport(
-            1,
-            ("model/new",),
-            ("model/old",),
-            {
-                "model/shape": "expected float32[2], found float32[1]",
-                "model/dtype": "expected float16[1], found float32[1]",
-            },
-        ),
+        RestoreReport(1, ("model/new",), ("model/old",), SHAPE_AND_DTYPE),
         {"same": [1, 2], "shape": [7, 7], "dtype": [7], "new": [7]},
     ),
     "would be cast": (
@@ -177,21 +171,13 @@ DIFFERENCES: dict[str, tuple[Any, Any, RestoreReport, dict[str, Any]]] = {
     "a tie that the checkpoint lacks": (
         lambda: tied(1, 2),
         lambda: tied(7),
-        RestoreReport(
-            1, mismatched={"model/a": "expected a tied to b, found a on its own, b on its own"}
-        ),
+        RestoreReport(1, mismatched={"model/a": TIED}),
         {"other": [1], "a": [7], "b": [7]},
     ),
     "a tie that only the checkpoint has": (
         lambda: tied(1),
         lambda: tied(7, 8),
-        RestoreReport(
-            1,
-            mismatched={
-                "model/a": "expected a on its own, found a tied to b",
-                "model/b": "expected b on its own, found a tied to b",
-            },
-        ),
+        RestoreReport(1, mismatched=EACH_ON_ITS_OWN),
         {"other": [1], "a": [7], "b": [8]},
     ),
 }
@@ -291,9 +277,6 @@ def test_a_new_parameter_keeps_its_group_and_has_no_state(directory: Path) -> No
     assert [p in fresh_optimizer.state for p in fresh.parameters()] == [True] * 4 + [False] * 2
 
 
-# --- components --------------------------------------------------------------------------------
-
-
 def test_components_that_only_one_side_has_are_reported(directory: Path) -> None:
     def build() -> tuple[Any, Any, Any]:
         model = mlp()
@@ -345,9 +328,6 @@ def test_extra_state_that_only_one_side_has_is_reported(directory: Path) -> None
     assert report.missing == ("model/1/_extra_state",)
     assert report.unexpected == ("model/0/_extra_state",)
     assert fresh[1].extra == "live"
-
-
-# --- ties --------------------------------------------------------------------------------------
 
 
 def test_a_tie_among_other_names_is_refused(directory: Path) -> None:

@@ -49,9 +49,6 @@ def moments(optimizer: torch.optim.Optimizer) -> list[Any]:
     return training_state(optimizer)[0]["moments"]
 
 
-# --- in the same run ---------------------------------------------------------------------------
-
-
 def test_a_run_goes_on_with_another_head(trained: Any) -> None:
     directory, model, optimizer = trained
     fresh = other_head()

@@ -54,9 +54,6 @@ def training_calls(ckpt: TorchaxCheckpointer) -> dict[str, Callable[[], Any]]:
     }
 
 
-# --- threads -------------------------------------------------------------------------------------
-
-
 def on_a_thread(call: Callable[[], Any], name: str = "other") -> Any:
     """What the call returns, or the error that it raises, on a thread of this name and number."""
     with ThreadPoolExecutor(1, thread_name_prefix=name) as pool:
@@ -88,9 +85,6 @@ def test_a_checkpointer_may_be_made_on_one_thread_and_train_on_another(directory
         ckpt.save(2)
     ckpt.close()
     assert ckpt.all_steps() == [1]
-
-
-# --- calls within calls --------------------------------------------------------------------------
 
 
 def test_a_call_within_a_call_is_refused_and_the_next_one_works(directory: Path) -> None:
@@ -131,9 +125,6 @@ def test_signal_handlers_that_call_in_at_any_moment_never_hang(directory: Path) 
     run_python(*arguments, devices=1, timeout_secs=60)
 
 
-# --- tracing -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("transform", [jax.jit, jax.grad, jax.vmap, jax.checkpoint])
 def test_calls_within_a_traced_function_are_refused(transform: Any, directory: Path) -> None:
     with TorchaxCheckpointer(directory) as ckpt:
@@ -150,9 +141,6 @@ def test_calls_within_a_traced_function_are_refused(transform: Any, directory: P
         assert ckpt.save(2, state=STATE, force=True)  # and outside of it they work
 
 
-# --- forked processes ----------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_forked_processes_neither_write_nor_hang_nor_take_signals(directory: Path) -> None:
     result = run_python(
@@ -166,9 +154,6 @@ def test_forked_processes_neither_write_nor_hang_nor_take_signals(directory: Pat
     )
     assert "done" in result.stdout
     assert result.stderr.count("finishing the save") == 0
-
-
-# --- a save that is stuck ------------------------------------------------------------------------
 
 
 def test_a_stuck_save_is_named_by_log_and_by_whoever_waits(

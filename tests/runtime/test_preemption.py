@@ -65,9 +65,6 @@ def running(scenario: str, *args: object) -> Iterator[Program]:
         yield Program(talking)
 
 
-# --- noticing, saving, ending --------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("work", "amount"), [("compilation", 250), ("transfer", 4000)])
 def test_sigterm_is_noticed_at_once_in_any_work(work: str, amount: int, directory: Path) -> None:
@@ -128,9 +125,6 @@ def test_a_later_handler_stays_and_two_signals_are_one(how: str, directory: Path
     assert "at once" not in program.output
 
 
-# --- coming and going ----------------------------------------------------------------------------
-
-
 def test_sigterm_belongs_to_a_checkpointer_only_while_it_may_write(directory: Path) -> None:
     with running("comes_and_goes", directory) as program:
         program.until("forgotten")
@@ -153,9 +147,6 @@ def test_it_lives_with_an_event_loop_that_has_signal_handlers(directory: Path) -
 def test_seconds_are_positive_numbers(name: str, secs: object) -> None:
     with pytest.raises(ValueError, match=f"{name}: expected None or a positive number of seconds"):
         CheckpointOptions(**{name: secs})  # type: ignore[arg-type]
-
-
-# --- with jax.distributed ------------------------------------------------------------------------
 
 
 def free_port() -> int:
@@ -211,9 +202,6 @@ def test_another_may_take_sigterm_over_or_give_it_back(scenario: str, directory:
         else:
             assert program.until("noticed") == "True"
         assert program.exit_code() == EXIT_CODE
-
-
-# --- the examples --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

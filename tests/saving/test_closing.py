@@ -75,9 +75,6 @@ def local(tmp_path: Path) -> LocalTier:
     return LocalTier(tmp_path / "local", save_decision_policy=ALWAYS)
 
 
-# --- a close that is late ---
-
-
 def test_close_can_be_tried_again_after_a_late_save(
     directory: Path, local: LocalTier, gate: threading.Event
 ) -> None:
@@ -157,9 +154,6 @@ def test_a_new_one_waits_for_a_save_given_up(directory: Path, gate: threading.Ev
     second.close()
     first.close()
     assert entries(directory) == {"1", "2"}
-
-
-# --- a checkpointer that nobody can reach ---
 
 
 class Trainer:
@@ -278,8 +272,6 @@ def test_one_that_nobody_replaces_finishes_its_save(directory: Path, gate: threa
         ckpt.attach()
     assert not names()
 
-
-# --- what is left behind ---
 
 LEFT = """
     import os, signal, sys, threading

@@ -287,6 +287,7 @@ def leaf(raw: Any, name: str) -> Any:
 
 
 WEIGHT = "model/0.weight"
+OUTSIDE = {"../x": {"copy": 0, "xxh3_128": {}}}  # a database
 
 
 def leaf_with(**changes: Any) -> Change:
@@ -325,6 +326,7 @@ def stack_of(raw: Any) -> list[str]:
         (lambda raw: stack_of(raw).clear(), "a stack of leaves"),
         (lambda raw: raw["stacks"].update({WEIGHT: stack_of(raw)}), "a valid stack name"),
         (lambda raw: raw["versions"].update(torch=5), "in another form"),
+        (lambda raw: raw.update(unchanged=OUTSIDE), "'unchanged' to list databases"),
         (lambda raw: raw.update(version=10**30), "expected manifest version"),
         (lambda raw: raw.update(version=0.0), "expected manifest version"),
         (leaf_with(array="../../../../etc/passwd"), "no such array"),

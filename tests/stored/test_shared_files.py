@@ -67,9 +67,6 @@ def shared_file(directory: Path, step: int) -> Path:
     return path
 
 
-# --- bytes ---
-
-
 def test_ls_says_what_of_a_step_is_shared_and_counts_a_byte_once(saved: Path) -> None:
     listed = run_json("ls", saved)
     for entry in listed["steps"]:
@@ -125,9 +122,6 @@ def test_bytes_that_a_file_elsewhere_keeps_are_not_freed(tmp_path: Path) -> None
     assert [usage.freed_bytes(s) for s in ([], steps[:1], steps[1:], steps)] == [0, 0, 1, 6]
 
 
-# --- damage ---
-
-
 def test_verify_names_all_steps_that_share_a_damaged_file(directory: Path) -> None:
     run("verify", directory, "--all")
     flip_bit(shared_file(directory, 7), BASE_BYTES // 2)
@@ -165,9 +159,6 @@ def test_a_restore_that_skips_a_step_names_all_that_share_the_file(directory: Pa
         assert float(ckpt.load()["x"]) == 7
     assert "skipping an unreadable checkpoint: step 8" in str(said[0].message)
     assert "damaged too: 4, 6." in str(said[0].message)
-
-
-# --- copies ---
 
 
 def groups(directory: Path) -> dict[str, tuple[str, ...]]:

@@ -36,6 +36,7 @@ from torchax_ckpt.storage.writing import array_writer
 
 STATE = {"w": np.arange(3)}
 FIELDS = ["token", "host", "pid", "kernel", "started", "since_secs", "renewed_secs"]
+CONNECT = "If both are processes of one run, call jax.distributed.initialize() first in each"
 ELSEWHERE = LeaseHolder("t1", "tpu-vm-7", 4711, "another kernel", 99, T0 - 600, T0 - 10)
 
 
@@ -79,9 +80,12 @@ def test_a_holder_that_died_elsewhere_blocks_until_its_last_sign_of_life_is_60_s
     assert written(tmp_path).since_secs == T0 + waited_secs
 
 
+@pytest.mark.parametrize("is_connected", [False, True])
 def test_a_holder_that_lives_elsewhere_is_named(
-    tmp_path: Path, clock: Clock, leased: Lease
+    is_connected: bool, tmp_path: Path, clock: Clock, leased: Lease, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And how to connect processes that do not know each other."""
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: is_connected)
     write(tmp_path, ELSEWHERE)
     sign = dataclasses.replace(ELSEWHERE, renewed_secs=T0 + 12)
     clock.scheduled.append((12, lambda: write(tmp_path, sign)))
@@ -92,6 +96,7 @@ def test_a_holder_that_lives_elsewhere_is_named(
     ) as caught:
         leased.hold()
     assert clock.waited_secs == 12
+    assert (CONNECT in str(caught.value)) is not is_connected
     assert caught.value.path == str(tmp_path)
     assert written(tmp_path) == sign
 
@@ -173,30 +178,12 @@ def test_a_process_that_runs_on_this_host_refuses_at_once(
     # However old its last sign of life is: it may be stopped, and go on.
     holder = dataclasses.replace(holder_of(process), renewed_secs=T0 - 3600)
     write(tmp_path, holder)
-    with pytest.raises(LeaseError, match=f"host here, pid {process.pid}, since"):
+    with pytest.raises(
+        LeaseError, match=f"host here, pid {process.pid}, since.*call jax.distributed.initialize"
+    ):
         leased.hold()
     assert clock.waited_secs == 0
     assert written(tmp_path) == holder
-
-
-@pytest.mark.parametrize(("is_connected", "is_elsewhere"), [(False, False), (True, True)])
-def test_processes_that_do_not_know_each_other_are_told_how_to_connect(
-    is_connected: bool,
-    is_elsewhere: bool,
-    tmp_path: Path,
-    clock: Clock,
-    leased: Lease,
-    process: subprocess.Popen[Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: is_connected)
-    write(tmp_path, ELSEWHERE if is_elsewhere else holder_of(process))
-    sign = dataclasses.replace(ELSEWHERE, renewed_secs=T0 + 12)
-    clock.scheduled.append((12, lambda: write(tmp_path, sign)))
-    with pytest.raises(LeaseError, match="another program writes") as caught:
-        leased.hold()
-    advice = "If both are processes of one run, call jax.distributed.initialize() first in each"
-    assert (advice in str(caught.value)) is not is_connected
 
 
 @pytest.mark.parametrize("how", ["not reaped", "reaped", "its number is used again"])
@@ -640,6 +627,7 @@ def test_what_a_live_process_is_writing_is_left_alone_and_removed_once_it_is_kil
         process.communicate()
 
 
+@pytest.mark.slow
 def test_a_forked_child_neither_writes_nor_gives_the_lease_away(directory: Path) -> None:
     arguments = PROGRAMS / "interruptions.py", "forked_lease", str(directory)
     assert "all is well" in run_python(*arguments, fresh=True).stdout

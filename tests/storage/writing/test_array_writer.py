@@ -156,36 +156,31 @@ def test_what_cannot_be_written_fails_the_save_and_nothing_is_written_after(
     assert {path.name for path in directory.iterdir()} == {"2", "events"}
 
 
-def test_a_lost_chunk_fails_the_save(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def empty(state: Any, folders: Any, names: Any) -> None:
-        merge(state, (), names)
-
-    merge = array_writer.merge
-    with TorchaxCheckpointer(directory) as ckpt:
-        with monkeypatch.context() as patch:
-            patch.setattr(array_writer, "merge", empty)
-            ckpt.save(1, state={"w": np.arange(3)})
-            with pytest.raises(SaveError, match=r"state/w: expected 1 chunks .* found 0: another"):
-                ckpt.wait_until_finished()
-        ckpt.save(2, state={"w": np.arange(3)}, force=True)
-    assert ckpt.all_steps() == [2]
-
-
-def test_a_step_whose_folder_was_removed_while_it_was_written_is_not_committed(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("lost", "said"),
+    [
+        ("merge", r"state/w: expected 1 chunks .* found 0: another"),
+        ("write_arrays", "folder was removed while the step was written"),
+    ],
+)
+def test_a_step_that_lost_a_chunk_or_its_folder_is_not_committed(
+    lost: str, said: str, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """TensorStore makes the folder anew, without what was written before."""
+    original = getattr(array_writer, lost)
 
-    def removed(state: Any, *args: Any, **settings: Any) -> Any:
-        shutil.rmtree(state.parent)
-        return write(state, *args, **settings)
+    def losing(state: Any, given: Any, *args: Any, **settings: Any) -> Any:
+        if lost == "merge":
+            given = ()
+        else:
+            shutil.rmtree(state.parent)
+        return original(state, given, *args, **settings)
 
-    write = array_writer.write_arrays
     with TorchaxCheckpointer(directory) as ckpt:
         with monkeypatch.context() as patch:
-            patch.setattr(array_writer, "write_arrays", removed)
+            patch.setattr(array_writer, lost, losing)
             ckpt.save(1, state={"w": np.arange(3)})
-            with pytest.raises(SaveError, match="folder was removed while the step was written"):
+            with pytest.raises(SaveError, match=said):
                 ckpt.wait_until_finished()
         ckpt.save(2, state={"w": np.arange(3)}, force=True)
     assert ckpt.all_steps() == [2]

@@ -48,6 +48,7 @@ def test_a_programs_own_orbax_is_not_disturbed(directory: Path, tmp_path: Path) 
         assert all(each.result(60) >= 3 for each in ours)
 
 
+@pytest.mark.slow
 def test_saves_and_restores_need_only_the_policies_of_orbax(directory: Path) -> None:
     told = run_python(
         """
