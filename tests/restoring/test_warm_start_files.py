@@ -143,15 +143,22 @@ def expect_mine(model: nn.Module, expected: dict[str, Any]) -> None:
             assert found[f"layers.{i}.attention.{key}"] == expected[f"h.{i}.attn.{key}"]
 
 
+def random_state() -> list[Any]:
+    numpy_state = np.random.get_state(legacy=False)["state"]
+    with torchax_backend.native_torch():
+        return [bits(torchax_backend.prng_key()), torch.get_rng_state().tolist(), str(numpy_state)]
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_a_model_takes_its_first_weights(form: str, origins: Any) -> None:
     paths, expected = origins
     model = on_jax(Mine())
     objects = list(model.parameters())
-    adapter = bits(model.lora_A.weight)
+    adapter, random = bits(model.lora_A.weight), random_state()
     report = warm_start(model, paths[form], exclude="lora_A", rename=RENAME)
     expect_mine(model, expected)
     assert bits(model.lora_A.weight) == adapter
+    assert random_state() == random
     assert all(a is b for a, b in zip(objects, model.parameters(), strict=True))
     assert model.head.weight is model.embed.weight
     assert report.step == (7 if form == "run" else None)
@@ -183,20 +190,6 @@ def test_a_model_on_the_meta_device_is_filled_on_a_mesh(form: str, origins: Any)
 
 
 # --- a run of its own ---------------------------------------------------------------------------
-
-
-def test_random_state_stays_as_it_is(origins: Any) -> None:
-    def state() -> Any:
-        key = np.asarray(jax.random.key_data(torchax_backend.prng_key()))
-        numpy_state = np.random.get_state(legacy=False)["state"]
-        with torchax_backend.native_torch():
-            return key.tobytes(), torch.get_rng_state().tolist(), str(numpy_state)
-
-    models = [on_jax(Mine()) for _ in FORMS]
-    before = state()
-    for form, model in zip(FORMS, models, strict=True):
-        warm_start(model, origins[0][form], exclude="lora_A", rename=RENAME)
-    assert state() == before
 
 
 def test_the_files_may_be_links_as_in_hugging_faces_cache(origins: Any, tmp_path: Path) -> None:

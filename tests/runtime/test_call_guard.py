@@ -204,6 +204,7 @@ def test_each_stage_of_a_save_has_a_name(directory: Path, monkeypatch: pytest.Mo
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.save(1, state={"w": jnp.arange(3)}, metrics={"loss": jnp.ones(())})
     assert seen == [
+        "starting its thread",
         "fetching metrics from the devices",
         "stacking the arrays",
         "cleaning up the directory",

@@ -47,9 +47,6 @@ from torchax_ckpt.telemetry.events import Event
 KEEP_ALL = policies.PreserveAll()
 
 
-NEVER = policies.SpecificStepsPolicy(())
-
-
 @pytest.fixture
 def ramdisk() -> Iterator[Path]:
     """A directory for the local tier, which does not exist yet."""

@@ -48,7 +48,6 @@ from torchax_ckpt.storage.medium import location, permissions, seals
 from torchax_ckpt.stored.stored_step import StoredStep
 
 DAMAGED = 2
-EVERY_STEP = policies.FixedIntervalPolicy(1)
 Change = Callable[[Any], None]
 
 
