@@ -355,15 +355,24 @@ TWO = """
         assert any(name.startswith("decisions") for name in names())
     assert names() == [], names()
 
-    # Closed while a save is late, and made again by the same cell of a notebook.
-    ckpt = made("again", options=CheckpointOptions(save_timeout_secs=0.5))
+    # Closed while a save is late.
+    ckpt = made("late", options=CheckpointOptions(save_timeout_secs=0.5))
     gate.clear()
-    ckpt.save(1, state=state, force=True)
+    ckpt.save(1, state=state)
     try:
         ckpt.close()
         raise AssertionError
     except SaveTimeoutError:
         pass
+    gate.set()
+    while names():
+        time.sleep(0.05)
+    ckpt.close()
+
+    # Made again by the same cell of a notebook.
+    gate.clear()
+    ckpt = made("again")
+    ckpt.save(1, state=state, force=True)
     threading.Timer(0.5, gate.set).start()
     ckpt = made("again")
     assert ckpt.save(2, state=state, force=True)

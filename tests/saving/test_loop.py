@@ -108,18 +108,6 @@ def test_metrics_of_a_step_that_is_not_saved_are_dropped(directory: Path) -> Non
     assert ckpt.metrics(2) == {"loss": 2.0}
 
 
-def test_a_preemption_ends_the_loop_saved(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with TorchaxCheckpointer(directory, save_decision_policy=NEVER) as ckpt:
-        ckpt.attach(mlp())
-        for step in ckpt.steps(10):
-            if step == 3:
-                monkeypatch.setattr(preemption._watch, "noticed_at", time.monotonic())
-        assert step == 3
-        assert ckpt.all_steps() == [3]
-        assert ckpt.reached_preemption(3)
-    assert ckpt.reached_preemption()
-
-
 def test_steps_needs_attach_and_an_int(directory: Path) -> None:
     ckpt = TorchaxCheckpointer(directory)
     with pytest.raises(AttachError, match="steps was called before attach"):
@@ -179,7 +167,7 @@ def test_the_preemption_policy_saves_at_a_preemption_and_never_otherwise(
     assert recording.told == [(1, False)] * 2 + [(2, False)] * 2 + [(3, True)] * 2
 
 
-def test_a_policy_is_told_of_a_preemption_in_the_loop(
+def test_a_preemption_is_told_saves_and_ends_the_loop(
     directory: Path, end_the_run: Callable[[], None]
 ) -> None:
     recording = Recording(policies.SpecificStepsPolicy(()))
@@ -188,8 +176,11 @@ def test_a_policy_is_told_of_a_preemption_in_the_loop(
         for step in ckpt.steps(10):
             if step == 3:
                 end_the_run()
+        assert step == 3
+        assert ckpt.all_steps() == [3]  # whatever the policy answered
+        assert ckpt.reached_preemption(3)
+    assert ckpt.reached_preemption()
     assert recording.told == [(1, False), (2, False), (3, True)]
-    assert ckpt.all_steps() == [3]  # whatever it answered
 
 
 def test_a_policy_that_fails_at_a_preemption_does_not_keep_the_step_from_being_saved(
