@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import csv
 import dataclasses
 import json
 import logging
@@ -21,9 +20,8 @@ import torch
 import torchax
 import torchmetrics
 from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, TQDMProgressBar
-from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning_program import Run, outcome, train
+from lightning_program import Run, train
 from support import PROGRAMS, forked
 from support.processes import Started, run_python
 from support.training import fsdp_mesh, fsdp_rule
@@ -55,6 +53,7 @@ pytestmark = [
         ".*`_dataset_length`",
     )
 ]
+KEEP_ALL = policies.PreserveAll()
 PROGRAM = PROGRAMS / "lightning_program.py"
 # First: it sets its logging up by what it finds.
 MODULES = ("lightning", "torchdata.stateful_dataloader", *forked.MODULES)
@@ -101,7 +100,10 @@ def assert_same_end(resumed: Any, expected: Any, *, but: str = "nothing") -> Non
 # --- resuming ----------------------------------------------------------------------------------
 
 VARIANTS = {
-    "plain": Run(save_at=(6, 14)),
+    "workers": Run(workers=2, save_at=(6, 14)),
+    "sharded": Run(sharded=True, save_at=(6, 14)),
+}
+LONG_VARIANTS = {
     "validation-within-epochs": Run(val_check_interval=3, save_at=(6, 8)),
     "accumulation": Run(accumulate=2, val_check_interval=0.5, save_at=(4, 6)),
     "steps-and-limits": Run(
@@ -110,29 +112,18 @@ VARIANTS = {
     "validation-across-epochs": Run(
         check_val_every_n_epoch=None, val_check_interval=5, generator=True, save_at=(10, 14)
     ),
-    "steps-and-epochs": Run(max_steps=26, save_at=(14, 16)),
-    "workers": Run(workers=2, save_at=(6, 14)),
     "no-length": Run(loader="stream", save_at=(6, 14, 18)),
     "sampler-without-state": Run(loader="by-epoch", save_at=(14, 18)),
     "torch-loader": Run(loader="torch", save_at=(14,)),
-    "sharded": Run(sharded=True, save_at=(6, 14)),
 }
-
-
-# The others are for test-long: each takes seconds, and these four have what is hardest.
-OF_EVERY_CHANGE = ("workers", "sharded")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "variant",
-    [
-        pytest.param(name, marks=[] if name in OF_EVERY_CHANGE else [pytest.mark.long])
-        for name in VARIANTS
-    ],
+    "variant", [*VARIANTS, *(pytest.param(name, marks=pytest.mark.long) for name in LONG_VARIANTS)]
 )
 def test_a_run_resumed_anywhere_ends_on_the_same_bits(variant: str, directory: Path) -> None:
-    run = VARIANTS[variant]
+    run = {**VARIANTS, **LONG_VARIANTS}[variant]
     uninterrupted = dataclasses.replace(run, save_at=()).checkpoint(directory / "uninterrupted")
     expected = train(run, 1, uninterrupted if run.sharded else None)
     saving = train(run, 1, run.checkpoint(directory))
@@ -160,19 +151,6 @@ def test_so_does_a_run_that_is_killed_and_told_to_end_again_and_again(directory:
         assert steps_of(directory)[-1] == saved
     assert_same_end(train(run, 24, run.checkpoint(directory)), train(run, 1))
     assert steps_of(directory) == [2, 4, 10, 14, 28, 42]
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_so_does_one_sharded_over_four_devices(directory: Path) -> None:
-    run = Run(sharded=True, save_at=(18,))
-    killed = spawn(run, directory, 1, "SIGKILL", "step", 1, 3)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
-    assert steps_of(directory) == [18]
-    expected = train(run, 1, run.checkpoint(directory.with_name("uninterrupted")))
-    resumed = train(run, 22, run.checkpoint(directory))
-    assert_same_end(resumed, expected)
-    assert set(resumed["devices"]) == set(expected["devices"]) == {4}
 
 
 @pytest.mark.slow
@@ -205,9 +183,7 @@ def test_an_exception_saves_the_last_step_unless_it_is_half_overwritten(
         pytest.param(1, 0, 4, id="across-epochs", marks=pytest.mark.slow),
     ],
 )
-def test_an_exception_amid_accumulation_goes_back_to_the_last_step(
-    epoch: int, batch: int, saved: int, directory: Path
-) -> None:
+def test_accumulation_is_begun_again(epoch: int, batch: int, saved: int, directory: Path) -> None:
     run = Run(accumulate=3)  # in the last batch of an epoch no optimizer steps
     with pytest.raises(RuntimeError, match="asked for"):
         train(run, 1, run.checkpoint(directory), "error", "step", epoch, batch)
@@ -253,31 +229,6 @@ def test_a_finished_run_trains_and_saves_nothing(directory: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in directory.rglob("*")} == before
 
 
-@pytest.mark.slow
-def test_one_trainer_fits_several_times(directory: Path) -> None:
-    run = Run(max_epochs=1)
-    module, checkpoint = run.module(1), run.checkpoint(directory)
-    trainer = run.trainer(checkpoint)
-    trainer.fit(module, *run.loaders())
-    assert steps_of(directory)[-1] == 14
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(module, *run.loaders())
-    assert steps_of(directory)[-1] == 28
-    assert trainer.global_step == 28
-    assert_same_end(outcome(trainer, module), train(Run(), 1), but="/logger_step")
-
-
-@pytest.mark.slow
-def test_a_fit_leaves_sigterm_as_it_was_also_one_that_fails(directory: Path) -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    run = Run(max_epochs=1)
-    with pytest.raises(RuntimeError, match="asked for"):
-        train(run, 1, run.checkpoint(directory), "error", "step", 0, 1)
-    assert signal.getsignal(signal.SIGTERM) == before
-    train(run, 1, run.checkpoint(directory))
-    assert signal.getsignal(signal.SIGTERM) == before
-
-
 def test_nothing_is_written_but_by_training(directory: Path) -> None:
     run = Run(max_epochs=1)
     module, checkpoint = run.module(1), run.checkpoint(directory)
@@ -300,41 +251,6 @@ def test_sanity_checks_run_once_and_not_in_a_resumed_run(directory: Path) -> Non
     left = as_left_by_a_kill(directory, 4)
     resumed = train(run, 22, run.checkpoint(left), num_sanity_val_steps=2)
     assert_same_end(resumed, expected)
-
-
-def logged(folder: Path) -> dict[tuple[str, str], list[str]]:
-    """Step and name -> what a CSVLogger has written of it, as text."""
-    found: dict[tuple[str, str], list[str]] = {}
-    with open(folder / "csv" / "metrics.csv", newline="") as file:
-        for row in csv.DictReader(file):
-            for name, value in row.items():
-                if name not in ("step", "epoch") and value:
-                    found.setdefault((row["step"], name), []).append(value)
-    return found
-
-
-@pytest.mark.slow
-def test_a_logger_is_told_the_same_across_a_resume(directory: Path) -> None:
-    run = Run(val_check_interval=3)
-
-    def train_and_log(name: str, seed: int, checkpoint: Any, *blow: Any) -> None:
-        logger = CSVLogger(directory.with_name(name), name="", version="csv")
-        train(run, seed, checkpoint, *blow, logger=logger, log_every_n_steps=1)
-
-    train_and_log("all", 1, run.checkpoint(directory / "uninterrupted"))
-    with pytest.raises(RuntimeError, match="asked for"):
-        train_and_log("first", 1, run.checkpoint(directory / "cut"), "error", "step", 1, 4)
-    train_and_log("second", 9, run.checkpoint(directory / "cut"))
-    expected, first, second = (logged(directory.with_name(n)) for n in ("all", "first", "second"))
-    assert first.keys().isdisjoint(second)  # no step is logged twice
-    told = {**first, **second}
-    names = {name for _, name in expected}
-    assert names == {"loss_step", "loss_epoch", "val_loss"}
-    assert told.keys() == expected.keys()
-    # The mean of the epoch that was cut is that of the batches since.
-    means = {key: value for key, value in expected.items() if key[1] == "loss_epoch"}
-    different = {key for key in expected if told[key] != expected[key]}
-    assert different == {max(means, key=lambda key: int(key[0]))}
 
 
 # --- metrics -----------------------------------------------------------------------------------
@@ -363,76 +279,64 @@ class Losses(lightning.LightningModule):
 
 
 def trainer_with(*callbacks: Any, **options: Any) -> Any:
-    defaults = {"logger": False, "enable_model_summary": False, "enable_progress_bar": False}
-    return lightning.Trainer(
-        **{
-            "strategy": TorchaxStrategy(),
-            "callbacks": list(callbacks),
-            "enable_checkpointing": any(isinstance(c, TorchaxCheckpoint) for c in callbacks),
-            "num_sanity_val_steps": 0,
-            "max_epochs": 1,
-            **defaults,
-            **options,
-        }
+    defaults: dict[str, Any] = dict.fromkeys(
+        ("logger", "enable_model_summary", "enable_progress_bar"), False
     )
+    defaults |= {"strategy": TorchaxStrategy(), "num_sanity_val_steps": 0, "max_epochs": 1}
+    checkpointing = any(isinstance(c, TorchaxCheckpoint) for c in callbacks)
+    defaults |= {"callbacks": list(callbacks), "enable_checkpointing": checkpointing}
+    return lightning.Trainer(**{**defaults, **options})
 
 
 def numbers(count: int, kind: Any = StatefulDataLoader, **options: Any) -> Any:
     return kind(range(count), **options)
 
 
-def fit_losses(checkpoint: TorchaxCheckpoint, losses: list[float]) -> None:
+def monitoring(
+    directory: Path, name: str, policy: Any, keep: Any = KEEP_ALL, **settings: Any
+) -> TorchaxCheckpoint:
+    return TorchaxCheckpoint(
+        directory,
+        monitor=name,
+        save_decision_policy=policy,
+        preservation_policy=keep,
+        **settings,
+    )
+
+
+def fit_losses(checkpoint: TorchaxCheckpoint, losses: list[float]) -> TorchaxCheckpointer:
     trainer = trainer_with(checkpoint, max_epochs=len(losses))
     trainer.fit(Losses(losses), numbers(6, batch_size=2), numbers(2))
+    assert checkpoint.checkpointer is not None
+    return checkpoint.checkpointer
 
 
 def test_the_best_steps_by_a_monitored_metric_are_kept(directory: Path) -> None:
-    checkpoint = TorchaxCheckpoint(
-        directory,
-        monitor="val_loss",
-        num_best=2,
-        save_decision_policy=policies.SpecificStepsPolicy([4]),
-        preservation_policy=policies.LatestN(1),
-    )
-    fit_losses(checkpoint, [3.0, 1.0, 2.0, 5.0, 4.0])
-    ckpt = checkpoint.checkpointer
-    assert ckpt is not None
+    policy, keep = policies.SpecificStepsPolicy([4]), policies.LatestN(1)
+    checkpoint = monitoring(directory, "val_loss", policy, keep, num_best=2)
+    ckpt = fit_losses(checkpoint, [3.0, 1.0, 2.0, 5.0, 4.0])
     assert ckpt.all_steps() == [6, 9, 15]
     assert ckpt.best_step() == 6
     assert {step: ckpt.metrics(step)["val_loss"] for step in (6, 9, 15)} == {6: 1, 9: 2, 15: 4}
 
 
 def test_a_metric_is_saved_with_the_step_it_was_measured_at_and_no_other(directory: Path) -> None:
-    checkpoint = TorchaxCheckpoint(
-        directory,
-        monitor="val_loss",
-        save_decision_policy=policies.FixedIntervalPolicy(1),
-        preservation_policy=policies.PreserveAll(),
-    )
-    fit_losses(checkpoint, [3.0, float("nan")])
-    ckpt = checkpoint.checkpointer
-    assert ckpt is not None
+    checkpoint = monitoring(directory, "val_loss", policies.FixedIntervalPolicy(1))
+    ckpt = fit_losses(checkpoint, [3.0, float("nan")])
     assert ckpt.all_steps() == [1, 2, 3, 4, 5, 6]
     assert [s for s in ckpt.all_steps() if "val_loss" in ckpt.metrics(s)] == [3]
     assert ckpt.metrics(5)["step_loss"] == pytest.approx(-0.1, abs=1e-6)
 
 
 @pytest.mark.parametrize("every", [1, 3])
-def test_a_metric_of_some_batches_is_saved_with_their_steps_alone(
-    every: int, directory: Path
-) -> None:
+def test_a_metric_of_some_batches_is_saved_with_their_steps(every: int, directory: Path) -> None:
     class Sometimes(Losses):
         def training_step(self, batch: Any, batch_idx: int) -> None:
             super().training_step(batch, batch_idx)
             if batch_idx % 4 == 1:
                 self.log("rare", self.weight.sum())
 
-    checkpoint = TorchaxCheckpoint(
-        directory,
-        monitor="rare",
-        save_decision_policy=policies.FixedIntervalPolicy(every),
-        preservation_policy=policies.PreserveAll(),
-    )
+    checkpoint = monitoring(directory, "rare", policies.FixedIntervalPolicy(every))
     trainer_with(checkpoint).fit(Sometimes([1.0]), numbers(11))
     ckpt = checkpoint.checkpointer
     assert ckpt is not None
@@ -485,14 +389,16 @@ def test_a_metric_that_ranks_no_step_is_warned_of_where_the_program_can_help_it(
     assert "val_loss was logged after a batch in which no optimizer stepped" in caplog.text
     caplog.clear()
     run = Run(max_epochs=1, monitor="val_loss")
+    before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(RuntimeError, match="asked for"):
         train(run, 1, run.checkpoint(directory / "b"), "error", "validation", 0, 0)
+    assert signal.getsignal(signal.SIGTERM) == before
     caplog.clear()
     train(run, 1, run.checkpoint(directory / "b"))  # validates the step that was saved without it
     assert not [r for r in caplog.records if "checkpoint" in r.name and "val_loss" in r.message]
 
 
-def test_a_monitored_scalar_on_a_device_is_not_waited_for(
+def test_a_monitored_scalar_is_not_awaited(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In steps, saved or not: a look at it would wait for all that the step computes."""
@@ -513,12 +419,7 @@ def test_a_monitored_scalar_on_a_device_is_not_waited_for(
             return original(tensor)
 
         monkeypatch.setattr(torchax.tensor.Tensor, name, look)
-    checkpoint = TorchaxCheckpoint(
-        directory,
-        monitor="score",
-        save_decision_policy=policies.FixedIntervalPolicy(2),
-        preservation_policy=policies.PreserveAll(),
-    )
+    checkpoint = monitoring(directory, "score", policies.FixedIntervalPolicy(2))
     trainer_with(checkpoint).fit(Scored([1.0, float("nan"), 0.5, 2.0, 1.0, 3.0]), numbers(6))
     assert looked_at == ["__float__"]  # at the end of the epoch, where what it is decides
     assert checkpoint.checkpointer is not None
@@ -564,9 +465,7 @@ def test_state_that_only_lightnings_checkpoints_would_hold_is_refused(directory:
     assert not directory.exists()
 
 
-def test_what_cannot_be_resumed_exactly_is_said(
-    directory: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_inexact_resume_is_said(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
     for loader, is_exact in ((numbers(2, DataLoader), False), (numbers(2), True)):
         caplog.clear()
         trainer_with(TorchaxCheckpoint(directory / str(is_exact))).fit(Losses([1.0]), loader)
@@ -603,12 +502,6 @@ def test_a_module_keeps_its_parameters_ties_and_shardings() -> None:
     assert len(sharding.device_set) == 4
     run.trainer().validate(module, run.loaders()[1], verbose=False)
     assert torchax_backend.buffer(module.net[0].weight).sharding == sharding
-
-
-@pytest.mark.slow
-def test_it_enables_torchax_where_the_program_has_not() -> None:
-    result = run_python(PROGRAMS / "lightning_enables_torchax.py")
-    assert "jax:0 [0.25, 0.25] {'sum': tensor(0.5000)}" in result.stdout
 
 
 # --- installing --------------------------------------------------------------------------------

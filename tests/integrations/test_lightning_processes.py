@@ -11,17 +11,14 @@ from support import PROGRAMS
 from support.processes import Running, run_processes
 from support.waiting import wait_until
 
+PROGRAM = PROGRAMS / "lightning_on_processes.py"
+
 
 @pytest.mark.long
 @pytest.mark.slow
 def test_a_fit_on_two_processes_goes_on_as_if_it_had_not_ended(tmp_path: Path) -> None:
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    ends = [
-        end
-        for (end,) in run_processes(
-            PROGRAMS / "lightning_on_processes.py", 2, str(straight), "0", "8"
-        )
-    ]
+    ends = [end for (end,) in run_processes(PROGRAM, 2, str(straight), "0", "8")]
     # After the fifth step an epoch ends, which gives the monitored loss.
     assert [end["steps"] for end in ends] == [[2, 4, 5, 6, 8]] * 2
     assert ends[0]["whole"] == ends[1]["whole"]
@@ -29,12 +26,7 @@ def test_a_fit_on_two_processes_goes_on_as_if_it_had_not_ended(tmp_path: Path) -
 
     # From within the second epoch, of five batches each, in processes with other random state.
     shutil.copytree(straight / "6", resumed / "6")
-    found = [
-        end
-        for (end,) in run_processes(
-            PROGRAMS / "lightning_on_processes.py", 2, str(resumed), "50", "8"
-        )
-    ]
+    found = [end for (end,) in run_processes(PROGRAM, 2, str(resumed), "50", "8")]
     for there, here in zip(ends, found, strict=True):
         assert here == {**there, "seen": there["seen"][6:], "steps": [6, 8]}
         assert here["ranks"] == [0, 1]  # as Lightning sees it
@@ -49,15 +41,9 @@ def test_a_fit_on_two_processes_goes_on_as_if_it_had_not_ended(tmp_path: Path) -
         pytest.param((0, 1), id="all are told"),
     ],
 )
-def test_at_a_sigterm_all_processes_save_the_same_step_and_end(
-    told: tuple[int, ...], tmp_path: Path
-) -> None:
+def test_at_a_sigterm_all_processes_save_one_step(told: tuple[int, ...], tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with Running(
-        PROGRAMS / "lightning_on_processes.py",
-        *(2, str(run), "0", "1000"),
-        env={"STEP_SECS": "0.1"},
-    ) as running:
+    with Running(PROGRAM, 2, str(run), "0", "1000", env={"STEP_SECS": "0.1"}) as running:
         wait_until(lambda: all(len(running.reports(index)) >= 3 for index in (0, 1)), 120)
         for index in told:
             running.processes[index].send_signal(signal.SIGTERM)

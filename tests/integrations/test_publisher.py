@@ -59,9 +59,7 @@ def test_the_last_step_is_published_when_the_training_ends(tmp_path: Path) -> No
     assert sorted(p.name for p in out.glob("step-*")) == ["step-3", "step-5"]
 
 
-def test_steps_are_published_during_the_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_are_published_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follower, "GRACE_SECS", 0)
     out = tmp_path / "out"
     keep = policies.PreserveAll()
@@ -77,9 +75,7 @@ def test_steps_are_published_during_the_training(
     assert (out / "latest").read_text() == "step-4\n"
 
 
-def test_failures_are_logged_once_and_pass(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_failures_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
     out.mkdir()
     (out / "other").touch()
@@ -109,9 +105,7 @@ def test_a_preempted_program_does_not_stay_to_publish(
         assert (out / "latest").exists() is not is_preempted
 
 
-def test_the_error_of_a_save_is_left_for_the_program(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_error_of_a_save_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
 

@@ -6,17 +6,16 @@ Saves the steps FIRST to LAST, each of which holds ``state(mesh, step)``. SETTIN
 the size of the mesh's second axis (default 2); "keep": how many steps are kept (default all);
 "restored": the step to load and compare first; "kill": the process that kills itself in the last
 save, after it has linked; "odd": the process that fails at the given step, while it links; "late":
-the one that fails at the given step, when it has written; "mode": the snapshot;
-"changed": the step from which on the base has other values; "ramdisks": the folder of local tiers,
-which save each step too; "durable": the steps that are saved durably (default all); "mixed":
-whether a layer of the base changes in each step; "host": whether the state also has leaves on the
-host, of which one, "changing", has other values from the step "changed" on; "stateful": whether
-each process has a state of its own, of 2 MiB that do not change; "lost": the step before which the
-step two before it loses a file that process 1 wrote; "same": the leaves that do not change are the
-same objects in all steps (in a run that goes on, those that ``load`` returned), and identity proves
-their values, as on TPUs; "other": the process that
-gets another object for one of them before the given steps; "differs": the process that before the
-given step changes its shards of one of them, so that the array is another object there alone.
+the one that fails at the given step, when it has written; "mode": the snapshot; "changed": the step
+from which on the base has other values; "ramdisks": the folder of local tiers, which save each step
+too; "durable": the steps that are saved durably (default all); "host": whether the state also has
+leaves on the host, of which one, "changing", has other values from the step "changed" on;
+"stateful": whether each process has a state of its own, of 2 MiB that do not change; "lost": the
+step before which the step two before it loses a file that process 1 wrote; "same": the leaves that
+do not change are the same objects in all steps (in a run that goes on, those that ``load``
+returned), and identity proves their values, as on TPUs; "other": the process that gets another
+object for one of them before the given steps; "differs": the process that before the given step
+changes its shards of one of them, so that the array is another object there alone.
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ def mesh_of(model: int) -> Mesh:
     return Mesh(np.array(jax.devices()).reshape(-1, model), ("data", "model"))
 
 
-def values(step: int, changed: int | None = None, is_mixed: bool = False) -> dict[str, Any]:
-    """The values of all leaves at a step; if mixed, one of the stacked layers changes."""
+def values(step: int, changed: int | None = None) -> dict[str, Any]:
+    """The values of all leaves at a step."""
     base = {
         name: np.random.default_rng(seed).random(SHAPE, np.float32)
         for seed, name in enumerate(SPECS)
@@ -68,15 +67,12 @@ def values(step: int, changed: int | None = None, is_mixed: bool = False) -> dic
         }
         for i in range(3)
     }
-    layers["2"]["w"] += step if is_mixed else 0
     return {"base": base, "layers": layers}
 
 
-def state(
-    mesh: Mesh, step: int, changed: int | None = None, is_mixed: bool = False
-) -> dict[str, Any]:
+def state(mesh: Mesh, step: int, changed: int | None = None) -> dict[str, Any]:
     """The leaves at a step, on all devices."""
-    found = values(step, changed, is_mixed)
+    found = values(step, changed)
     layers = {
         i: {
             "lora": spread(layer["lora"], None, mesh=mesh),
@@ -184,7 +180,7 @@ def main() -> None:
 
     def at(step: int) -> dict[str, Any]:
         base_changed = changed if "host" not in settings else None
-        on_devices = state(mesh, step, base_changed, settings.get("mixed", False))
+        on_devices = state(mesh, step, base_changed)
         if same:
             on_devices = with_same(same, on_devices)
         return with_host(on_devices, step, changed) if "host" in settings else on_devices

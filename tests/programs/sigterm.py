@@ -24,7 +24,7 @@ import torch
 import torchax
 from jax._src import distributed
 
-from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
 from torchax_ckpt.runtime import preemption
 from torchax_ckpt.storage.writing import array_writer
 
@@ -114,11 +114,10 @@ def stuck(directory: str, grace_secs: str) -> None:
     compile_for_long(2500)
 
 
-def in_loop(directory: str, what: str, ramdisk: str = "") -> None:
+def in_loop(directory: str, what: str) -> None:
     """Trains until it is told to end; "handler": sets a handler later; "twice": sends two signals.
 
-    "itself": sends one before the first step; "tiers": before the third, with a local tier, which
-    alone saves before.
+    "itself": sends one before the first step.
     """
 
     def in_first() -> None:
@@ -130,20 +129,12 @@ def in_loop(directory: str, what: str, ramdisk: str = "") -> None:
             time.sleep(0.02)
             terminate()
 
-    local = None
-    if what == "tiers":
-        every = policies.FixedIntervalPolicy(1)
-        local = LocalTier(ramdisk, save_decision_policy=every)
-    ckpt = TorchaxCheckpointer(directory, save_decision_policy=NEVER, options=PATIENT, local=local)
+    ckpt = TorchaxCheckpointer(directory, save_decision_policy=NEVER, options=PATIENT)
     ckpt.attach()
-    if what == "tiers":
-        for step in (1, 2):
-            ckpt.save(step, state=state(step))
-    if what in ("itself", "tiers"):
+    if what == "itself":
         terminate()
-    step = train(ckpt, 3 if what == "tiers" else 1, in_first)
-    say("durable", ckpt.all_steps("durable") == [step])
-    say("steps", step, ckpt.all_steps("durable"), ckpt.all_steps("local") if local else "")
+    step = train(ckpt, 1, in_first)
+    say("durable", ckpt.all_steps() == [step])
     ckpt.close()
     sys.exit(EXIT_CODE)
 

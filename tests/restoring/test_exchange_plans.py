@@ -17,7 +17,6 @@ from torchax_ckpt.layout.names import of_process
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.processes.per_host import PerHostProcesses
 from torchax_ckpt.restoring import local_tier
-from torchax_ckpt.restoring.host_shards import StateSenders
 from torchax_ckpt.snapshot.sharding import Local
 from torchax_ckpt.state import per_process_state
 from torchax_ckpt.state.component import LeafRead
@@ -106,29 +105,10 @@ def test_the_next_host_is_asked_if_the_copy_of_one_is_damaged_in_a_state(
     assert restored(monkeypatch, lost, damaged) == [[index] * 4 for index in range(3)]
 
 
-def test_if_no_sound_copy_of_a_state_is_left_the_error_names_its_process(
+def test_without_a_sound_copy_of_a_state_its_process_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for error in restored(monkeypatch, {2}, {0: {2}, 1: {2}}):
         assert isinstance(error, CorruptCheckpointError)
         assert "no host has an undamaged copy of the random state and the loader" in str(error)
         assert "positions of process 2; restore another step" in str(error)
-
-
-def test_a_host_whose_copy_is_damaged_is_asked_once_only() -> None:
-    """Hosts 0 and 1 have the states of 2 and 3; host 0 ignores its copy once it finds damage."""
-    senders = StateSenders.of_states([[0, 2, 3], [1, 2, 3, 9], [], []])
-    assert senders.lacking == [False, False, True, True]
-    asked = senders.answers(senders.lacking)
-    assert asked == [(None, [2, 3], True), (None, [], True), (0, [], True), (0, [], True)]
-    asked = senders.answers([0, 0, 0, 1])
-    assert asked == [(None, [], True), (None, [3], True), (None, [], True), (1, [], True)]
-    assert senders.answers([0, 0, 0, 0]) == [(None, [], False)] * 4
-
-
-def test_equal_states_come_from_any_host_that_has_a_copy() -> None:
-    senders = StateSenders.of_equal([True, True, False])
-    assert [sender for sender, *_ in senders.answers(senders.lacking)] == [None, None, 0]
-    assert [sender for sender, *_ in senders.answers([0, 0, 1])] == [None, None, 1]
-    with pytest.raises(LookupError, match="2"):
-        senders.answers([0, 0, 1])

@@ -94,8 +94,6 @@ def test_a_manifest_that_says_an_impossible_sharding_changes_no_read(said: Any) 
     assert host_shards.as_saved({"w": read}, {"w": ["fsdp"]}) != {"w": read}
 
 
-# --- where fewer hosts look at it ----------------------------------------------------------------
-
 REFUSED = r"expected the whole leaf, \[256, 8\], found \[128, 8\]: .* holds one host's part"
 OF_TWO = "step 4 was saved by 2 processes and is restored by 1"
 
@@ -133,9 +131,7 @@ def test_one_process_takes_no_hosts_part_for_the_whole(
 
 
 @pytest.mark.slow
-def test_a_reader_takes_no_hosts_part_for_the_whole(
-    left: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_no_reader_takes_a_hosts_part_for_a_whole(left: tuple[Path, Path], tmp_path: Path) -> None:
     directory, ramdisks = left
     local = ramdisks / "1"
     assert load_torch_state_dict(directory)["0.weight"].shape == (256, 8)
@@ -153,9 +149,6 @@ def test_a_reader_takes_no_hosts_part_for_the_whole(
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "copy").exists()
     assert "step 6:" in run("verify", local)
-
-
-# --- what one host meets, all do -----------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import signal
 from pathlib import Path
@@ -12,14 +11,11 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, strategies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint._src.multihost import multislice
 from support import PROGRAMS
 from support.processes import Running, run_processes
 from support.slices import PROGRAM, assert_ends_alike, killed, resumed, settings, straight
-
-from torchax_ckpt.restoring.host_shards import routes
 
 
 @pytest.fixture(scope="module")
@@ -43,17 +39,6 @@ def left(place: Path, tmp_path: Path, *lost: int) -> tuple[Path, Path]:
     for index in lost:
         shutil.rmtree(tmp_path / "ramdisks" / str(index))
     return tmp_path / "run", tmp_path / "ramdisks"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_a_lost_slice_comes_back_from_the_other(
-    lost: int, tmp_path: Path, two_slices: tuple[Path, list[dict[str, Any]]]
-) -> None:
-    place, never_killed = two_slices
-    found = resumed(*left(place, tmp_path, lost), 2)
-    assert [(report["start"], report["tier"]) for report in found] == [(6, "local")] * 2
-    assert_ends_alike(found, never_killed)
 
 
 @pytest.mark.slow
@@ -101,9 +86,7 @@ def test_hosts_whose_clocks_differ_know_their_steps_for_the_same(
 
 
 @pytest.mark.slow
-def test_hosts_come_back_lost_and_at_other_places_than_they_had(
-    tmp_path: Path, four_hosts: list[dict[str, Any]]
-) -> None:
+def test_hosts_come_back_at_other_places(tmp_path: Path, four_hosts: list[dict[str, Any]]) -> None:
     """Two slices of two hosts; the two that are left come up as each other's process."""
     directory, ramdisks = tmp_path / "run", tmp_path / "ramdisks"
     killed(directory, ramdisks, 4, at=6)
@@ -134,36 +117,6 @@ def test_a_whole_local_step_is_taken_if_a_later_one_is_half_there(
     assert [(report["start"], report["tier"]) for report in found] == [(6, "local")] * 4
     assert_ends_alike(found, four_hosts)
     assert not list(ramdisks.glob("*/6")), "removed once a new step is on all hosts"
-
-
-@pytest.mark.slow
-@given(strategies.data())
-def test_routes_bring_every_part_to_all_that_need_it(data: strategies.DataObject) -> None:
-    count = data.draw(strategies.integers(1, 40))
-    part = strategies.sampled_from("abcde")
-    needs = data.draw(strategies.lists(part, min_size=count, max_size=count))
-    any_or_none = strategies.one_of(strategies.none(), part)
-    holds = data.draw(strategies.lists(any_or_none, min_size=count, max_size=count))
-    slices = data.draw(strategies.lists(strategies.integers(0, 2), min_size=count, max_size=count))
-    if not set(needs) <= set(holds):
-        with pytest.raises(LookupError):
-            routes(needs, holds, slices)
-        return
-    rounds = routes(needs, holds, slices)
-    has = list(holds)
-    for pairs in rounds:
-        senders, receivers = zip(*pairs, strict=True)
-        # What a collective permute asks for; and who has what it needs receives nothing.
-        assert len(set(senders)) == len(set(receivers)) == len(pairs)
-        assert all(has[i] != needs[i] for i in receivers)
-        for sender, i in pairs:
-            near = {j for j in range(count) if has[j] == needs[i] and slices[j] == slices[i]}
-            assert slices[sender] == slices[i] or near <= set(senders)
-        for i, sent in zip(receivers, [has[i] for i in senders], strict=True):
-            has[i] = sent
-    assert has == needs
-    # Who has received sends on, so that one copy is enough for many.
-    assert len(rounds) <= math.ceil(math.log2(count + 1))
 
 
 @pytest.mark.slow
@@ -204,9 +157,7 @@ def test_hosts_of_one_slice_that_hold_the_same_are_each_given_it(tmp_path: Path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("way", "count"), [("lost", 4), ("exchanged", 2)])
-def test_a_process_gets_its_own_state_though_a_copy_is_damaged(
-    way: str, count: int, tmp_path: Path
-) -> None:
+def test_a_process_gets_its_state_with_a_damaged_copy(way: str, count: int, tmp_path: Path) -> None:
     last = [count - 2, count - 1]
     harm: Any = [["lose", last, 2], ["damage_state_of_last", 0, 2]]
     if way == "exchanged":
@@ -219,30 +170,20 @@ def test_a_process_gets_its_own_state_though_a_copy_is_damaged(
         assert found["own"] == saved["own"]
 
 
-LOST_BY_SUMS = {
-    "the sign of zero": np.array([-0.0, 1, 2, 3], np.float32),
-    "a signalling NaN": np.array([0x7F800001, 0, 0, 0], np.uint32).view(np.float32),
-    "bool": np.array([True, False, True, False]),
-    "int8": np.array([1, -2, 3, -4], np.int8),
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("value", LOST_BY_SUMS.values(), ids=LOST_BY_SUMS)
-def test_orbax_still_loses_bits_on_the_way_to_other_slices(value: np.ndarray) -> None:
+def test_orbax_still_loses_bits_on_the_way_to_other_slices() -> None:
     """Where it no longer does, docs/multi-tier.md has a reason less not to build on it."""
     mesh = Mesh(np.array(jax.devices()).reshape(2, -1), ("replica", "fsdp"))
-    value = np.tile(value, mesh.shape["fsdp"])
+    first = NamedSharding(Mesh(mesh.devices[0], ("fsdp",)), PartitionSpec("fsdp"))
 
-    def arrived(sent: np.ndarray) -> np.ndarray:
-        first = NamedSharding(Mesh(mesh.devices[0], ("fsdp",)), PartitionSpec("fsdp"))
-        given = (jax.device_put(sent, first),)
+    def arrives(sent: np.ndarray) -> bool:
         (found,), _ = multislice.broadcast_one_replica_to_all(
-            given, mesh, 0, True, memory_limit_bytes=1 << 20
+            (jax.device_put(sent, first),), mesh, 0, True, memory_limit_bytes=1 << 20
         )
-        return np.asarray(found)
+        return (found.dtype, np.asarray(found).tobytes()) == (sent.dtype, sent.tobytes())
 
-    plain = np.arange(value.size, dtype=np.float32)
-    assert arrived(plain).tobytes() == plain.tobytes()
-    found = arrived(value)
-    assert (found.dtype, found.tobytes()) != (value.dtype, value.tobytes())
+    assert arrives(np.arange(16, dtype=np.float32))
+    assert not arrives(np.full(4, -0.0, np.float32))
+    assert not arrives(np.full(4, 0x7F800001, np.uint32).view(np.float32)), "a signalling NaN"
+    assert not arrives(np.array([True, False, True, False]))
+    assert not arrives(np.array([1, -2, 3, -4], np.int8))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
-from support.compare import assert_trees_identical, bits
+from support.compare import bits
 from support.training import (
     P,
     adamw,
@@ -125,16 +124,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return Trained(tmp_path_factory)
 
 
-def pairs() -> Iterator[Any]:
-    """All pairs of layouts; every change has those in which each is once source and target."""
-    for i, source in enumerate(LAYOUTS):
-        for j, target in enumerate(LAYOUTS):
-            is_short = (j - i) % len(LAYOUTS) == 3
-            yield pytest.param(source, target, marks=[] if is_short else [pytest.mark.long])
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("source", "target"), list(pairs()))
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [(source, [*LAYOUTS][i - 4]) for i, source in enumerate(LAYOUTS)],
+)
 def test_any_layout_restores_onto_any_other(source: str, target: str, saved: Trained) -> None:
     directory, expected = saved[source]
     net, optimizer = on_jax(LAYOUTS[target])
@@ -152,11 +146,9 @@ def test_any_layout_restores_onto_any_other(source: str, target: str, saved: Tra
     train_step(net, optimizer, 3)  # and training goes on there
 
 
-def test_shardings_move_a_live_model_and_what_is_restored_into_it(
-    saved: Trained, tmp_path: Path
-) -> None:
+def test_shardings_move_a_live_model_and_a_restored_one(saved: Trained, tmp_path: Path) -> None:
     rule = fsdp_rule(fsdp_mesh(4))
-    for directory, start in ((saved["uncommitted"][0], 2), (tmp_path / "empty", 0)):
+    for directory, start in ((saved["fsdp8"][0], 2), (tmp_path / "empty", 0)):
         net, optimizer = on_jax()
         assert TorchaxCheckpointer(directory).attach(net, optimizer, shardings=rule) == start
         for name, tensor in net.state_dict().items():
@@ -174,9 +166,7 @@ def zeros(name: str, abstract: jax.ShapeDtypeStruct) -> Any:
     return np.zeros(abstract.shape, abstract.dtype)
 
 
-def test_a_meta_module_is_filled_sharded_with_ties_and_references_kept(
-    saved: Trained,
-) -> None:
+def test_a_meta_module_is_filled_with_ties_and_references_kept(saved: Trained) -> None:
     directory, expected = saved["fsdp8"]
     net, optimizer = meta_net()
     parameters = dict(net.named_parameters())
@@ -200,12 +190,9 @@ def test_a_meta_module_is_filled_sharded_with_ties_and_references_kept(
         assert torchax_backend.buffer(optimizer.state[parameter]["exp_avg"]).sharding == rule(
             name, parameter
         )
-    train_step(net, optimizer, 3)
 
 
-def test_a_sharded_fill_never_holds_a_full_copy_on_one_device(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_device_holds_a_full_copy(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rule = fsdp_rule(fsdp_mesh(8))
     with before_enabling(), torch.device("meta"):
         net = torch.nn.Linear(64, 64, bias=False)
@@ -240,8 +227,6 @@ def test_init_fills_a_first_start(directory: Path) -> None:
 
     with TorchaxCheckpointer(directory) as ckpt:
         assert ckpt.attach(net, optimizer, shardings=rule, init=init) == 0
-        for step in ckpt.steps(1):
-            train_step(net, optimizer, step)
     assert net.tied.weight is net.first.weight
     assert set(abstracts) == {n for n, _ in net.named_parameters()} | {"scale", "mask"}
     assert abstracts["first.weight"].sharding == rule("", abstracts["first.weight"])
@@ -254,15 +239,10 @@ def test_a_meta_tensor_that_nobody_fills_is_named(directory: Path) -> None:
     decline = lambda name, abstract: None if name == "mask" else zeros(name, abstract)  # noqa: E731
     with pytest.raises(UninitializedLeafError, match="1 tensors .* model/mask"):
         TorchaxCheckpointer(directory).attach(net, optimizer, init=decline)
-    assert all(p.is_meta and not torchax_backend.is_device_tensor(p) for p in net.parameters())
-
-
-def test_init_is_never_cast(directory: Path) -> None:
-    net, _ = meta_net()
+    cast = lambda name, abstract: np.zeros(abstract.shape, np.float16)  # noqa: E731
     with pytest.raises(UninitializedLeafError, match=r"expected float32\[16, 8\]"):
-        TorchaxCheckpointer(directory).attach(
-            net, init=lambda name, abstract: np.zeros(abstract.shape, np.float16)
-        )
+        TorchaxCheckpointer(directory).attach(net, optimizer, init=cast)
+    assert all(p.is_meta and not torchax_backend.is_device_tensor(p) for p in net.parameters())
 
 
 def test_torchax_sharders_and_meshes_are_accepted(directory: Path) -> None:
@@ -301,9 +281,7 @@ def test_a_partition_spec_uses_the_ambient_mesh(directory: Path) -> None:
         ("fsdp", "must return a jax Sharding"),
     ],
 )
-def test_a_sharding_that_does_not_fit_is_refused_by_name(
-    answer: Any, message: str, directory: Path
-) -> None:
+def test_a_sharding_that_misfits_is_named(answer: Any, message: str, directory: Path) -> None:
     net, _ = on_jax()
     before = content(net, torch.optim.SGD(net.parameters()))
     rule = lambda name, abstract: answer if name == "odd.weight" else replicated(name, abstract)  # noqa: E731
@@ -311,18 +289,3 @@ def test_a_sharding_that_does_not_fit_is_refused_by_name(
         TorchaxCheckpointer(directory).attach(net, shardings=rule)
     assert content(net, torch.optim.SGD(net.parameters())) == before
     assert not torchax_backend.buffer(net.first.weight).committed
-
-
-def test_functional_state_restores_onto_other_layouts(directory: Path) -> None:
-    value = np.arange(64, dtype=np.float32).reshape(8, 8)
-    state = {"w": jax.device_put(value, NamedSharding(fsdp_mesh(8), P("fsdp")))}
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.save(1, state=state)
-    for sharding in (
-        NamedSharding(fsdp_mesh(4), P(None, "fsdp")),
-        NamedSharding(grid(2, 4), P("y", "x")),
-        SingleDeviceSharding(jax.devices()[5]),
-    ):
-        abstract = {"w": jax.ShapeDtypeStruct((8, 8), np.float32, sharding=sharding)}
-        loaded = TorchaxCheckpointer(directory).load(abstract_state=abstract)
-        assert_trees_identical(loaded, {"w": jax.device_put(value, sharding)})

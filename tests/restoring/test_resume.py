@@ -66,9 +66,7 @@ def test_a_resumed_run_ends_on_the_same_bits(
         pytest.param("d", False, id="fsdp-on-8-devices", marks=pytest.mark.long),
     ],
 )
-def test_so_does_one_in_every_layout_and_snapshot_mode(
-    style: str, donates: bool, directory: Path
-) -> None:
+def test_so_does_one_saved_in_every_way(style: str, donates: bool, directory: Path) -> None:
     """One run saves in all ways at once, which keeps the saves waiting for each other."""
     modes = [m for m in get_args(SnapshotMode) if not (donates and m == "reference")]
     ways = [f"{layout}-{mode}" for layout in get_args(Layout) for mode in modes]

@@ -53,7 +53,11 @@ def values(model: Any) -> dict[str, list[float]]:
     return {n: torchax_backend.buffer(t).tolist() for n, t in model.state_dict().items()}
 
 
-# --- strict ------------------------------------------------------------------------------------
+def step_once(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for optimizer in optimizers:
+        optimizer.step()
 
 
 def wider_head() -> nn.Module:
@@ -70,27 +74,19 @@ def longer() -> nn.Module:
     return nn.Sequential(*mlp(), nn.Linear(4, 4).to("jax"))  # type: ignore[misc]
 
 
-def other_dtype() -> nn.Module:
-    model: Any = mlp()
-    model[0].bias = nn.Parameter(torch.zeros(16, dtype=torch.bfloat16, device="jax"))
-    return model
-
-
 def tied_biases() -> nn.Module:
     model: Any = mlp()
     model[0].again = model[0].bias
     return model
 
 
-@pytest.mark.parametrize("build", [wider_head, shorter, longer, other_dtype, tied_biases])
+@pytest.mark.parametrize("build", [wider_head, shorter, longer, tied_biases])
 def test_a_refused_checkpoint_changes_no_byte_of_anything(
     directory: Path, build: Callable[[], nn.Module]
 ) -> None:
     def attach_all(model: Any) -> tuple[Any, Any, dict[str, Any]]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
+        step_once(model, optimizer)
         return model, optimizer, {"lr_scheduler": lr_scheduler.StepLR(optimizer, 3)}
 
     model, optimizer, more = attach_all(mlp())
@@ -133,9 +129,6 @@ def test_a_buffer_goes_to_where_the_live_one_is(directory: Path, saved_on_cpu: b
     assert bits(fresh.b) == (kind, "float32", (1,), np.float32(5).tobytes())
 
 
-# --- not strict --------------------------------------------------------------------------------
-
-
 def tied(first: float, second: float | None = None) -> nn.Module:
     """Parameters a and b, which are one if only one value is given."""
     model = parameters(other=on_jax(first))
@@ -146,21 +139,21 @@ def tied(first: float, second: float | None = None) -> nn.Module:
 
 
 HALF = torch.float16
+SHAPE_AND_DTYPE = {
+    "model/shape": "expected float32[2], found float32[1]",
+    "model/dtype": "expected float16[1], found float32[1]",
+}
+EACH_ON_ITS_OWN = {
+    f"model/{name}": f"expected {name} on its own, found a tied to b" for name in "ab"
+}
+TIED = "expected a tied to b, found a on its own, b on its own"
 DIFFERENCES: dict[str, tuple[Any, Any, RestoreReport, dict[str, Any]]] = {
     "all kinds": (
         lambda: parameters(same=on_jax(1, 2), shape=on_jax(1), dtype=on_jax(1), old=on_jax(1, 1)),
         lambda: parameters(
             same=on_jax(7, 7), shape=on_jax(7, 7), dtype=on_jax(7, dtype=HALF), new=on_jax(7)
         ),
-        RestoreReport(
-            1,
-            ("model/new",),
-            ("model/old",),
-            {
-                "model/shape": "expected float32[2], found float32[1]",
-                "model/dtype": "expected float16[1], found float32[1]",
-            },
-        ),
+        RestoreReport(1, ("model/new",), ("model/old",), SHAPE_AND_DTYPE),
         {"same": [1, 2], "shape": [7, 7], "dtype": [7], "new": [7]},
     ),
     "would be cast": (
@@ -178,21 +171,13 @@ DIFFERENCES: dict[str, tuple[Any, Any, RestoreReport, dict[str, Any]]] = {
     "a tie that the checkpoint lacks": (
         lambda: tied(1, 2),
         lambda: tied(7),
-        RestoreReport(
-            1, mismatched={"model/a": "expected a tied to b, found a on its own, b on its own"}
-        ),
+        RestoreReport(1, mismatched={"model/a": TIED}),
         {"other": [1], "a": [7], "b": [7]},
     ),
     "a tie that only the checkpoint has": (
         lambda: tied(1),
         lambda: tied(7, 8),
-        RestoreReport(
-            1,
-            mismatched={
-                "model/a": "expected a on its own, found a tied to b",
-                "model/b": "expected b on its own, found a tied to b",
-            },
-        ),
+        RestoreReport(1, mismatched=EACH_ON_ITS_OWN),
         {"other": [1], "a": [7], "b": [8]},
     ),
 }
@@ -218,18 +203,14 @@ def test_a_restore_without_differences_reports_none(directory: Path) -> None:
         assert ckpt.restore(strict=False) == ckpt.restore() == RestoreReport(3, is_verified=True)
 
 
-@pytest.mark.parametrize("has_stepped", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_parameter_that_does_not_fit_keeps_its_state_and_can_be_trained(
-    directory: Path, has_stepped: bool
-) -> None:
+def test_a_parameter_that_does_not_fit_keeps_its_state(directory: Path) -> None:
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     train_step(model, optimizer, 0)
     save(directory, model, optimizer)
     fresh: Any = wider_head()
     fresh_optimizer = torch.optim.AdamW(fresh.parameters(), lr=0.5)
-    if has_stepped:
-        train_step(fresh, fresh_optimizer, 0)
+    train_step(fresh, fresh_optimizer, 0)
     before = training_state(fresh_optimizer)[0]["moments"][2:]
     report = restore_what_fits(directory, fresh, fresh_optimizer)
     assert report.mismatched == {
@@ -243,14 +224,6 @@ def test_a_parameter_that_does_not_fit_keeps_its_state_and_can_be_trained(
     }
     after = training_state(fresh_optimizer)[0]["moments"]
     assert_trees_identical(after, training_state(optimizer)[0]["moments"][:2] + before)
-    train_step(fresh, fresh_optimizer, 1)
-
-
-def test_no_state_is_reported_where_the_checkpoint_has_none(directory: Path) -> None:
-    model, fresh = mlp(), wider_head()
-    save(directory, model, torch.optim.AdamW(model.parameters()))
-    report = restore_what_fits(directory, fresh, torch.optim.AdamW(fresh.parameters()))
-    assert report.mismatched.keys() == {"model/2.weight", "model/2.bias"}
 
 
 def test_state_of_each_of_several_optimizers_is_reported_under_its_name(directory: Path) -> None:
@@ -259,10 +232,7 @@ def test_state_of_each_of_several_optimizers_is_reported_under_its_name(director
             "body": torch.optim.AdamW(model[0].parameters()),
             "head": torch.optim.SGD(model[2].parameters(), lr=0.1, momentum=0.9),
         }
-        for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        for optimizer in optimizers.values():
-            optimizer.step()
+        step_once(model, *optimizers.values())
         return model, optimizers
 
     save(directory, *build(mlp()))
@@ -307,9 +277,6 @@ def test_a_new_parameter_keeps_its_group_and_has_no_state(directory: Path) -> No
     assert [p in fresh_optimizer.state for p in fresh.parameters()] == [True] * 4 + [False] * 2
 
 
-# --- components --------------------------------------------------------------------------------
-
-
 def test_components_that_only_one_side_has_are_reported(directory: Path) -> None:
     def build() -> tuple[Any, Any, Any]:
         model = mlp()
@@ -338,14 +305,6 @@ def test_an_optimizer_in_the_checkpoint_that_is_not_attached_is_unexpected(direc
     assert_trees_identical(training_state(fresh), training_state(model))
 
 
-def test_one_of_several_models_may_be_missing(directory: Path) -> None:
-    save(directory, {"a": parameters(w=on_jax(1.0)), "old": parameters(w=on_jax(2.0))})
-    models = {"new": parameters(w=on_jax(7.0)), "a": parameters(w=on_jax(7.0))}
-    report = restore_what_fits(directory, models)
-    assert (report.missing, report.unexpected) == (("model/new",), ("model/old",))
-    assert [values(m) for m in models.values()] == [{"w": [7.0]}, {"w": [1.0]}]
-
-
 @pytest.mark.parametrize("saved_as_dict", [True, False])
 def test_one_model_is_not_taken_for_a_dict_of_one(directory: Path, saved_as_dict: bool) -> None:
     def build(as_dict: bool, value: float) -> Any:
@@ -369,9 +328,6 @@ def test_extra_state_that_only_one_side_has_is_reported(directory: Path) -> None
     assert report.missing == ("model/1/_extra_state",)
     assert report.unexpected == ("model/0/_extra_state",)
     assert fresh[1].extra == "live"
-
-
-# --- ties --------------------------------------------------------------------------------------
 
 
 def test_a_tie_among_other_names_is_refused(directory: Path) -> None:

@@ -49,9 +49,6 @@ def moments(optimizer: torch.optim.Optimizer) -> list[Any]:
     return training_state(optimizer)[0]["moments"]
 
 
-# --- in the same run ---------------------------------------------------------------------------
-
-
 def test_a_run_goes_on_with_another_head(trained: Any) -> None:
     directory, model, optimizer = trained
     fresh = other_head()
@@ -108,9 +105,7 @@ def test_a_run_goes_on_under_other_names(trained: Any) -> None:
 
 
 @pytest.mark.parametrize("patterns", [{"exclude": "head.weight"}, {"include": ["body", "*.bias"]}])
-def test_state_that_is_left_out_is_reported_under_the_programs_names(
-    trained: Any, patterns: dict[str, Any]
-) -> None:
+def test_what_is_left_out_has_the_programs_names(trained: Any, patterns: dict[str, Any]) -> None:
     directory, _, optimizer = trained
     fresh = Renamed().to("jax")
     fresh_optimizer = adamw(fresh)
@@ -194,31 +189,6 @@ def test_a_rename_stays_within_its_model(directory: Path) -> None:
         SelectionError, match=r"would become gen/0\..*: expected torch's name alone"
     ):
         warm_start(mlp(), directory, at="model/disc", rename={"0": "gen/0"}, strict=False)
-
-
-def test_one_name_of_a_tied_weight_is_enough(directory: Path) -> None:
-    def build(is_tied: bool, value: float) -> Any:
-        model = nn.Module()
-        model.embed, model.head = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
-        model.to("jax")
-        if is_tied:
-            model.head.weight = model.embed.weight
-        nn.init.constant_(model.embed.weight, value)
-        return model
-
-    tied = build(True, 1.0)
-    save(directory, tied, rng=False)
-    for exclude in ("embed", "head"):
-        fresh = build(False, 7.0)
-        before = bits(getattr(fresh, exclude).weight)
-        with TorchaxCheckpointer(directory) as ckpt:
-            ckpt.attach(fresh, resume=False, rng=False)
-            with pytest.raises(MismatchError, match="embed.weight on its own"):
-                ckpt.restore()
-            ckpt.restore(exclude=exclude)
-        other = "head" if exclude == "embed" else "embed"
-        assert bits(getattr(fresh, other).weight) == bits(tied.embed.weight)
-        assert bits(getattr(fresh, exclude).weight) == before
 
 
 def test_extra_state_goes_with_its_module(directory: Path) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import _thread
-import gc
 import json
 import os
 import signal
 import sys
 import threading
 import time
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -49,79 +47,39 @@ def run(directory: Path, where: str) -> tuple[int, list[Any], str]:
     return result.returncode, reports, result.stderr
 
 
+INTERRUPTED = {"interrupted": True, "is_saving": True, "lease": True}
+
+
 def test_an_interrupted_wait_leaves_the_save_as_it_is(directory: Path) -> None:
     code, reports, errors = run(directory, "wait")
-    assert (code, reports) == (
-        0,
-        [
-            {"interrupted": True, "is_saving": True, "lease": True},
-            {"steps": [1]},
-            {"steps": [1, 2], "lease": False},
-        ],
-    ), errors
+    after = [{"steps": [1]}, {"steps": [1, 2], "lease": False}]
+    assert (code, reports) == (0, [INTERRUPTED, *after]), errors
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["close", "with", "again"])
-def test_an_interrupted_close_keeps_the_lease_until_the_save_has_ended(
-    where: str, directory: Path
-) -> None:
+def test_an_interrupted_close_keeps_the_lease_till_the_end(where: str, directory: Path) -> None:
     code, reports, errors = run(directory, where)
-    steps = [1, 2] if where == "again" else [1]
-    assert (code, reports) == (
-        0,
-        [
-            {"interrupted": True, "is_saving": True, "lease": True},
-            {"steps": steps, "lease": False},
-        ],
-    ), errors
+    end = {"steps": [1, 2] if where == "again" else [1], "lease": False}
+    assert (code, reports) == (0, [INTERRUPTED, end]), errors
 
 
 @pytest.mark.slow
-def test_the_first_interrupt_at_the_end_of_a_program_does_not_end_the_save(
-    directory: Path,
+@pytest.mark.parametrize(
+    ("where", "code", "said"),
+    [
+        ("exit", 0, "KeyboardInterrupt at the program's end: still waiting for step 1 of "),
+        ("twice", 130, "KeyboardInterrupt again: ending at once. Lost: step 1 of "),
+    ],
+)
+def test_the_second_interrupt_at_the_end_of_a_program_ends_the_save_and_not_the_first(
+    where: str, code: int, said: str, directory: Path
 ) -> None:
-    code, _, errors = run(directory, "exit")
-    assert code == 0, errors
-    assert f"KeyboardInterrupt at the program's end: still waiting for step 1 of {directory}" in (
-        errors
-    )
-    assert (directory / "1").exists()
-    assert not (directory / "lease").exists()
-
-
-@pytest.mark.slow
-def test_the_second_interrupt_at_the_end_of_a_program_names_the_lost_step(directory: Path) -> None:
-    code, _, errors = run(directory, "twice")
-    assert code == 130, errors
-    assert f"KeyboardInterrupt again: ending at once. Lost: step 1 of {directory}" in errors
-    assert not (directory / "1").exists()
-
-
-@pytest.mark.usefixtures("handler")
-def test_interrupts_at_random_moments_harm_no_other_wait() -> None:
-    main = threading.main_thread().ident or 0
-    for round_number in range(100):
-        told, ended = Flag(), Flag()
-        waiting = Task("waiting", lambda told=told, ended=ended: (told.wait(), ended.set()))  # type: ignore[misc]
-        send = Task("send", lambda: signal.pthread_kill(main, signal.SIGUSR1))
-        try:
-            waiting.start()
-            send.start()
-            time.sleep(round_number * 1e-5)
-            told.wait(0.001)
-        except Interrupt:
-            pass
-        while True:
-            try:
-                told.set()
-                send.ended.wait()
-                break
-            except Interrupt:
-                pass
-        never_ran = waiting.cancel()
-        assert waiting.ended.wait(30)
-        assert ended.is_set != never_ran
+    found, _, errors = run(directory, where)
+    assert found == code, errors
+    assert f"{said}{directory}" in errors
+    assert (directory / "1").exists() == (where == "exit")
+    assert where == "twice" or not (directory / "lease").exists()
 
 
 @pytest.mark.usefixtures("handler")
@@ -191,17 +149,6 @@ def test_a_lease_that_an_interrupt_left_is_taken_over_at_once(
     ckpt.close()
     assert ckpt.all_steps() == [2]
     assert not (directory / "lease").exists()
-
-
-def test_a_task_lets_go_of_its_function_before_its_end_is_told() -> None:
-    array = np.arange(3)
-    gone = weakref.ref(array)
-    task = Task("task", lambda array=array: None)  # type: ignore[misc]
-    del array
-    task.start()
-    assert task.ended.wait(30)
-    gc.collect()
-    assert gone() is None
 
 
 def test_a_task_that_no_thread_runs_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,6 @@ from support import PROGRAMS, ROOT
 from support.processes import Talking, environment
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
-from torchax_ckpt.runtime import preemption
 
 EXAMPLES = ROOT / "examples"
 EXIT_CODE = 143
@@ -32,19 +31,18 @@ class Program:
 
     def until(self, word: str) -> str:
         """Reads up to the line that begins with the word; gives the rest of that line."""
-        for line in self._lines:
-            self.output += line
-            if line.startswith(word):
-                return line.removeprefix(word).strip()
-        raise AssertionError(f"{word!r} was never printed:\n{self.output}")
+        return self._until(lambda line: line.startswith(word), word).removeprefix(word).strip()
 
     def until_logged(self, text: str) -> None:
         """Reads up to a line that has the text."""
+        self._until(lambda line: text in line, text)
+
+    def _until(self, is_it: Callable[[str], bool], text: str) -> str:
         for line in self._lines:
             self.output += line
-            if text in line:
-                return
-        raise AssertionError(f"{text!r} was never logged:\n{self.output}")
+            if is_it(line):
+                return line
+        raise AssertionError(f"{text!r} was never printed:\n{self.output}")
 
     def terminate(self) -> float:
         sent = time.monotonic()  # before: it may be noticed before this process goes on
@@ -67,14 +65,9 @@ def running(scenario: str, *args: object) -> Iterator[Program]:
         yield Program(talking)
 
 
-# --- noticing, saving, ending --------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("work", "amount"), [("compilation", 250), ("transfer", 4000)])
-def test_sigterm_is_noticed_at_once_whatever_the_main_thread_is_at(
-    work: str, amount: int, directory: Path
-) -> None:
+def test_sigterm_is_noticed_at_once_in_any_work(work: str, amount: int, directory: Path) -> None:
     with running("noticed_in_work", directory, work, amount) as program:
         program.until("working")
         time.sleep(0.8)  # past what is Python in it
@@ -119,29 +112,17 @@ def test_the_end_of_the_grace_time_ends_the_process_at_once(directory: Path) -> 
     assert TorchaxCheckpointer(directory).all_steps() == [1]
 
 
-def test_a_handler_that_the_user_sets_later_is_left_in_place(directory: Path) -> None:
-    with running("in_loop", directory, "handler") as program:
-        program.until("working")
-        program.terminate()
+@pytest.mark.parametrize("how", ["handler", pytest.param("twice", marks=pytest.mark.slow)])
+def test_a_later_handler_stays_and_two_signals_are_one(how: str, directory: Path) -> None:
+    """GNU's timeout sends two in a row."""
+    with running("in_loop", directory, how) as program:
+        if how == "handler":
+            program.until("working")
+            program.terminate()
         assert program.until("durable") == "True"
         assert program.exit_code() == EXIT_CODE
-    assert program.output.count("handled later") == 1
-
-
-def test_our_handler_may_be_put_back_after_it_was_given_up(directory: Path) -> None:
-    with running("handler_put_back", directory) as program:
-        assert program.until("noticed") == "True"
-        assert program.exit_code() == EXIT_CODE
-
-
-def test_two_signals_in_a_row_as_gnu_timeout_sends_are_one_notice(directory: Path) -> None:
-    with running("in_loop", directory, "twice") as program:
-        assert program.until("durable") == "True"
-        assert program.exit_code() == EXIT_CODE
+    assert program.output.count("handled later") == (how == "handler")
     assert "at once" not in program.output
-
-
-# --- coming and going ----------------------------------------------------------------------------
 
 
 def test_sigterm_belongs_to_a_checkpointer_only_while_it_may_write(directory: Path) -> None:
@@ -161,20 +142,29 @@ def test_it_lives_with_an_event_loop_that_has_signal_handlers(directory: Path) -
     assert "Traceback" not in program.output
 
 
-@pytest.mark.parametrize("secs", [0, -1, float("inf"), float("nan"), "30", True])
+@pytest.mark.parametrize("secs", [0, float("inf"), float("nan"), "30", True])
 @pytest.mark.parametrize("name", ["preemption_grace_secs", "save_timeout_secs"])
 def test_seconds_are_positive_numbers(name: str, secs: object) -> None:
     with pytest.raises(ValueError, match=f"{name}: expected None or a positive number of seconds"):
         CheckpointOptions(**{name: secs})  # type: ignore[arg-type]
 
 
-# --- with jax.distributed ------------------------------------------------------------------------
-
-
 def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+        return int(listener.getsockname()[1])
+
+
+def of_two(stack: contextlib.ExitStack, scenario: str, *args: object) -> list[Program]:
+    """Two processes of one program that are ready, of which the second is told to end."""
+    directory, *rest = args
+    port = free_port()
+    started = [running(scenario, directory, port, index, *rest) for index in range(2)]
+    programs = [stack.enter_context(each) for each in started]
+    for program in programs:
+        program.until("ready")
+    programs[1].terminate()
+    return programs
 
 
 # JAX looks for a notice once a second: after 3 s it has chosen its step before the first question.
@@ -182,18 +172,9 @@ def free_port() -> int:
     ("first", "secs"),
     [(1, 0), pytest.param(1000, 3, id="before the first step", marks=pytest.mark.slow)],
 )
-def test_under_jax_distributed_all_processes_end_on_the_same_step(
-    first: int, secs: float, directory: Path
-) -> None:
-    port = free_port()
+def test_all_processes_end_on_the_same_step(first: int, secs: float, directory: Path) -> None:
     with contextlib.ExitStack() as stack:
-        programs = [
-            stack.enter_context(running("of_two", directory, port, i, first, secs))
-            for i in range(2)
-        ]
-        for program in programs:
-            program.until("ready")
-        programs[1].terminate()
+        programs = of_two(stack, "of_two", directory, first, secs)
         steps = {program.until("reached") for program in programs}
         assert len(steps) == 1
         for program in programs:
@@ -201,56 +182,26 @@ def test_under_jax_distributed_all_processes_end_on_the_same_step(
             assert program.exit_code() == EXIT_CODE
 
 
-@pytest.mark.parametrize(
-    ("chosen", "first", "asked"), [(1, 0, [0, 1]), (1, 1, [1]), (1, 7, [1]), (9, 7, [1, 7, 8, 9])]
-)
-def test_only_the_first_question_may_ask_jax_about_step_1(
-    chosen: int, first: int, asked: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    questions = []
-
-    def is_chosen(step: int) -> bool:
-        questions.append(step)
-        return step == chosen
-
-    monkeypatch.setattr(preemption.multihost_utils, "reached_preemption_sync_point", is_chosen)
-    monkeypatch.setattr(preemption, "_jax_has_sigterm", lambda: True)
-    monkeypatch.setattr(preemption._watch, "was_early", None)
-    told = preemption.Preemption(30)
-    step = first
-    while not told.reached(step):
-        step += 1
-    assert step == max(first, chosen)
-    assert questions == asked
-    is_early = chosen == 1 and first > 1
-    assert preemption.Preemption(30).reached(3) == is_early, "another checkpointer, or none"
-    assert questions == asked + [3] * (not is_early)
-
-
+@pytest.mark.slow
 def test_under_jax_distributed_the_policy_of_process_0_is_told(directory: Path) -> None:
-    port = free_port()
     with contextlib.ExitStack() as stack:
-        programs = [
-            stack.enter_context(running("policy_of_two", directory, port, i)) for i in range(2)
-        ]
-        for program in programs:
-            program.until("ready")
-        programs[1].terminate()
-        for program in programs:
+        for program in of_two(stack, "policy_of_two", directory):
             assert program.until("durable") == "True"
             assert program.exit_code() == EXIT_CODE
 
 
 @pytest.mark.slow
-def test_jax_may_take_sigterm_over_later(directory: Path) -> None:
-    with running("jax_takes_over", directory, free_port()) as program:
-        program.until("working")
-        program.terminate()
-        assert program.until("durable") == "True None", program.output
+@pytest.mark.parametrize("scenario", ["jax_takes_over", "handler_put_back"])
+def test_another_may_take_sigterm_over_or_give_it_back(scenario: str, directory: Path) -> None:
+    port = [free_port()] if scenario == "jax_takes_over" else []
+    with running(scenario, directory, *port) as program:
+        if port:
+            program.until("working")
+            program.terminate()
+            assert program.until("durable") == "True None", program.output
+        else:
+            assert program.until("noticed") == "True"
         assert program.exit_code() == EXIT_CODE
-
-
-# --- the examples --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -258,9 +209,7 @@ def test_jax_may_take_sigterm_over_later(directory: Path) -> None:
     [("train_digits", 50), pytest.param("train_gpt", 20, marks=pytest.mark.long)],
 )
 @pytest.mark.slow
-def test_a_preempted_example_asks_to_be_started_again(
-    example: str, first: int, tmp_path: Path
-) -> None:
+def test_a_preempted_example_asks_for_a_restart(example: str, first: int, tmp_path: Path) -> None:
     script = str(EXAMPLES / f"{example}.py")
     arguments = ("--directory", str(tmp_path), "--steps", "1000000")
     with Talking(script, *arguments, env=environment(None, {})) as talking:

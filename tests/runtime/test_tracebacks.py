@@ -70,9 +70,7 @@ def test_a_traceback_ends_at_the_public_function(
     assert functions(error) == ["raised", "<lambda>", "<lambda>"]
 
 
-def test_the_cause_and_errors_of_background_saves_are_kept(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_causes_of_background_errors_stay(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError("no space left")
 
@@ -101,9 +99,7 @@ class OwnError(StepError):
 
 
 @pytest.mark.parametrize("kind", [OwnError, StepError, ZeroDivisionError])
-def test_what_a_users_function_raises_keeps_its_frames(
-    directory: Path, kind: type[Exception]
-) -> None:
+def test_errors_of_users_functions_keep_frames(directory: Path, kind: type[Exception]) -> None:
     class Refusing:
         refuses: type[Exception] | None = None
 

@@ -6,16 +6,17 @@ import gc
 import logging
 import signal
 import threading
-import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from support.compare import entries
+from support.damage import fill_disk
 from support.processes import run_processes, run_python
+from support.waiting import wait_until
 
 from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
 from torchax_ckpt.errors import ClosedError, LeaseError, SaveError, SaveTimeoutError
@@ -50,7 +51,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     monkeypatch.setattr(array_writer, "write_arrays", wait)
     yield opened
     opened.set()
-    until(lambda: names() <= {"sigterm"})
+    wait_until(lambda: names() <= {"sigterm"})
 
 
 @pytest.fixture(autouse=True)
@@ -69,30 +70,16 @@ def names() -> set[str]:
 EARLIER: list[threading.Thread] = []
 
 
-def until(is_so: Callable[[], bool]) -> None:
-    """Waits for something that another thread does."""
-    deadline = time.monotonic() + 30
-    while not is_so():
-        assert time.monotonic() < deadline, names()
-        time.sleep(0.01)
+@pytest.fixture
+def local(tmp_path: Path) -> LocalTier:
+    return LocalTier(tmp_path / "local", save_decision_policy=ALWAYS)
 
 
-def local(tmp_path: Path, *, has_local: bool) -> dict[str, Any]:
-    """Arguments for a checkpointer with a local tier, or without."""
-    if not has_local:
-        return {}
-    return {"local": LocalTier(tmp_path / "local", save_decision_policy=ALWAYS)}
-
-
-# --- a close that is late ---
-
-
-@pytest.mark.parametrize("has_local", [False, True], ids=["durable", "tiers"])
 def test_close_can_be_tried_again_after_a_late_save(
-    has_local: bool, directory: Path, tmp_path: Path, gate: threading.Event
+    directory: Path, local: LocalTier, gate: threading.Event
 ) -> None:
     ours = signal.getsignal(signal.SIGTERM)
-    ckpt = TorchaxCheckpointer(directory, options=LATE, **local(tmp_path, has_local=has_local))
+    ckpt = TorchaxCheckpointer(directory, options=LATE, local=local)
     ckpt.save(1, state=STATE, force=True)
     for _ in range(2):
         with pytest.raises(SaveTimeoutError, match="the save of step 1 .* is still in flight"):
@@ -102,34 +89,30 @@ def test_close_can_be_tried_again_after_a_late_save(
     assert (directory / "lease").exists()
     assert signal.getsignal(signal.SIGTERM) == preemption._watch._handle  # a save may be finished
     gate.set()
-    until(lambda: ckpt.all_steps() == [1])
+    wait_until(lambda: ckpt.all_steps() == [1])
     ckpt._saver.join()
     ckpt.close()
     ckpt.close()
     assert entries(directory) <= {"1", "run"}
     assert signal.getsignal(signal.SIGTERM) is ours
-    until(lambda: not names())
+    wait_until(lambda: not names())
 
 
-@pytest.mark.parametrize("has_local", [False, True], ids=["durable", "tiers"])
 def test_a_late_save_ends_the_close_that_gave_up_on_it(
-    has_local: bool, directory: Path, tmp_path: Path, gate: threading.Event
+    directory: Path, local: LocalTier, gate: threading.Event
 ) -> None:
     told: list[str] = []
     ckpt = TorchaxCheckpointer(
-        directory,
-        options=LATE,
-        on_event=lambda event: told.append(event.name),
-        **local(tmp_path, has_local=has_local),
+        directory, options=LATE, local=local, on_event=lambda event: told.append(event.name)
     )
     ckpt.save(1, state=STATE, force=True)
     with pytest.raises(SaveTimeoutError):
         ckpt.close()
     gate.set()
     # The thread that hears SIGTERM can be ended on the main thread alone.
-    until(lambda: names() <= {"sigterm"})
+    wait_until(lambda: names() <= {"sigterm"})
     assert entries(directory) <= {"1", "run"}
-    assert not (tmp_path / "local" / "lease").exists()
+    assert not Path(local.path, "lease").exists()
     assert told == ["started", "saving", "durable", "closed"]
     assert not preemption._watch._listeners
     with TorchaxCheckpointer(directory) as following:
@@ -157,9 +140,7 @@ def test_a_close_that_gave_up_raises_the_failure_when_it_is_tried_again(
     ckpt.close()
 
 
-def test_a_new_checkpointer_waits_for_a_save_that_close_gave_up_on(
-    directory: Path, gate: threading.Event
-) -> None:
+def test_a_new_one_waits_for_a_save_given_up(directory: Path, gate: threading.Event) -> None:
     first = TorchaxCheckpointer(directory, options=LATE)
     first.save(1, state=STATE)
     with pytest.raises(SaveTimeoutError):
@@ -173,9 +154,6 @@ def test_a_new_checkpointer_waits_for_a_save_that_close_gave_up_on(
     second.close()
     first.close()
     assert entries(directory) == {"1", "2"}
-
-
-# --- a checkpointer that nobody can reach ---
 
 
 class Trainer:
@@ -194,25 +172,22 @@ all_told: list[list[str]] = []
 
 
 @pytest.mark.parametrize("is_cell_late", [False, True], ids=["after", "during"])
-@pytest.mark.parametrize("has_local", [False, True], ids=["durable", "tiers"])
 def test_a_cell_that_is_run_again_goes_on_from_the_checkpointer_it_replaces(
-    has_local: bool,
     is_cell_late: bool,
     directory: Path,
-    tmp_path: Path,
+    local: LocalTier,
     gate: threading.Event,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    tiers = local(tmp_path, has_local=has_local)
     ours = signal.getsignal(signal.SIGTERM)
-    trainer = Trainer(directory, **tiers)
+    trainer = Trainer(directory, local=local)
     trainer.ckpt.save(1, state=STATE, force=True)
     if is_cell_late:
         threading.Timer(0.3, gate.set).start()
     else:
         gate.set()
         trainer.ckpt.wait_until_finished()
-    trainer = Trainer(directory, **tiers)
+    trainer = Trainer(directory, local=local)
     assert trainer.ckpt.save(2, state=STATE, force=True)
     trainer.ckpt.close()
     assert trainer.ckpt.all_steps() == [1, 2]
@@ -221,22 +196,8 @@ def test_a_cell_that_is_run_again_goes_on_from_the_checkpointer_it_replaces(
     assert first == ["started", "saving", "durable", "closed"]
     assert second == ["started", "saving", "durable", "closed"]
     assert entries(directory) <= {"1", "2", "run"}
-    until(lambda: not names())
+    wait_until(lambda: not names())
     assert signal.getsignal(signal.SIGTERM) is ours
-
-
-def test_it_is_found_under_another_name_of_the_directory(
-    directory: Path, tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate.set()
-    link = tmp_path / "latest"
-    trainer = Trainer(directory)
-    trainer.ckpt.save(1, state=STATE, force=True)
-    link.symlink_to(directory)
-    trainer = Trainer(link)
-    assert trainer.ckpt.save(2, state=STATE, force=True)
-    trainer.ckpt.close()
-    assert entries(directory) == {"1", "2"}
 
 
 def test_a_hook_is_let_go_of_with_the_closed_checkpointer(directory: Path) -> None:
@@ -252,14 +213,12 @@ def test_a_hook_is_let_go_of_with_the_closed_checkpointer(directory: Path) -> No
     gc.disable()
     try:
         del owner, ckpt
-        until(lambda: seen() is None)
+        wait_until(lambda: seen() is None)
     finally:
         gc.enable()
 
 
-def test_what_the_replaced_checkpointer_is_saving_is_resumed_from(
-    directory: Path, gate: threading.Event
-) -> None:
+def test_what_a_replaced_one_is_saving_is_resumed(directory: Path, gate: threading.Event) -> None:
     ckpt = TorchaxCheckpointer(directory)
     ckpt.attach()
     ckpt.save(7, state=STATE)
@@ -289,14 +248,11 @@ def test_one_that_can_still_be_reached_is_said_to_be(directory: Path) -> None:
 def test_failures_of_one_that_was_replaced_are_logged(
     directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as failing:
-        failing.setattr(array_writer, "write_arrays", fail)
-        ckpt = TorchaxCheckpointer(directory)
-        ckpt.save(1, state=STATE)
-        ckpt._saver.join()
+    free_disk = fill_disk(monkeypatch)
+    ckpt = TorchaxCheckpointer(directory)
+    ckpt.save(1, state=STATE)
+    ckpt._saver.join()
+    free_disk()
     caplog.clear()
     ckpt = TorchaxCheckpointer(directory)
     ckpt.save(2, state=STATE)
@@ -305,46 +261,17 @@ def test_failures_of_one_that_was_replaced_are_logged(
     assert "Its newest save failed: saving step 1" in told.getMessage()
 
 
-def test_one_that_nobody_replaces_finishes_its_save_and_lets_go_of_the_directory(
-    directory: Path, gate: threading.Event
-) -> None:
+def test_one_that_nobody_replaces_finishes_its_save(directory: Path, gate: threading.Event) -> None:
     TorchaxCheckpointer(directory).save(1, state=STATE)
     gc.collect()
     assert (directory / "lease").exists()
     gate.set()
-    until(lambda: entries(directory) == {"1"})
-    until(lambda: names() <= {"sigterm"})
+    wait_until(lambda: entries(directory) == {"1"})
+    wait_until(lambda: names() <= {"sigterm"})
     with TorchaxCheckpointer(directory) as ckpt:  # on the main thread, which can let go of SIGTERM
         ckpt.attach()
     assert not names()
 
-
-UNREACHABLE = """
-    import gc, sys, time
-    import torchax
-    torchax.enable_globally()
-    import numpy as np
-    from torchax_ckpt import TorchaxCheckpointer
-    from torchax_ckpt.storage.writing import array_writer
-    write = array_writer.write_arrays
-    def slow(*args, **kwargs):
-        time.sleep(1)
-        return write(*args, **kwargs)
-    array_writer.write_arrays = slow
-    TorchaxCheckpointer(sys.argv[1]).save(1, state={"w": np.arange(3)})
-    gc.collect()
-"""
-
-
-@pytest.mark.slow
-def test_a_program_that_ends_finishes_the_save_of_an_unreachable_one(directory: Path) -> None:
-    result = run_python(UNREACHABLE, str(directory), devices=1, fresh=True)
-    assert "ending without close(): finishing the save of step 1" in result.stderr
-    assert "step 1 is saved" in result.stderr
-    assert entries(directory) == {"1"}
-
-
-# --- what is left behind ---
 
 LEFT = """
     import os, signal, sys, threading

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.saving.unchanged import division
 from torchax_ckpt.storage.arrays import chunking
 
@@ -43,35 +42,3 @@ def test_no_process_writes_more_to_a_database_than_the_limit(
     groups = [*division.grouped(named, named)]
     assert [name for group in groups for name in group] == [*named]
     assert [len(group) for group in groups] == expected
-
-
-def test_a_database_has_either_device_arrays_or_host_arrays(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(chunking, "storing_processes", lambda array: frozenset({0}))
-    arrays = {"a": array(1, 0), "h": np.zeros(1), "b": array(1, 0), "i": np.zeros(1)}
-    assert [*division.grouped(arrays, arrays)] == [("a", "b"), ("h", "i")]
-
-
-def test_what_a_process_does_not_store_is_on_the_host_of_process_0(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """So all processes number the databases of device arrays alike."""
-    monkeypatch.setattr(chunking, "storing_processes", lambda array: frozenset({0, 1}))
-    arrays = {"h": np.zeros(1), "a": array(1, 0), "b": array(1, 0)}
-    here = {name: arrays[name] for name in ("a", "b")}
-    assert [*division.grouped(arrays, here)] == [("a", "b"), ("h",)]
-    assert [*division.grouped(arrays, arrays)] == [("a", "b"), ("h",)]
-
-
-def test_only_processes_that_store_parts_have_a_folder_of_the_database(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Process 0 may store none: an array is then on devices of other processes first."""
-    monkeypatch.setattr(chunking, "storing_processes", lambda array: array.writers)
-    arrays: dict[str, Any] = {"a": array(1, 1), "b": array(1, 1, 2)}
-    found = division.Division()
-    processes: Any = SimpleNamespace(index=1, count=3)
-    found.write(Plan({}, frozenset()), arrays, arrays, frozenset(arrays), processes)
-    (database,) = found.databases.values()
-    assert database.processes == (1, 2)

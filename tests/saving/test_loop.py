@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from support.damage import set_commit_time
 from support.training import mlp, train_step
 
 from torchax_ckpt import TorchaxCheckpointer, policies, torchax_backend
-from torchax_ckpt.errors import AttachError, MetricsError, StepTypeError
+from torchax_ckpt.errors import AttachError, StepTypeError
 from torchax_ckpt.runtime import preemption
 
 EVERY_STEP = policies.FixedIntervalPolicy(1)
@@ -67,18 +69,6 @@ def test_break_leaves_without_saving_the_unfinished_body(directory: Path) -> Non
         assert next(iter(ckpt.steps(10))) == 3
 
 
-def test_an_exception_leaves_without_saving_the_unfinished_body(directory: Path) -> None:
-    with (
-        pytest.raises(ZeroDivisionError),
-        TorchaxCheckpointer(directory, save_decision_policy=EVERY_STEP) as ckpt,
-    ):
-        ckpt.attach(mlp())
-        for step in ckpt.steps(10):
-            if step == 3:
-                raise ZeroDivisionError
-    assert ckpt.latest_step() == 2
-
-
 def test_the_loop_saves_what_the_policy_says(directory: Path) -> None:
     policy = policies.AnySavePolicy(
         [policies.FixedIntervalPolicy(3), policies.SpecificStepsPolicy([4])]
@@ -118,25 +108,6 @@ def test_metrics_of_a_step_that_is_not_saved_are_dropped(directory: Path) -> Non
     assert ckpt.metrics(2) == {"loss": 2.0}
 
 
-def test_record_refuses_what_is_no_metric(directory: Path) -> None:
-    with pytest.raises(MetricsError, match="'loss'"):
-        TorchaxCheckpointer(directory).record(loss=object())
-
-
-def test_a_preemption_saves_waits_and_ends_the_loop(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with TorchaxCheckpointer(directory, save_decision_policy=NEVER) as ckpt:
-        ckpt.attach(mlp())
-        for step in ckpt.steps(10):
-            if step == 3:
-                monkeypatch.setattr(preemption._watch, "noticed_at", time.monotonic())
-        assert step == 3
-        assert ckpt.all_steps() == [3]
-        assert ckpt.reached_preemption(3)
-    assert ckpt.reached_preemption()
-
-
 def test_steps_needs_attach_and_an_int(directory: Path) -> None:
     ckpt = TorchaxCheckpointer(directory)
     with pytest.raises(AttachError, match="steps was called before attach"):
@@ -144,3 +115,93 @@ def test_steps_needs_attach_and_an_int(directory: Path) -> None:
     ckpt.attach(mlp())
     with pytest.raises(StepTypeError, match=r"expected an int, found 3\.0"):
         ckpt.steps(3.0)  # type: ignore[arg-type]
+
+
+# --- what policies are told, and what their answers decide ---
+
+STATE = {"x": 1.5}
+
+
+class Recording:
+    """A policy that notes what it is told, and answers as another one."""
+
+    def __init__(self, policy: Any) -> None:
+        self.policy = policy
+        self.told: list[tuple[int, bool]] = []
+
+    def should_save(self, step: Any, previous_steps: Sequence[Any], *, context: Any) -> bool:
+        self.told.append((step.step, context.reached_preemption))
+        return self.policy.should_save(step, previous_steps, context=context)
+
+
+@pytest.fixture
+def end_the_run(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """As SIGTERM does."""
+    return lambda: monkeypatch.setattr(preemption._watch, "noticed_at", time.monotonic())
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        policies.PreemptionCheckpointingPolicy(),
+        policies.AnySavePolicy(
+            [policies.FixedIntervalPolicy(1000), policies.PreemptionCheckpointingPolicy()]
+        ),
+    ],
+    ids=["alone", "any"],
+)
+def test_the_preemption_policy_saves_at_a_preemption_and_never_otherwise(
+    policy: Any, directory: Path, end_the_run: Callable[[], None]
+) -> None:
+    recording = Recording(policy)
+    with TorchaxCheckpointer(directory, save_decision_policy=recording) as ckpt:
+        for step in (1, 2):
+            assert not ckpt.should_save(step)
+            assert not ckpt.save(step, state=STATE)
+        end_the_run()
+        assert ckpt.should_save(3)
+        assert ckpt.save(3, state=STATE)
+        assert ckpt.all_steps() == [3]
+        assert not ckpt.should_save(3)
+        assert not ckpt.save(3, state=STATE)
+    assert recording.told == [(1, False)] * 2 + [(2, False)] * 2 + [(3, True)] * 2
+
+
+def test_a_preemption_is_told_saves_and_ends_the_loop(
+    directory: Path, end_the_run: Callable[[], None]
+) -> None:
+    recording = Recording(policies.SpecificStepsPolicy(()))
+    with TorchaxCheckpointer(directory, save_decision_policy=recording) as ckpt:
+        ckpt.attach(mlp())
+        for step in ckpt.steps(10):
+            if step == 3:
+                end_the_run()
+        assert step == 3
+        assert ckpt.all_steps() == [3]  # whatever the policy answered
+        assert ckpt.reached_preemption(3)
+    assert ckpt.reached_preemption()
+    assert recording.told == [(1, False), (2, False), (3, True)]
+
+
+def test_a_policy_that_fails_at_a_preemption_does_not_keep_the_step_from_being_saved(
+    directory: Path, end_the_run: Callable[[], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    class Failing:
+        def should_save(self, step: Any, previous_steps: Sequence[Any], *, context: Any) -> bool:
+            if context.reached_preemption:
+                raise ZeroDivisionError
+            return False
+
+    with TorchaxCheckpointer(directory, save_decision_policy=Failing()) as ckpt:
+        assert not ckpt.save(1, state=STATE)
+        end_the_run()
+        assert ckpt.save(2, state=STATE)
+    assert ckpt.all_steps() == [2]
+    assert "step 2: the save decision policy failed at a preemption" in caplog.text
+
+
+def test_a_forced_save_asks_no_policy(directory: Path) -> None:
+    recording = Recording(policies.SpecificStepsPolicy(()))
+    with TorchaxCheckpointer(directory, save_decision_policy=recording) as ckpt:
+        assert ckpt.save(1, state=STATE, force=True)
+    assert recording.told == []

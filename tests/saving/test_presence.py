@@ -13,17 +13,16 @@ from typing import Any
 
 import pytest
 import torch
-from support.compare import assert_trees_identical, training_state
+from support.compare import training_state
 from support.damage import halve
 from support.linked import data_file, databases, files
 from support.models import Tuned
+from support.still import ALL, REUSE, assert_resumes, tuned
 
-from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
+from torchax_ckpt import TorchaxCheckpointer, policies
 from torchax_ckpt.errors import SaveError
 from torchax_ckpt.storage.medium import links
 
-REUSE = CheckpointOptions(reuse=True)
-ALL = {"preservation_policy": policies.PreserveAll()}
 AGAIN = ": the unchanged arrays are written again"
 
 
@@ -43,15 +42,6 @@ def opened(directory: Path, model: Tuned, **settings: Any) -> Iterator[Callable[
         yield train
 
 
-def assert_resumes(directory: Path, step: int, model: Tuned) -> None:
-    """Asserts that the newest step is the model, and that every byte of all steps can be read."""
-    found = Tuned().to("jax")
-    with TorchaxCheckpointer(directory, options=CheckpointOptions(read_only=True)) as ckpt:
-        assert ckpt.attach(found) == step
-        ckpt.verify(step)
-    assert_trees_identical(training_state(found), training_state(model))
-
-
 def longer(path: Path) -> None:
     with open(path, "ab") as file:
         file.write(b"0")
@@ -64,7 +54,7 @@ def longer(path: Path) -> None:
 def test_a_lost_or_resized_data_file_is_noticed_by_the_save_that_would_take_it_over(
     damage: Callable[[Path], None], said: str, directory: Path, caplog: Any
 ) -> None:
-    model = Tuned().to("jax")
+    model = tuned()
     with opened(directory, model) as train:
         train(1, 2, 3, 4)
         damage(lost := data_file(directory, 3))
@@ -76,13 +66,11 @@ def test_a_lost_or_resized_data_file_is_noticed_by_the_save_that_would_take_it_o
     assert not files(directory, 5) & files(directory, 1)
     assert files(directory, 6) & files(directory, 4)
     assert files(directory, 7) & files(directory, 5)
-    assert_resumes(directory, 7, model)
+    assert_resumes(directory, 7, training_state(model))
 
 
-def test_it_is_noticed_in_the_step_that_the_run_was_restored_from(
-    directory: Path, caplog: Any
-) -> None:
-    model = Tuned().to("jax")
+def test_it_is_noticed_in_the_step_that_was_restored(directory: Path, caplog: Any) -> None:
+    model = tuned()
     with opened(directory, model) as train:
         train(1, 2, 3, 4)
     with opened(directory, model) as train:
@@ -93,11 +81,11 @@ def test_it_is_noticed_in_the_step_that_the_run_was_restored_from(
     assert not files(directory, 6) & files(directory, 4)
     for step in (7, 8):
         assert files(directory, step) & files(directory, step - 2)
-    assert_resumes(directory, 8, model)
+    assert_resumes(directory, 8, training_state(model))
 
 
 def test_it_is_noticed_in_what_is_kept_aside(directory: Path, caplog: Any) -> None:
-    model = Tuned().to("jax")
+    model = tuned()
     with opened(directory, model, preservation_policy=policies.LatestN(1)) as train:
         train(1, 2, 3)
         folder = directory / "unchanged" / "state" / databases(directory, 3)[0]
@@ -105,14 +93,12 @@ def test_it_is_noticed_in_what_is_kept_aside(directory: Path, caplog: Any) -> No
         with caplog.at_level(logging.WARNING, "torchax_ckpt"):
             train(4, 5, 6)
     assert caplog.text.count(AGAIN) == 1
-    assert_resumes(directory, 6, model)
+    assert_resumes(directory, 6, training_state(model))
 
 
-def test_a_file_that_changes_while_it_is_taken_over_costs_the_save(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_change_in_between_costs_a_save(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The save has looked at the files before; the next one writes all arrays."""
-    model = Tuned().to("jax")
+    model = tuned()
     link = links.link_folder
 
     def change(*args: Any, **kwargs: Any) -> None:
@@ -128,12 +114,12 @@ def test_a_file_that_changes_while_it_is_taken_over_costs_the_save(
         train(6, 7, 8)
     assert not files(directory, 6) & files(directory, 4)
     assert files(directory, 8) & files(directory, 6)
-    assert_resumes(directory, 8, model)
+    assert_resumes(directory, 8, training_state(model))
 
 
 @pytest.mark.parametrize("lost", ["two files", "the folder"])
 def test_many_lost_files_are_logged_once(lost: str, directory: Path, caplog: Any) -> None:
-    model = Tuned().to("jax")
+    model = tuned()
     with opened(directory, model) as train:
         train(1, 2, 3, 4)
         folder = directory / "3" / "state" / databases(directory, 3)[0]
@@ -148,20 +134,4 @@ def test_many_lost_files_are_logged_once(lost: str, directory: Path, caplog: Any
     found = " is gone" if lost == "the folder" else r"/\S+ .*, and 1 more"
     assert re.search(re.escape(str(folder)) + found + AGAIN, caplog.text)
     assert files(directory, 7) & files(directory, 5)
-    assert_resumes(directory, 7, model)
-
-
-def test_files_of_others_beside_a_database_keep_no_save_from_linking(
-    directory: Path, caplog: Any
-) -> None:
-    model = Tuned().to("jax")
-    with opened(directory, model) as train:
-        train(1, 2, 3, 4)
-        data_file(directory, 3).unlink()
-        kept = data_file(directory, 4)
-        kept.with_name("other").write_bytes(b"")
-        with caplog.at_level(logging.WARNING, "torchax_ckpt"):
-            train(5, 6)
-    assert caplog.text.count(AGAIN) == 1
-    assert files(directory, 6) & files(directory, 4)
-    assert_resumes(directory, 6, model)
+    assert_resumes(directory, 7, training_state(model))

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from orbax import checkpoint as v0
 from orbax.checkpoint import v1 as ocp
-from support.compare import assert_trees_identical, entries, training_state
-from support.damage import edit_json, flip_bit
+from support.compare import entries, training_state
+from support.damage import flip_bit
 from support.linked import assert_holds, by_orbax, data_file, databases, files
 from support.own_orbax import abstract
 from support.still import (
@@ -53,14 +53,6 @@ def test_unchanged_arrays_are_written_twice_and_then_linked_in_turn(directory: P
         assert len(databases(directory, step)) == 1
         assert used[step] & used[step - 2]
         assert not used[step] & used[step - 1]
-
-
-def test_a_step_stays_complete_when_all_others_are_deleted(directory: Path) -> None:
-    states = [still_state(x=step) for step in range(8)]
-    save_all(directory, states, preservation_policy=policies.PreserveAll())
-    for step in range(1, 8):
-        shutil.rmtree(directory / str(step))
-    assert_holds(directory, 8, states[7])
 
 
 def leaf_names(directory: Path, step: int) -> list[set[str]]:
@@ -157,13 +149,6 @@ def test_an_array_that_changes_under_its_identity_is_written(directory: Path) ->
         assert arrays["state/w"].tobytes() == expected.tobytes()
 
 
-@pytest.mark.parametrize("keep", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_any_number_of_kept_steps_is_enough(directory: Path, keep: int) -> None:
-    states = [still_state(x=step) for step in range(8)]
-    save_all(directory, states, preservation_policy=policies.LatestN(keep))
-    assert_holds(directory, 8, states[7])
-
-
 def test_a_frozen_parameter_is_written_by_the_first_two_saves_only(directory: Path) -> None:
     state = run(directory, range(1, 5), **ALL)
     assert files(directory, 3) & files(directory, 1)
@@ -194,18 +179,6 @@ def assert_goes_on(directory: Path, first: int, last: int) -> None:
     for step in range(first, last + 1):
         assert not files(directory, step) & files(directory, step - 1)
         assert bool(files(directory, step) & files(directory, step - 2)) == (step > first), step
-
-
-def test_functional_state_is_taken_over_after_a_restart(directory: Path) -> None:
-    states = [still_state(x=step) for step in range(8)]
-    save_all(directory, states[:5], **ALL)
-    with TorchaxCheckpointer(directory, options=REUSE, **ALL) as ckpt:
-        assert ckpt.attach() == 5
-        assert_trees_identical(ckpt.load(5, abstract(states[4])), states[4])
-        for step in (6, 7, 8):
-            ckpt.save(step, state=states[step - 1], force=True)
-    assert_goes_on(directory, 6, 8)
-    assert_holds(directory, 8, states[7])
 
 
 def test_a_run_that_went_back_shares_nothing_with_the_step_before(directory: Path) -> None:
@@ -255,9 +228,7 @@ def test_damage_in_a_shared_file_never_reaches_two_neighbours(directory: Path) -
 
 
 @pytest.mark.parametrize("keep", [policies.PreserveAll(), policies.LatestN(1)])
-def test_nothing_is_taken_over_from_a_step_that_turned_out_to_be_damaged(
-    keep: Any, directory: Path
-) -> None:
+def test_nothing_is_taken_over_from_a_step_found_damaged(keep: Any, directory: Path) -> None:
     state = still_state(x=0)
     with TorchaxCheckpointer(directory, options=REUSE, preservation_policy=keep) as ckpt:
         for step in range(1, 10):
@@ -308,36 +279,20 @@ def test_a_damaged_index_costs_one_save(directory: Path) -> None:
     assert_resumes(directory, 6, training_state(model))
 
 
-def test_a_database_that_is_deleted_between_saves_is_written_again(
-    directory: Path, caplog: Any
-) -> None:
-    model = tuned()
-    with TorchaxCheckpointer(directory, options=REUSE, **ALL) as ckpt:
-        ckpt.attach(model)
-        train(ckpt, model, range(1, 5))
-        ckpt.wait_until_finished()
-        shutil.rmtree(directory / "3" / "state" / databases(directory, 3)[0])
-        with caplog.at_level(logging.WARNING, "torchax_ckpt"):
-            train(ckpt, model, range(5, 8))
-            ckpt.wait_until_finished()
-    assert caplog.text.count("is gone: the unchanged arrays are written again") == 1
-    assert files(directory, 7) & files(directory, 5)
-    assert_resumes(directory, 7, training_state(model))
-
-
 def test_where_links_are_refused_files_are_copied(
     directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
-
-    monkeypatch.setattr(os, "link", refuse)
+    """From step to step; none is kept aside."""
+    monkeypatch.setattr(os, "link", Mock(side_effect=PermissionError(errno.EPERM, "no")))
     monkeypatch.setattr(links, "_has_warned", False)
     with caplog.at_level(logging.WARNING, "torchax_ckpt"):
         state = run(directory, range(1, 6), **ALL)
     assert caplog.text.count("Unchanged arrays are copied from step to step") == 1
     assert not files(directory, 5) & files(directory, 3)
     assert_resumes(directory, 5, state)
+    last = directory.with_name("last")
+    run(last, range(1, 6), preservation_policy=policies.LatestN(1))
+    assert entries(last) == {"5"}
 
 
 @pytest.mark.parametrize(
@@ -370,22 +325,7 @@ def test_the_newest_verified_step_shares_nothing_with_the_newest_one(directory: 
             assert ckpt.all_steps() == [6, step]
             assert not files(directory, step) & files(directory, 6)
     assert_holds(directory, 10, state)
-
-
-def test_a_step_kept_long_ago_shares_nothing_with_the_newest_one(directory: Path) -> None:
-    """It is not among those that a run reads when it starts."""
-    state = still_state(x=0)
-    rules = [policies.LatestN(1), policies.CustomSteps([5])]
-    for first in (1, 2):
-        run = directory / str(first)
-        save_all(run, (10 - first) * [state], start=first, **ALL)
-        keep = policies.AnyPreservationPolicy(rules)
-        with TorchaxCheckpointer(run, options=REUSE, preservation_policy=keep) as ckpt:
-            for step in (10, 11):
-                ckpt.save(step, state=state, force=True)
-                ckpt.wait_until_finished()
-                assert ckpt.all_steps() == [5, step]
-                assert not files(run, step) & files(run, 5)
+    assert_holds(directory, 6, state)  # the mark does not disturb Orbax
 
 
 @pytest.mark.parametrize(
@@ -397,9 +337,7 @@ def test_a_step_kept_long_ago_shares_nothing_with_the_newest_one(directory: Path
         pytest.param((policies.LatestN(1), policies.BestN(metric="loss")), marks=pytest.mark.slow),
     ],
 )
-def test_the_newest_step_shares_nothing_with_the_one_below_whatever_is_kept(
-    rules: tuple[Any, ...], directory: Path
-) -> None:
+def test_no_neighbours_share_whatever_is_kept(rules: tuple[Any, ...], directory: Path) -> None:
     """And after the first saves of a program, no save writes the unchanged arrays again."""
     state, events = still_state(x=0), list[Event]()
     for first, last in ((1, 10), (10, 15)):
@@ -452,20 +390,6 @@ def test_orbax_does_not_list_what_is_kept_aside(directory: Path) -> None:
         assert [checkpoint.step for checkpoint in checkpointer.checkpoints] == [5]
     with v0.CheckpointManager(directory) as manager:
         assert manager.all_steps() == [5]
-
-
-def test_a_damaged_manifest_field_is_refused(directory: Path) -> None:
-    run(directory, range(1, 3))
-    edit_json(directory / "2" / "manifest" / "data.json", _break)
-    with (
-        TorchaxCheckpointer(directory, options=REUSE) as ckpt,
-        pytest.raises(CorruptCheckpointError, match="'unchanged' to list databases"),
-    ):
-        ckpt.verify(2)
-
-
-def _break(manifest: Any) -> None:
-    manifest["unchanged"] = {"../x": {"copy": 0, "xxh3_128": {}}}
 
 
 # --- against an oracle ---------------------------------------------------------------------------
@@ -576,20 +500,6 @@ def test_any_sequence_of_changes_saves_and_restarts_stores_what_was_saved(
     for action, argument in actions:
         getattr(oracle, action)(argument)
     oracle.check()
-
-
-def test_steps_are_deleted_if_nothing_can_be_kept_aside(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And without links, no files are copied for it."""
-
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
-
-    monkeypatch.setattr(os, "link", refuse)
-    state = run(directory, range(1, 6), preservation_policy=policies.LatestN(1))
-    assert entries(directory) == {"5"}
-    assert_resumes(directory, 5, state)
 
 
 def test_what_is_kept_aside_goes_when_reuse_is_off(directory: Path) -> None:

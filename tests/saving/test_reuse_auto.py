@@ -11,10 +11,9 @@ import torch
 from support.compare import entries
 from support.linked import databases, files
 from support.models import Tuned
-from support.still import ALL, REUSE, save_all, still_state
+from support.still import ALL, save_all, still_state
 
 from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
-from torchax_ckpt.processes.coordination import Processes
 
 HALF = 1024  # outputs of a model half of whose bytes are frozen
 
@@ -43,9 +42,7 @@ def test_frozen_parameters_of_half_the_bytes_switch_it_on(
 
 
 @pytest.mark.parametrize(("reuse", "is_on"), [(True, True), (False, False)])
-def test_true_and_false_decide_whatever_is_frozen(
-    reuse: bool, is_on: bool, directory: Path
-) -> None:
+def test_true_and_false_decide_alone(reuse: bool, is_on: bool, directory: Path) -> None:
     """With True, arrays that just do not change are found as well."""
     options = CheckpointOptions(reuse=reuse)
     saved(directory, Tuned(2 * HALF if reuse else 4).to("jax"), 1, 2, 3, options=options)
@@ -73,9 +70,7 @@ def test_each_start_decides_anew(directory: Path) -> None:
     assert not files(directory, 8) & files(directory, 7)
 
 
-def test_local_saves_link_before_the_first_durable_one_after_a_restart(
-    directory: Path, tmp_path: Path
-) -> None:
+def test_local_saves_link_before_a_first_durable_one(directory: Path, tmp_path: Path) -> None:
     """The restored step shows that the run reuses what does not change."""
     model = Tuned().to("jax")
     every = policies.FixedIntervalPolicy
@@ -93,7 +88,7 @@ def test_local_saves_link_before_the_first_durable_one_after_a_restart(
     assert not files(ramdisk, 7) & files(ramdisk, 6)
 
 
-def test_that_one_kept_step_is_a_risk_is_logged_once_it_is_on(
+def test_that_one_step_is_a_risk_is_logged(
     directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     latest = {"preservation_policy": policies.LatestN(1)}
@@ -104,52 +99,45 @@ def test_that_one_kept_step_is_a_risk_is_logged_once_it_is_on(
     assert caplog.text.count("keeps one step") == 1
 
 
-def test_the_first_linked_save_says_how_to_copy_a_run(
-    directory: Path, caplog: pytest.LogCaptureFixture
+LATEST = policies.LatestN(1)
+BEST = policies.AnyPreservationPolicy([LATEST, policies.BestN(metric="loss")])
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "is_warned"),
+    [
+        (LATEST, {"reuse": True}, True),
+        (policies.AnyPreservationPolicy([LATEST]), {"reuse": True}, True),
+        (LATEST, {}, False),
+        (LATEST, {"reuse": True, "read_back": True}, False),
+        (LATEST, {"reuse": True, "read_only": True}, False),
+        (policies.LatestN(2), {"reuse": True}, False),
+        (BEST, {"reuse": True}, False),
+    ],
+)
+def test_with_reuse_a_policy_that_keeps_one_step_is_warned_of(
+    policy: Any,
+    options: Any,
+    is_warned: bool,
+    directory: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    TorchaxCheckpointer(
+        directory,
+        preservation_policy=policy,
+        local=LocalTier(directory.with_name("local"), keep=1),
+        options=CheckpointOptions(**options),
+    )
+    said = [r.message for r in caplog.records if "keeps one step" in r.message]
+    assert len(said) == is_warned
+    if said:
+        assert said[0].startswith(f"{directory}: ")
+        assert "\n" not in said[0]
+
+
+def test_a_linked_save_says_how_to_copy(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "torchax_ckpt"):
         saved(directory, Tuned().to("jax"), 1, 2, 3, 4, 5)
     (said,) = (text for text in caplog.messages if "cp -r" in text)
     assert said.startswith(f"step 3 of {directory} has ")
     assert "cp -a, rsync -H and torchax-ckpt copy keep the links" in said
-
-
-@pytest.fixture
-def exchanges(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The values that processes gather and share, in order."""
-    found: list[str] = []
-    for name in ("gather", "first"):
-        method = getattr(Processes, name)
-
-        def counted(self: Any, *args: Any, _name: str = name, _method: Any = method) -> Any:
-            found.append(_name)
-            return _method(self, *args)
-
-        monkeypatch.setattr(Processes, name, counted)
-    return found
-
-
-def test_only_saves_that_could_take_something_over_exchange_more(
-    directory: Path, exchanges: list[str]
-) -> None:
-    def of_saves(name: str, options: CheckpointOptions, model: Tuned) -> list[list[str]]:
-        found = []
-        with TorchaxCheckpointer(directory.with_name(name), options=options, **ALL) as ckpt:
-            ckpt.attach(model)
-            for step in range(1, 5):
-                exchanges.clear()
-                with torch.no_grad():
-                    model.head.weight.add_(step)
-                    model.base.weight.add_(0 if not model.base.weight.requires_grad else step)
-                ckpt.save(step, force=True)
-                ckpt.wait_until_finished()
-                found.append([*exchanges])
-        return found
-
-    trained = Tuned().to("jax").requires_grad_(True)
-    plain = of_saves("off", CheckpointOptions(reuse=False), trained)
-    assert of_saves("auto", CheckpointOptions(), trained) == plain
-    assert of_saves("on", REUSE, trained) == plain
-    linked = of_saves("linked", CheckpointOptions(), Tuned().to("jax"))
-    assert linked[:2] == plain[:2]
-    assert [len(more) - len(less) for more, less in zip(linked, plain, strict=True)] == [0, 0, 2, 2]

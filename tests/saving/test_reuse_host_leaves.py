@@ -16,21 +16,16 @@ from support.compare import assert_trees_identical
 from support.linked import assert_holds, by_orbax, databases, files
 from support.models import Tuned
 from support.own_orbax import abstract
+from support.still import ALL, REUSE, ROWS
 from support.training import P, fsdp_mesh
 
 from torchax_ckpt import (
     CheckpointOptions,
-    LocalTier,
     TorchaxCheckpointer,
-    policies,
     torchax_backend,
 )
 from torchax_ckpt.errors import SaveError
 from torchax_ckpt.storage.medium import links
-
-REUSE = CheckpointOptions(reuse=True)
-ALL = {"preservation_policy": policies.PreserveAll()}
-ROWS = 1 << 15  # a leaf of 1 MiB
 
 
 def table(seed: int = 0) -> np.ndarray:
@@ -74,22 +69,6 @@ def files_by_database(directory: Path, step: int) -> list[set[int]]:
     """The files in each database of unchanged arrays of a step, as ``files`` gives them."""
     folders = (directory / str(step) / "state" / name for name in databases(directory, step))
     return [{path.stat().st_ino for path in folder.rglob("d/*")} for folder in folders]
-
-
-def recorded(directory: Path, step: int) -> dict[str, str]:
-    """The kind of each array of a step, as Orbax records it."""
-    metadata = json.loads((directory / str(step) / "state" / "_METADATA").read_text())
-    found = metadata["tree_metadata"].items()
-    return {name: entry["value_metadata"]["value_type"] for name, entry in found}
-
-
-def test_orbax_records_a_host_leaf_that_is_taken_over_as_any(tmp_path: Path) -> None:
-    for name in ("with", "without"):
-        options = CheckpointOptions(reuse=name == "with")
-        save_all(tmp_path / name, host_state(), range(1, 6), options=options)
-    found = recorded(tmp_path / "with", 5)
-    assert found == recorded(tmp_path / "without", 5)
-    assert found["('state', 'table')"] == "np.ndarray"
 
 
 @pytest.mark.parametrize("mode", ["copy", "reference"])
@@ -169,66 +148,6 @@ def test_host_leaves_are_taken_over_after_a_restart(directory: Path) -> None:
     assert_holds(directory, 9, state)
 
 
-def test_leaves_move_between_host_and_devices(directory: Path) -> None:
-    """A database of arrays of both kinds is written again; one of one kind is taken over."""
-    where = NamedSharding(fsdp_mesh(), P("fsdp"))
-    host = {"a": table(1), "b": table(2), "x": np.zeros(3, np.float32)}
-    both = host | {"b": jax.device_put(host["b"], where)}
-    device = both | {"a": jax.device_put(host["a"], where)}
-    with TorchaxCheckpointer(directory, options=REUSE, **ALL) as ckpt:
-        for step in range(1, 19):
-            state = (host, both, device)[(step - 1) // 6]
-            state["x"] = np.full(3, step, np.float32)
-            ckpt.save(step, state=state, force=True)
-    assert arrays_in(directory, 6) == [{"state/a", "state/b"}]
-    assert not files(directory, 7) & files(directory, 5)
-    assert arrays_in(directory, 12) == [{"state/b"}, {"state/a"}]
-    assert files(directory, 12) & files(directory, 10)
-    for step, state in ((7, both), (12, both), (13, device), (18, device)):
-        assert_holds(directory, step, state | {"x": np.full(3, step, np.float32)})
-    assert files(directory, 18) & files(directory, 16)
-
-
-def test_one_copy_kept_aside_and_one_kept_step(directory: Path) -> None:
-    state = host_state()
-    latest = {"preservation_policy": policies.LatestN(1)}
-    save_all(directory, state, range(1, 7), **latest)
-    kept = {p.stat().st_ino for p in (directory / "unchanged").rglob("d/*")}
-    assert kept
-    assert not kept & files(directory, 6)
-    resumed(directory, state, 6, range(7, 9), **latest)
-    assert_holds(directory, 8, state)
-
-
-@pytest.mark.parametrize("settings", [{"compression": "blosc-zstd"}, {"max_host_bytes": 1 << 18}])
-def test_host_leaves_go_with_other_options(settings: Any, directory: Path) -> None:
-    state = host_state()
-    options = CheckpointOptions(reuse=True, **settings)
-    save_all(directory, state, range(1, 7), options=options)
-    assert files(directory, 6) & files(directory, 4)
-    assert_holds(directory, 6, state)
-
-
-def test_a_local_tier_takes_host_leaves_over_from_its_own_steps(
-    directory: Path, tmp_path: Path
-) -> None:
-    ramdisk, state = tmp_path / "ramdisk", host_state()
-    every = policies.FixedIntervalPolicy(1)
-    local = LocalTier(ramdisk, save_decision_policy=every, keep=8)
-    with TorchaxCheckpointer(
-        directory, save_decision_policy=every, local=local, options=REUSE, **ALL
-    ) as ckpt:
-        ckpt.attach()
-        for step in range(1, 8):
-            ckpt.save(step, state=state)
-            ckpt.wait_until_finished()
-    for place in (directory, ramdisk):
-        assert files(place, 7) & files(place, 5)
-        assert not files(place, 7) & files(place, 6)
-        assert_holds(place, 7, state)
-    assert not files(directory, 7) & files(ramdisk, 7)
-
-
 def test_tensors_of_a_module_on_the_cpu_are_taken_over(directory: Path) -> None:
     model = Tuned(16).to("jax")
     with torchax_backend.native_torch():
@@ -250,9 +169,7 @@ def test_tensors_of_a_module_on_the_cpu_are_taken_over(directory: Path) -> None:
         assert arrays["model/table"].tobytes() == expected.tobytes()
 
 
-def test_a_save_whose_host_leaves_are_not_taken_over_is_not_committed(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_without_its_links_is_none(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = host_state()
     save_all(directory, state, range(1, 6))
     monkeypatch.setattr(links, "take_over", lambda *_: None)

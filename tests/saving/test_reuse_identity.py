@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import shutil
 import weakref
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,6 @@ from support.still import (
 from support.training import fsdp_mesh, fsdp_rule
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
-from torchax_ckpt.errors import UnsupportedLeafError
-from torchax_ckpt.saving.unchanged import identities
 from torchax_ckpt.snapshot import snapshotter
 
 
@@ -67,19 +64,6 @@ def only_small(execute: Any) -> Any:
 
 
 @pytest.mark.usefixtures("identity_proves")
-def test_arrays_may_leave_the_state_and_the_program(directory: Path) -> None:
-    state = still_state(x=0)
-    with TorchaxCheckpointer(directory, options=REUSE, **ALL) as ckpt:
-        for step in range(1, 9):
-            if step == 7:
-                state = {"x": state["x"]}
-                gc.collect()
-            ckpt.save(step, state=state, force=True)
-            ckpt.wait_until_finished()
-    assert_holds(directory, 8, state)
-
-
-@pytest.mark.usefixtures("identity_proves")
 def test_an_equal_array_that_is_another_object_is_compared(
     directory: Path, fetched: list[tuple[int, ...]]
 ) -> None:
@@ -97,22 +81,6 @@ def test_an_equal_array_that_is_another_object_is_compared(
 
 
 @pytest.mark.usefixtures("identity_proves")
-def test_a_step_that_is_deleted_before_the_save_costs_no_save(directory: Path) -> None:
-    state = still_state(x=0)
-    with TorchaxCheckpointer(directory, options=REUSE, **ALL) as ckpt:
-        for step in range(1, 7):
-            ckpt.save(step, state=state, force=True)
-        ckpt.wait_until_finished()
-        ckpt.delete(5)
-        shutil.rmtree(directory / "4")
-        ckpt.save(7, state=state, force=True)
-        ckpt.save(8, state=state, force=True)
-        ckpt.wait_until_finished()
-    assert_holds(directory, 7, state)
-    assert_holds(directory, 8, state)
-
-
-@pytest.mark.usefixtures("identity_proves")
 def test_no_buffer_is_kept_alive_between_saves(directory: Path) -> None:
     state = still_state(x=0)
     with TorchaxCheckpointer(directory, options=REUSE) as ckpt:
@@ -123,19 +91,6 @@ def test_no_buffer_is_kept_alive_between_saves(directory: Path) -> None:
         del state
         gc.collect()
         assert known() is None
-
-
-@pytest.mark.usefixtures("identity_proves")
-def test_a_donated_array_is_not_taken_over(directory: Path) -> None:
-    state = still_state(x=0)
-    with TorchaxCheckpointer(directory, options=REUSE) as ckpt:
-        for step in range(1, 7):
-            ckpt.save(step, state=state, force=True)
-            ckpt.wait_until_finished()
-        state["base"]["a"].delete()
-        with pytest.raises(UnsupportedLeafError, match="state/base/a: its buffer was donated"):
-            ckpt.save(7, state=state, force=True)
-        assert ckpt.latest_step() == 6
 
 
 def zeros(*shape: int, dtype: str = "float32") -> jax.Array:
@@ -175,22 +130,6 @@ def test_an_array_of_another_form_and_equal_bytes_is_written(
             ckpt.wait_until_finished()
     for step in (7, 8, 9, 10, 11):
         assert_holds(directory, step, state)
-
-
-def test_where_no_identity_proves_anything_no_leaf_is_asked_again(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr(identities, "is_proof", lambda array: asked.append(array))
-    state = still_state(x=0)
-    with TorchaxCheckpointer(directory, options=REUSE) as ckpt:
-        for step in range(1, 9):
-            ckpt.save(step, state=state, force=True)
-            ckpt.wait_until_finished()
-            if step == 5:
-                assert asked
-                asked.clear()
-    assert not asked
 
 
 @pytest.mark.usefixtures("identity_proves")

@@ -12,14 +12,12 @@ import jax
 import numpy as np
 import pytest
 import torch
-from support.compare import assert_trees_identical, entries, training_state
+from support.compare import entries, training_state
 from support.linked import assert_holds, data_file, databases, files
-from support.models import Tuned
 from support.own_orbax import abstract
+from support.still import REUSE, assert_resumes, tuned
 
-from torchax_ckpt import CheckpointOptions, Event, LocalTier, TorchaxCheckpointer, policies
-
-REUSE = CheckpointOptions(reuse=True)
+from torchax_ckpt import Event, LocalTier, TorchaxCheckpointer, policies
 
 
 @pytest.fixture
@@ -29,7 +27,7 @@ def ramdisk(tmp_path: Path) -> Path:
 
 def run(directory: Path, ramdisk: Path, last: int, keep: int = 8) -> list[object]:
     """Resumes in a new model, and saves each step locally and each second one durably, from 1."""
-    model = Tuned().to("jax")
+    model = tuned()
     every = policies.FixedIntervalPolicy
     local = LocalTier(ramdisk, save_decision_policy=every(1), keep=keep)
     with TorchaxCheckpointer(
@@ -45,13 +43,6 @@ def run(directory: Path, ramdisk: Path, last: int, keep: int = 8) -> list[object
             assert ckpt.save(step)
             ckpt.wait_until_finished()
     return training_state(model)
-
-
-def assert_resumes(directory: Path, step: int, expected: list[object]) -> None:
-    model = Tuned().to("jax")
-    with TorchaxCheckpointer(directory, options=CheckpointOptions(read_only=True)) as ckpt:
-        assert ckpt.attach(model) == step
-    assert_trees_identical(training_state(model), expected)
 
 
 def test_steps_link_within_their_tier_also_after_a_restart(directory: Path, ramdisk: Path) -> None:
@@ -81,7 +72,7 @@ def test_steps_link_within_their_tier_also_after_a_restart(directory: Path, ramd
 def test_neither_tier_looks_at_arrays_that_are_the_same_objects(
     directory: Path, ramdisk: Path, fetched: list[tuple[int, ...]]
 ) -> None:
-    model = Tuned().to("jax")
+    model = tuned()
     shape = tuple(model.base.weight.shape)
     local = LocalTier(ramdisk, save_decision_policy=policies.FixedIntervalPolicy(1), keep=2)
     durable = policies.SpecificStepsPolicy(tuple(range(1, 100, 2)))
@@ -175,15 +166,3 @@ def test_a_restart_from_a_local_step_knows_what_is_still(directory: Path, ramdis
         assert not files(ramdisk, step) & files(ramdisk, step - 1)
     for step in (11, 17):
         assert_holds(directory, step, layers(step))
-
-
-def test_local_saves_after_a_restart_link_also_before_the_first_durable_save(
-    directory: Path, ramdisk: Path
-) -> None:
-    saved(directory, ramdisk, 10)
-    assert saved(directory, ramdisk, 13, durable=()) == {}
-    for step in (12, 13):
-        assert files(ramdisk, step) & files(ramdisk, step - 2)
-        assert not files(ramdisk, step) & files(ramdisk, step - 1)
-        shutil.copytree(ramdisk / str(step), ramdisk.with_name("copy") / str(step))
-        assert_holds(ramdisk.with_name("copy"), step, layers(step))

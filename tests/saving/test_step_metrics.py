@@ -10,14 +10,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.strategies import fingerprint
-from support.training import mlp
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies, torchax_backend
 from torchax_ckpt.errors import MetricsError
@@ -59,28 +57,14 @@ def pending_scalar() -> Any:
     ("value", "expected"),
     [
         (jnp.float32(0.25), 0.25),
-        (jnp.bfloat16(1.5), 1.5),
         (jnp.float8_e5m2(2), 2.0),
-        (jnp.int32(-7), -7),
         (jnp.bool_(True), True),
-        (jnp.ones((1, 1)), 1.0),
-        (torchax_backend.wrap(jnp.float16(0.5)), 0.5),
         (torchax_backend.wrap(jnp.ones((1,), jnp.bfloat16)), 1.0),
-        (np.float32(0.1), float(np.float32(0.1))),
-        (np.float64(0.1), 0.1),
-        (np.int64(2**60 + 1), 2**60 + 1),
         (np.uint64(2**64 - 1), 2**64 - 1),
         (np.bool_(False), False),
         (np.array([3], np.int8), 3),
-        (ml_dtypes.bfloat16(1.5), 1.5),
-        (torch_scalar(0.1, torch.float64), 0.1),
-        (torch_scalar(1.5, torch.bfloat16), 1.5),
         (torch_scalar(2**53 + 1, torch.int64), 2**53 + 1),
-        (torch_scalar(True, torch.bool), True),
-        (3, 3),
         (2**100, 2**100),
-        (0.1, 0.1),
-        (True, True),
         (None, None),
         ("text", "text"),
         ({"a": [1, {"b": None}]}, {"a": [1, {"b": None}]}),
@@ -105,7 +89,7 @@ def test_a_scalar_of_any_dtype_is_kept_to_the_bit(dtype: str, seed: int) -> None
 
 
 def test_metrics_are_read_back_by_name(directory: Path) -> None:
-    metrics = {
+    metrics: dict[str, Any] = {
         "loss": jnp.bfloat16(0.5),
         "torchax": torchax_backend.wrap(jnp.float32(0.25)),
         "count": np.int64(2**60 + 1),
@@ -116,6 +100,7 @@ def test_metrics_are_read_back_by_name(directory: Path) -> None:
     }
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.save(1, state=STATE, metrics=metrics)
+        metrics["history"].pop()  # comes too late
         ckpt.save(2, state=STATE, force=True)
     fresh = TorchaxCheckpointer(directory)
     assert fresh.metrics(1) == {
@@ -123,6 +108,7 @@ def test_metrics_are_read_back_by_name(directory: Path) -> None:
         "loss": 0.5,
         "torchax": 0.25,
         "count": 2**60 + 1,
+        "history": [{"a": 1.5}, None, "é\ud800"],
     }
     assert fresh.metrics(2) == {}
 
@@ -138,19 +124,6 @@ def test_recorded_metrics_join_those_given_to_save_and_belong_to_one_step(direct
     assert fresh.metrics(2) == {"b": 4}
 
 
-def test_metrics_recorded_in_a_loop_belong_to_their_step(directory: Path) -> None:
-    every = policies.FixedIntervalPolicy(2)
-    with TorchaxCheckpointer(directory, save_decision_policy=every) as ckpt:
-        ckpt.attach(mlp())
-        for step in ckpt.steps(4):
-            ckpt.record(**{f"only in {step}": step}, loss=jnp.float32(step))
-    fresh = TorchaxCheckpointer(directory)
-    assert {step: fresh.metrics(step) for step in fresh.all_steps()} == {
-        2: {"only in 2": 2, "loss": 2.0},
-        4: {"only in 4": 4, "loss": 4.0},
-    }
-
-
 # A transfer does wait.
 not_waiting = pytest.mark.parametrize("mode", ["auto", "copy", "offload", "reference"])
 
@@ -158,9 +131,7 @@ not_waiting = pytest.mark.parametrize("mode", ["auto", "copy", "offload", "refer
 @pytest.mark.slow
 @not_waiting
 @pytest.mark.parametrize("kind", ["jax", "torchax"])
-def test_neither_checking_nor_saving_metrics_waits_for_the_device(
-    directory: Path, kind: str, mode: Any
-) -> None:
+def test_saving_metrics_does_not_wait_for_the_device(directory: Path, kind: str, mode: Any) -> None:
     options = CheckpointOptions(snapshot=mode)
     with TorchaxCheckpointer(directory, preservation_policy=BEST, options=options) as ckpt:
         ckpt.save(1, state={"w": jnp.ones(2)}, metrics={"loss": 1e9})  # compiles the snapshot
@@ -176,9 +147,7 @@ def test_neither_checking_nor_saving_metrics_waits_for_the_device(
 
 
 @not_waiting
-def test_saving_state_that_is_still_being_computed_does_not_wait_for_it(
-    directory: Path, mode: Any
-) -> None:
+def test_saving_does_not_wait_for_what_is_being_computed(directory: Path, mode: Any) -> None:
     with TorchaxCheckpointer(directory, options=CheckpointOptions(snapshot=mode)) as ckpt:
         ckpt.save(1, state={"w": jnp.float32(0)})
         ckpt.wait_until_finished()
@@ -212,13 +181,6 @@ def test_a_metric_donated_before_save_is_refused_by_name(directory: Path) -> Non
         assert ckpt.save(1, state=STATE)
 
 
-def test_json_metrics_are_what_they_were_when_given() -> None:
-    history = [1]
-    kept = check_metrics({"history": history})
-    history.append(2)
-    assert fetch(kept) == {"history": [1]}
-
-
 def _looped() -> list[Any]:
     looped: list[Any] = []
     looped.append(looped)
@@ -228,26 +190,18 @@ def _looped() -> list[Any]:
 @pytest.mark.parametrize(
     "value",
     [
-        lambda: 0,
         object(),
         {1, 2},
-        b"bytes",
         1 + 2j,
         _looped(),
         jnp.ones(2),
-        jnp.zeros(0),
         torchax_backend.wrap(jnp.ones((2, 1))),
         jnp.complex64(1),
         jax.random.key(0),
-        np.ones(2),
         np.array("text"),
         np.array([None]),
-        np.complex64(1),
         np.datetime64("2020-01-01"),
-        np.timedelta64(3, "s"),
-        np.longdouble(1.5),
         np.zeros((), [("field", "i4")]),
-        torch_scalar([1.0, 2.0], torch.float32),
         torch_scalar(1 + 2j, torch.complex64),
         {"deep": [jnp.ones(())]},
     ],
@@ -258,12 +212,14 @@ def test_what_is_neither_a_number_nor_json_is_refused_by_name(value: Any) -> Non
         check_metrics({"fine": 1, "the loss": value})
 
 
-def test_tensors_without_plain_data_are_refused_by_name() -> None:
+def test_tensors_without_plain_data_and_odd_mappings_are_refused() -> None:
     with torchax_backend.native_torch():
         tensors = [torch.ones(1).to_sparse(), torch.empty((), device="meta")]
-    for tensor in tensors:
-        with pytest.raises(MetricsError, match="'loss'"):
-            check_metrics({"loss": tensor})
+    cases: list[tuple[Any, str]] = [({"loss": tensor}, "'loss'") for tensor in tensors]
+    cases += [({1: 1.0}, "names must be strings"), ([("loss", 1)], "expected a mapping")]
+    for metrics, said in cases:
+        with pytest.raises(MetricsError, match=said):
+            check_metrics(metrics)
 
 
 def test_a_tracer_is_refused_by_name() -> None:
@@ -277,31 +233,7 @@ def test_a_tracer_is_refused_by_name() -> None:
     step(jnp.ones(()))
 
 
-@pytest.mark.parametrize("name", [1, None, ("a",), b"a"])
-def test_names_that_are_not_strings_are_refused(name: Any) -> None:
-    with pytest.raises(MetricsError, match="names must be strings"):
-        check_metrics({name: 1.0})
-
-
-@pytest.mark.parametrize("metrics", [[("loss", 1)], "loss", 1.0])
-def test_metrics_that_are_no_mapping_are_refused(metrics: Any) -> None:
-    with pytest.raises(MetricsError, match="expected a mapping"):
-        check_metrics(metrics)
-
-
-def test_refused_metrics_leave_the_step_unsaved_and_free(directory: Path) -> None:
-    with TorchaxCheckpointer(directory) as ckpt:
-        with pytest.raises(MetricsError):
-            ckpt.save(1, state=STATE, metrics={"loss": lambda: 0})
-        with pytest.raises(MetricsError):
-            ckpt.record(loss=object())
-        assert ckpt.save(1, state=STATE, metrics={"loss": 1.0})
-    assert TorchaxCheckpointer(directory).metrics(1) == {"loss": 1.0}
-
-
-@pytest.mark.parametrize(
-    "value", [math.nan, np.float32("nan"), torch_scalar(math.nan, torch.float32), "text", True, []]
-)
+@pytest.mark.parametrize("value", [math.nan, torch_scalar(math.nan, torch.float32), "text", True])
 def test_what_a_best_n_rule_cannot_rank_is_refused_at_save(directory: Path, value: Any) -> None:
     either = policies.AnyPreservationPolicy([policies.LatestN(1), BEST])
     for policy in (BEST, either):
@@ -334,16 +266,8 @@ def test_a_metric_that_cannot_be_ranked_costs_no_step_that_must_be_saved(
         assert ckpt.metrics(2)["a"] == 1
 
 
-def test_metrics_that_no_rule_ranks_may_be_nan(directory: Path) -> None:
-    with TorchaxCheckpointer(directory, preservation_policy=BEST) as ckpt:
-        ckpt.save(1, state=STATE, metrics={"loss": -math.inf, "other": math.nan})
-    assert math.isnan(TorchaxCheckpointer(directory).metrics(1)["other"])
-
-
 @pytest.mark.parametrize("wraps", [False, True])
-def test_a_device_metric_that_cannot_be_ranked_is_reported_and_the_step_saved(
-    directory: Path, wraps: bool
-) -> None:
+def test_a_device_metric_that_cannot_be_ranked_costs_no_step(directory: Path, wraps: bool) -> None:
     with TorchaxCheckpointer(directory, preservation_policy=BEST) as ckpt:
         loss: Any = jnp.log(jnp.float32(-1))
         ckpt.save(3, state=STATE, metrics={"loss": torchax_backend.wrap(loss) if wraps else loss})
@@ -352,6 +276,8 @@ def test_a_device_metric_that_cannot_be_ranked_is_reported_and_the_step_saved(
         assert caught.value.step == 3
         ckpt.check_for_errors()  # was raised, and is read
         assert ckpt.all_steps() == [3]
-        ckpt.save(4, state=STATE, metrics={"loss": jnp.float32(2)}, force=True)
+        # A metric that no rule ranks may be NaN.
+        metrics = {"loss": jnp.float32(2), "other": math.nan}
+        ckpt.save(4, state=STATE, metrics=metrics, force=True)
         ckpt.wait_until_finished()
         assert ckpt.best_step() == 4

@@ -11,6 +11,7 @@ import shutil
 import signal
 import tempfile
 import threading
+import time
 import types
 import warnings
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ import numpy as np
 import pytest
 import torch
 from support import PROGRAMS
-from support.compare import assert_trees_identical, training_state
+from support.compare import assert_trees_identical, folders, training_state
 from support.damage import flip_arrays
 from support.processes import run_python
 from support.steps import ALWAYS, save, save_due, state, two_tiers
@@ -37,15 +38,13 @@ from torchax_ckpt.errors import (
     StepNotFoundError,
     TierError,
 )
+from torchax_ckpt.runtime import preemption
 from torchax_ckpt.storage.directory import run_identity
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.writing import array_writer
 from torchax_ckpt.telemetry.events import Event
 
 KEEP_ALL = policies.PreserveAll()
-
-
-NEVER = policies.SpecificStepsPolicy(())
 
 
 @pytest.fixture
@@ -56,17 +55,10 @@ def ramdisk() -> Iterator[Path]:
         yield Path(path) / "steps"
 
 
-def entries(directory: Path) -> set[str]:
-    there = {child.name for child in directory.iterdir() if child.is_dir()}
-    return there - {"events"}
-
-
 # --- where steps go, and where they come from ----------------------------------------------------
 
 
-def test_each_tier_has_policies_of_its_own_and_the_newest_step_of_either_wins(
-    directory: Path, ramdisk: Path
-) -> None:
+def test_each_tier_has_policies_and_the_newest_step_wins(directory: Path, ramdisk: Path) -> None:
     model = mlp()
     optimizer = adamw(model)
     held = {}
@@ -140,13 +132,6 @@ def test_a_step_that_both_tiers_want_is_captured_once(
         assert not ckpt.save(2, state=state(2), force=True)
 
 
-def test_what_is_forced_is_durable(directory: Path, ramdisk: Path) -> None:
-    with two_tiers(directory, ramdisk, local=NEVER) as ckpt:
-        save(ckpt, 3)
-        assert (ckpt.all_steps("durable"), ckpt.all_steps("local")) == ([3], [])
-        assert not ckpt.should_save(4)
-
-
 def test_without_a_local_tier_there_is_none(directory: Path) -> None:
     with TorchaxCheckpointer(directory) as ckpt:
         save(ckpt, 1)
@@ -157,9 +142,7 @@ def test_without_a_local_tier_there_is_none(directory: Path) -> None:
     assert not (directory / run_identity.NAME).exists()
 
 
-def test_a_step_is_found_verified_and_deleted_in_either_tier(
-    directory: Path, ramdisk: Path
-) -> None:
+def test_a_step_is_found_verified_deleted_in_either_tier(directory: Path, ramdisk: Path) -> None:
     with two_tiers(directory, ramdisk, durable=policies.FixedIntervalPolicy(2)) as ckpt:
         save_due(ckpt, 1, 2, 3)
         assert ckpt.verify() == 3
@@ -188,7 +171,7 @@ def test_a_local_tier_holds_one_step_more_than_it_keeps_and_never_two(
         nonlocal most
         taken = write(path, *args, **kwargs)
         if str(path).startswith(str(ramdisk)):
-            most = max(most, len(entries(ramdisk)))
+            most = max(most, len(folders(ramdisk)))
         return taken
 
     monkeypatch.setattr(array_writer, "write_arrays", counted)
@@ -233,9 +216,7 @@ def test_settings_that_cannot_be_are_refused(arguments: dict[str, Any], message:
 
 
 @pytest.mark.slow
-def test_after_a_kill_the_newest_local_step_is_resumed_and_without_it_the_durable_one(
-    directory: Path, ramdisk: Path
-) -> None:
+def test_after_a_kill_the_newest_step_is_resumed(directory: Path, ramdisk: Path) -> None:
     def run(at: Path, kill_at: int, *, check: bool = True) -> list[str]:
         arguments = "killed_with_two_tiers", str(at), str(ramdisk), "9", str(kill_at)
         result = run_python(PROGRAMS / "saves.py", *arguments, devices=8, check=check)
@@ -250,9 +231,7 @@ def test_after_a_kill_the_newest_local_step_is_resumed_and_without_it_the_durabl
     assert run(directory, 0) == ["start 4 durable", never_killed]
 
 
-def test_a_damaged_local_step_falls_back_to_the_durable_one_of_the_same_number(
-    directory: Path, ramdisk: Path
-) -> None:
+def test_a_damaged_local_step_falls_back_to_a_durable_one(directory: Path, ramdisk: Path) -> None:
     with two_tiers(directory, ramdisk, durable=policies.FixedIntervalPolicy(3)) as ckpt:
         save_due(ckpt, 1, 2, 3)
     flip_arrays(ramdisk / "3")
@@ -319,11 +298,14 @@ def test_a_slow_durable_tier_does_not_hold_up_the_local_one(
         let_go.set()
 
 
-def test_sigterm_saves_to_the_durable_tier(directory: Path, ramdisk: Path) -> None:
-    arguments = "in_loop", str(directory), "tiers", str(ramdisk)
-    result = run_python(PROGRAMS / "sigterm.py", *arguments, devices=1, check=False)
-    assert result.returncode == 128 + signal.SIGTERM, result.stderr
-    assert result.stdout.splitlines()[-1] == "steps 3 [3] [1, 2]"
+def test_a_preemption_saves_to_the_durable_tier(
+    directory: Path, ramdisk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with two_tiers(directory, ramdisk) as ckpt:
+        save_due(ckpt, 1, 2)
+        monkeypatch.setattr(preemption._watch, "noticed_at", time.monotonic())
+        assert ckpt.save(3, state=state(3))
+        assert (ckpt.all_steps("durable"), ckpt.all_steps("local")) == ([3], [1, 2])
 
 
 # --- going back ----------------------------------------------------------------------------------
@@ -340,13 +322,11 @@ def test_going_back_abandons_what_is_newer_in_both_tiers(directory: Path, ramdis
         assert ckpt.all_steps() == [1, 2, 3, 4, 5]  # until something new is there
         assert ckpt.save(4, force=False)  # both tiers, of the new branch
         ckpt.wait_until_finished()
-        assert entries(directory) == {"2", "4", "abandoned-4"}
-        assert entries(ramdisk) == {"1", "2", "3", "4"}  # whose room is needed
+        assert folders(directory) == {"2", "4", "abandoned-4"}
+        assert folders(ramdisk) == {"1", "2", "3", "4"}  # whose room is needed
 
 
-def test_a_durable_step_that_a_local_one_has_abandoned_never_comes_back(
-    directory: Path, ramdisk: Path
-) -> None:
+def test_a_durable_step_abandoned_locally_never_comes_back(directory: Path, ramdisk: Path) -> None:
     """Though it is in place until something new is durable, and its number is below the newest."""
     rare = types.SimpleNamespace(steps=(1, 3))
     rare.should_save = lambda step, previous_steps, context: step.step in rare.steps
@@ -358,32 +338,17 @@ def test_a_durable_step_that_a_local_one_has_abandoned_never_comes_back(
         for step in range(3, 9):
             assert ckpt.save(step, state={"w": np.full(3, -step)})
             ckpt.wait_until_finished()
-        assert entries(directory) == {"1", "3"}
+        assert folders(directory) == {"1", "3"}
         assert (ckpt.all_steps("durable"), ckpt.all_steps("local")) == ([1], [7, 8])
     with two_tiers(directory, ramdisk, durable=rare, keep=2) as ckpt:
         assert ckpt.attach(stateful={}) == 8
         save_due(ckpt, 9, 10, 11)  # by now nothing is left that was saved right after going back
         assert (ckpt.all_steps("durable"), ckpt.all_steps("local")) == ([1], [10, 11])
         save(ckpt, 12)
-        assert entries(directory) == {"1", "12", "abandoned-3"}
+        assert folders(directory) == {"1", "12", "abandoned-3"}
 
 
-def test_saving_without_attach_goes_on_from_what_both_tiers_hold(
-    directory: Path, ramdisk: Path
-) -> None:
-    with two_tiers(directory, ramdisk, durable=(5,)) as ckpt:
-        save_due(ckpt, 5, 6)
-    with two_tiers(directory, ramdisk) as ckpt:
-        save_due(ckpt, 3)  # of another branch than 5 and 6
-        assert ckpt.all_steps() == [3]
-        assert entries(directory) == {"5"}
-        assert entries(ramdisk) == {"3"}
-        np.testing.assert_array_equal(ckpt.load()["w"], state(3)["w"])
-
-
-def test_deleting_a_step_does_not_bring_back_what_the_run_has_abandoned(
-    directory: Path, ramdisk: Path
-) -> None:
+def test_deleting_a_step_brings_nothing_abandoned_back(directory: Path, ramdisk: Path) -> None:
     rare = 3, 5, 10
     only = policies.SpecificStepsPolicy((6, 7))
     with two_tiers(directory, ramdisk, durable=rare, local=only, keep=1) as ckpt:
@@ -398,57 +363,23 @@ def test_deleting_a_step_does_not_bring_back_what_the_run_has_abandoned(
         assert ckpt.attach(stateful={}) == 7
 
 
-def test_durable_steps_stay_where_they_are_until_something_new_is_durable(
-    directory: Path, ramdisk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whoever has abandoned them may be lost with the host before that."""
-    with two_tiers(directory, ramdisk, durable=(2, 4)) as ckpt:
-        save_due(ckpt, 2, 4)
-    write = array_writer.write_arrays
-
-    def lost(path: Any, *args: Any, **kwargs: Any) -> Any:
-        if str(path).startswith(str(directory)):
-            raise OSError(5, "the host is going")
-        return write(path, *args, **kwargs)
-
-    with two_tiers(directory, ramdisk, durable=(3,)) as ckpt:
-        assert ckpt.attach(stateful={}, resume=False) == 0
-        save_due(ckpt, 1)
-        monkeypatch.setattr(array_writer, "write_arrays", lost)
-        assert ckpt.save(3, state=state(3))
-        with pytest.raises(SaveError, match="the host is going"):
-            ckpt.wait_until_finished()
-        assert ckpt.all_steps() == [1, 3]
-        assert entries(directory) >= {"2", "4"}
-        monkeypatch.undo()
-        shutil.copytree(directory, directory.with_name("left"))
-        save(ckpt, 5)
-        assert {"5", "abandoned-2", "abandoned-4"} <= entries(directory)
-    with two_tiers(directory.with_name("left"), directory.with_name("lost")) as ckpt:
-        assert ckpt.all_steps() == [2, 4]
-
-
 # --- whose ramdisk it is -------------------------------------------------------------------------
 
 
-def test_a_run_that_was_removed_is_not_resumed_from_its_ramdisk(
-    directory: Path, ramdisk: Path
-) -> None:
+def test_a_removed_run_is_not_resumed_from_its_ramdisk(directory: Path, ramdisk: Path) -> None:
     with two_tiers(directory, ramdisk) as ckpt:
         save_due(ckpt, 1, 2)
     shutil.rmtree(directory)
     with two_tiers(directory, ramdisk) as ckpt:
         assert ckpt.attach(stateful={}) == 0
         assert ckpt.all_steps() == []
-        assert entries(ramdisk) == {"1", "2"}  # reading changes nothing
+        assert folders(ramdisk) == {"1", "2"}  # reading changes nothing
         save_due(ckpt, 1)
-        assert entries(ramdisk) == {"1"}
+        assert folders(ramdisk) == {"1"}
         assert ckpt.all_steps() == [1]
 
 
-def test_the_ramdisk_of_another_run_is_not_taken_from_under_it(
-    directory: Path, ramdisk: Path
-) -> None:
+def test_the_ramdisk_of_another_run_is_not_taken_over(directory: Path, ramdisk: Path) -> None:
     with two_tiers(directory, ramdisk) as ckpt:
         save_due(ckpt, 1, 2)
         with two_tiers(directory.with_name("other"), ramdisk) as other:
@@ -506,22 +437,6 @@ def test_what_users_call_run_is_left_alone(directory: Path, ramdisk: Path) -> No
     assert (directory / "run").read_text() == "#!/bin/sh\n"
 
 
-def test_a_directory_that_was_removed_under_the_run_belongs_to_it_again(
-    directory: Path, ramdisk: Path
-) -> None:
-    with two_tiers(directory, ramdisk, durable=ALWAYS) as ckpt:
-        save_due(ckpt, 1)
-        shutil.rmtree(directory)
-        shutil.rmtree(ramdisk)
-        for step in (2, 3):
-            ckpt.save(step, state=state(step))
-            with contextlib.suppress(SaveError):
-                ckpt.wait_until_finished()
-    with two_tiers(directory, ramdisk) as ckpt:
-        assert ckpt.latest_step("local") == ckpt.latest_step("durable") == 3
-        save_due(ckpt, 4)
-
-
 @pytest.mark.parametrize("call", [1, 2, 3])
 def test_killed_while_the_run_is_named_anew_no_local_step_is_lost(
     call: int, directory: Path, ramdisk: Path, monkeypatch: pytest.MonkeyPatch
@@ -550,39 +465,7 @@ def test_killed_while_the_run_is_named_anew_no_local_step_is_lost(
         assert ckpt.latest_step() == 3
 
 
-@pytest.mark.parametrize("linked", ["durable", "local"])
-def test_a_directory_may_be_a_link(linked: str, directory: Path, ramdisk: Path) -> None:
-    link = directory.with_name("link")
-    link.symlink_to(directory if linked == "durable" else ramdisk)
-    for path in (directory, ramdisk):
-        path.mkdir(parents=True, exist_ok=True)
-    places = (link, ramdisk) if linked == "durable" else (directory, link)
-    for step in (1, 2):
-        with two_tiers(*places, durable=(1,)) as ckpt:
-            assert ckpt.attach(stateful={}) == step - 1
-            save_due(ckpt, step)
-    with two_tiers(*places) as ckpt:
-        assert ckpt.all_steps("local") == [1, 2]
-
-
-def test_steps_that_no_local_tier_has_written_are_never_removed(
-    directory: Path, ramdisk: Path
-) -> None:
-    other = directory.with_name("other")
-    with two_tiers(other, ramdisk, durable=ALWAYS) as ckpt:  # so it has a name
-        save_due(ckpt, 1, 2)
-    with two_tiers(directory, other) as ckpt, pytest.raises(DirectoryError) as raised:
-        ckpt.save(7, state=state(7))
-    assert re.search(
-        f"{re.escape(str(other))}: expected .* local tier .* found steps 1, 2", str(raised.value)
-    )
-    with TorchaxCheckpointer(other) as ckpt:
-        assert ckpt.all_steps() == [1, 2]
-
-
-def test_a_local_tier_that_cannot_be_created_is_said_at_the_first_save(
-    directory: Path, ramdisk: Path
-) -> None:
+def test_the_first_save_says_that_a_tier_cannot_be_created(directory: Path, ramdisk: Path) -> None:
     ramdisk.parent.mkdir(exist_ok=True)
     ramdisk.write_text("in the way")
     with pytest.raises(DirectoryError, match="expected a directory, found a file"):
@@ -603,11 +486,11 @@ def test_a_late_first_save_mixes_in_neither_tier(directory: Path, ramdisk: Path)
     assert late.attach() == 1
     with two_tiers(directory, ramdisk) as ckpt:
         save_due(ckpt, 2, 3, 4)
-    found = entries(directory), entries(ramdisk)
+    found = folders(directory), folders(ramdisk)
     for _ in range(2):
         with pytest.raises(LeaseError, match="has saved steps"):
             late.save(2, state=state(2), force=True)
     late.close()
-    assert (entries(directory), entries(ramdisk)) == found
+    assert (folders(directory), folders(ramdisk)) == found
     with two_tiers(directory, ramdisk) as ckpt:
         assert ckpt.attach() == 4

@@ -72,7 +72,7 @@ def run(directory: Path, step_fn: Any, options: CheckpointOptions, steps: int = 
 @pytest.fixture
 def busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Writing falls behind the training, now before and now after it has looked at the leaves."""
-    write, stored, start = array_writer.write_arrays, Snapshot.stored, fetching.start
+    write, stacked, start = array_writer.write_arrays, Snapshot.stacked, fetching.start
     looks, writes = itertools.cycle([0.0, 0.03, 0.002]), itertools.cycle([0.0, 0.01, 0.002, 0.03])
 
     def late_write(*args: Any, **kwargs: Any) -> Any:
@@ -81,7 +81,7 @@ def busy(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def late_look(*args: Any) -> Any:
         time.sleep(next(looks))
-        return stored(*args)
+        return stacked(*args)
 
     def started(array: Any) -> Any:
         fetch = start(array)
@@ -94,7 +94,7 @@ def busy(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(fetching, "start", started)
     monkeypatch.setattr(array_writer, "write_arrays", late_write)
-    monkeypatch.setattr(Snapshot, "stored", late_look)
+    monkeypatch.setattr(Snapshot, "stacked", late_look)
 
 
 donating = pytest.mark.parametrize("step_fn", [double, deleting], ids=["donated", "deleted"])
@@ -200,7 +200,7 @@ def test_a_deleted_reference_fails_that_save_by_name(
     if layout == "auto":
         # A stack is made when the save's thread gets to it: here, after the deletion.
         stacked = Snapshot.stacked
-        monkeypatch.setattr(Snapshot, "stored", lambda *args: slow.wait(60) and stored(*args))
+        monkeypatch.setattr(Snapshot, "stacked", lambda *args: slow.wait(60) and stacked(*args))
     options = CheckpointOptions(snapshot="reference", layout=layout)
     state = start()
     ckpt = TorchaxCheckpointer(directory, options=options)

@@ -12,8 +12,6 @@ import pytest
 from support import TESTS
 from support.commands import run, run_json
 from support.damage import damage
-from support.training import mlp, train_step
-from torch.optim import SGD
 from typer.testing import CliRunner
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
@@ -66,16 +64,13 @@ def test_infinities_and_other_nans_are_told_apart() -> None:
     assert found(np.array([NAN], np.float32), other_nan) == ("bits", 0, 0, None)
 
 
-@pytest.mark.parametrize("dtype", [np.int64, np.uint64, np.int8, np.uint32, np.bool_])
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64, np.int8, np.bool_, ml_dtypes.int4])
 def test_integers_differ_exactly(dtype: Any) -> None:
-    low, high = (0, 1) if dtype is np.bool_ else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    low, high = (
+        (0, 1) if dtype is np.bool_ else (ml_dtypes.iinfo(dtype).min, ml_dtypes.iinfo(dtype).max)
+    )
     a, b = np.array([low, high], dtype), np.array([high, high], dtype)
     assert found(a, b) == found(b, a) == ("content", 1, 0, int(high) - int(low))
-
-
-def test_integers_of_four_bits_too() -> None:
-    a, b = (np.array([v], ml_dtypes.int4) for v in (-8, 7))
-    assert found(a, b) == ("content", 1, 0, 15)
 
 
 def test_large_leaves_are_compared_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,6 +99,7 @@ def test_every_kind_of_difference_is_listed(tmp_path: Path) -> None:
         "gone": np.zeros(1),
         "cast": np.zeros(2, np.float32),
         "cut": np.zeros(4),
+        "far": np.array([np.inf]),
         "lr": 0.1,
         "flag": True,
         "names": ["x", ("y", 2)],
@@ -113,6 +109,7 @@ def test_every_kind_of_difference_is_listed(tmp_path: Path) -> None:
         "new": np.zeros(1),
         "cast": np.zeros(2, np.float16),
         "cut": np.zeros(3),
+        "far": np.array([0.0]),
         "lr": 0.2,
         "flag": 1,
         "names": ["x", ("y", 3), None],
@@ -126,7 +123,9 @@ def test_every_kind_of_difference_is_listed(tmp_path: Path) -> None:
         "state/new": "only_in_b",
         "state/cast": "form",
         "state/cut": "form",
+        "state/far": "content",
     }
+    assert leaves["state/far"]["max_abs"] == "inf"
     assert leaves["state/layers/1/w"]["num_elements"] == 1
     assert leaves["state/layers/1/w"]["max_abs"] == 0.5
     assert (leaves["state/cast"]["a"], leaves["state/cast"]["b"]) == (
@@ -144,31 +143,8 @@ def test_every_kind_of_difference_is_listed(tmp_path: Path) -> None:
     assert "1 elements, by at most 0.5" in text
     assert "numpy float32[2] -> numpy float16[2]" in text
     assert text.splitlines()[-1] == (
-        "2 leaves are identical to the bit; 5 leaves and 4 values differ"
+        "2 leaves are identical to the bit; 6 leaves and 4 values differ"
     )
-
-
-def test_two_steps_of_a_training_differ_in_what_was_trained(directory: Path) -> None:
-    model = mlp()
-    optimizer = SGD(model.parameters(), lr=0.1)
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.attach(model, optimizer)
-        for step in (1, 2):
-            train_step(model, optimizer, step)
-            ckpt.save(step, force=True)
-    result = run_json("diff", directory / "1", directory / "2", code=exit_codes.FOUND)
-    assert {d["name"] for d in result["leaves"]} == {
-        f"model/{layer}.{part}" for layer in (0, 2) for part in ("weight", "bias")
-    }
-    assert all(d["what"] == "content" and d["max_abs"] > 0 for d in result["leaves"])
-    assert (result["a"]["step"], result["b"]["step"]) == (1, 2)
-
-
-def test_an_infinite_difference_is_still_json(tmp_path: Path) -> None:
-    a = save(tmp_path / "a", {"x": np.array([np.inf])})
-    b = save(tmp_path / "b", {"x": np.array([0.0])})
-    (leaf,) = run_json("diff", a, b, "--filter", "state/*", code=exit_codes.FOUND)["leaves"]
-    assert leaf["max_abs"] == "inf"
 
 
 def test_damage_is_not_taken_for_a_difference(tmp_path: Path) -> None:

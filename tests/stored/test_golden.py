@@ -98,9 +98,7 @@ def test_unchanged_arrays_of_a_golden_checkpoint_are_taken_over(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_ties_extra_state_and_groups_come_back_from_a_golden_checkpoint(
-    version: str, tmp_path: Path
-) -> None:
+def test_a_golden_group_has_its_ties_and_extra_state_again(version: str, tmp_path: Path) -> None:
     shutil.copytree(GOLDEN / version / "group", tmp_path / "run")
     torch.manual_seed(1)
     modules, optimizers = several()
@@ -153,9 +151,7 @@ def test_each_process_has_its_own_state_of_a_golden_checkpoint_again(
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_hosts_part_of_a_golden_checkpoint_is_not_taken_for_the_whole(
-    version: str, tmp_path: Path
-) -> None:
+def test_a_golden_part_of_a_host_is_not_taken_for_the_whole(version: str, tmp_path: Path) -> None:
     shutil.copytree(GOLDEN / version / APART, tmp_path / "run")
     durable, *hosts = (tmp_path / "run" / place for place in PLACES)
     for host in hosts:

@@ -48,7 +48,6 @@ from torchax_ckpt.storage.medium import location, permissions, seals
 from torchax_ckpt.stored.stored_step import StoredStep
 
 DAMAGED = 2
-EVERY_STEP = policies.FixedIntervalPolicy(1)
 Change = Callable[[Any], None]
 
 
@@ -198,12 +197,8 @@ def at_time(nsecs: Any) -> Damage:
     [
         (MANIFEST, with_bytes(b""), "manifest"),
         (MANIFEST, with_bytes(lambda raw: raw[: len(raw) // 2]), "manifest"),
-        (MANIFEST, with_bytes(lambda raw: b"\xff\xfe" + raw), "manifest"),
-        (MANIFEST, with_bytes(lambda raw: raw.replace(b'"document"', b'"docu\0ment"')), "manifest"),
         (MANIFEST, with_bytes(lambda raw: bytes(len(raw))), "manifest"),
         (MANIFEST, with_bytes(b"[" * 100_000), "manifest"),
-        (MANIFEST, with_bytes(b'{"format":' * 50_000), "manifest"),
-        (MANIFEST, with_bytes(b"1" * 10_000), "manifest"),
         (MANIFEST, with_bytes(b"null"), "manifest"),
         (MANIFEST, a_pipe, "special file"),
         (MANIFEST, a_link, "symbolic link"),
@@ -212,27 +207,21 @@ def at_time(nsecs: Any) -> Damage:
         ("manifest", gone, "cannot read its manifest"),
         ("state", a_link, "symbolic link"),
         ("state/manifest.ocdbt", a_link, "symbolic link"),
-        ("state/_METADATA", a_link, "symbolic link"),
         (SUMMARY, with_bytes(b""), "summary"),
         (SUMMARY, with_bytes(b"5"), "summary"),
-        (SUMMARY, with_bytes(b"[" * 100_000), "summary"),
         (SUMMARY, a_link, "symbolic link"),
         ("summary", gone, "cannot read its summary"),
         (RECORD, unsealed(with_bytes(b"")), "_CHECKPOINT_METADATA: was damaged"),
         (RECORD, unsealed(with_bytes(b"[" * 100_000)), "_CHECKPOINT_METADATA: was damaged"),
-        (RECORD, unsealed(with_bytes(b"\xff\x00")), "_CHECKPOINT_METADATA: was damaged"),
         (RECORD, unsealed(with_bytes(b"[]")), "_CHECKPOINT_METADATA: was damaged"),
         (RECORD, a_pipe, "_CHECKPOINT_METADATA: .*found a special file"),
         (RECORD, huge, "_CHECKPOINT_METADATA: expected at most .* found 1099511627776"),
         (RECORD, gone, "cannot read its commit record.*_CHECKPOINT_METADATA"),
         (RECORD, at_time(10**30), "expected the time of the step's commit"),
         (RECORD, at_time(-1), "expected the time of the step's commit"),
-        (RECORD, at_time(1.5), "expected the time of the step's commit"),
         (RECORD, at_time("now"), "expected the time of the step's commit"),
-        (RECORD, at_time(None), "expected the time of the step's commit"),
         (RECORD, at_time(True), "expected the time of the step's commit"),
         (MARK, with_bytes(b"committed\n{"), r"commit_success\.txt: was damaged"),
-        (MARK, with_bytes(b"committed\n[]"), r"commit_success\.txt: was damaged"),
         (MARK, with_bytes(b"committed\n" + b"[" * 100_000), r"commit_success\.txt: was damaged"),
         (MARK, with_bytes(b'committed\n{"a": 1} x'), r"commit_success\.txt: was damaged"),
         (MARK, a_pipe, r"commit_success\.txt: .*found a special file"),
@@ -297,6 +286,7 @@ def leaf(raw: Any, name: str) -> Any:
 
 
 WEIGHT = "model/0.weight"
+OUTSIDE = {"../x": {"copy": 0, "xxh3_128": {}}}  # a database
 
 
 def leaf_with(**changes: Any) -> Change:
@@ -312,23 +302,16 @@ def stack_of(raw: Any) -> list[str]:
     ("change", "match"),
     [
         (leaf_with(shape=[2**40, 2**40]), "at most"),
-        (leaf_with(shape=[2**62, 0]), "at most"),
         (leaf_with(shape=[1] * 33), "at most"),
         (leaf_with(shape=[2] * 1_000_000), "at most"),
-        (leaf_with(shape=[10**300]), "at most"),
         (leaf_with(shape=[-1]), "malformed leaf"),
         (leaf_with(shape=[float("nan")]), "malformed leaf"),
-        (leaf_with(shape=[float("inf")]), "malformed leaf"),
         (leaf_with(dtype="object"), "malformed leaf"),
         (leaf_with(kind="pickle"), "malformed leaf"),
         (leaf_with(kind="numpy_scalar"), "malformed leaf"),
         (leaf_with(kind="torch", dtype="int4"), "leaf that can be rebuilt"),
         (leaf_with(kind="torchax", dtype="float8_e8m0fnu"), "leaf that can be rebuilt"),
-        (leaf_with(kind="key", impl="threefry2x32"), "leaf that can be rebuilt"),
-        (
-            leaf_with(kind="key", dtype="uint32", shape=[2], impl="zebra"),
-            "leaf that can be rebuilt",
-        ),
+        (leaf_with(kind="key", dtype="uint32", shape=[2], impl="zebra"), "that can be rebuilt"),
         (leaf_with(kind="key", dtype="uint32", shape=[2**30], impl="rbg"), "words wide"),
         (leaf_with(array="model/\ud800"), "malformed leaf"),
         (leaf_with(array=""), "malformed leaf"),
@@ -342,19 +325,13 @@ def stack_of(raw: Any) -> list[str]:
         (lambda raw: stack_of(raw).clear(), "a stack of leaves"),
         (lambda raw: raw["stacks"].update({WEIGHT: stack_of(raw)}), "a valid stack name"),
         (lambda raw: raw["versions"].update(torch=5), "in another form"),
+        (lambda raw: raw.update(unchanged=OUTSIDE), "'unchanged' to list databases"),
         (lambda raw: raw.update(version=10**30), "expected manifest version"),
-        (lambda raw: raw.update(version=False), "expected manifest version"),
         (lambda raw: raw.update(version=0.0), "expected manifest version"),
-        (lambda raw: raw.update(version=None), "expected manifest version"),
-        (lambda raw: raw.update(version=[0]), "expected manifest version"),
         (leaf_with(array="../../../../etc/passwd"), "no such array"),
-        (leaf_with(array="/etc/passwd"), "no such array"),
-        (leaf_with(array="/./../../secret"), "no such array"),
     ],
 )
-def test_a_manifest_that_contradicts_itself_is_refused(
-    run: Path, change: Change, match: str
-) -> None:
+def test_a_manifest_with_a_contradiction_is_refused(run: Path, change: Change, match: str) -> None:
     edit_json(manifest_of(run), change)
     refused(run, match)
 
@@ -376,31 +353,30 @@ def component(name: str, change: Change) -> Change:
     return lambda raw: change(raw["document"][name])
 
 
-def optimizer_part(key: str) -> Callable[[Any], Any]:
-    return lambda node: dict(node["dict"])[key]
+def state_of(node: Any) -> Any:
+    return dict(node["dict"])["state"]
 
 
-state_of = optimizer_part("state")
-groups_of = optimizer_part("param_groups")
+def groups_of(node: Any) -> Any:
+    return dict(node["dict"])["param_groups"]
+
+
+def set_value(pairs: Any, key: str, value: Any) -> None:
+    for pair in pairs:
+        if pair[0] == key:
+            pair[1] = value
 
 
 def rng_part(key: str, value: Any) -> Change:
-    def change(raw: Any) -> None:
-        for pair in raw["document"]["rng"]["dict"]:
-            if pair[0] == key:
-                pair[1] = value
-
-    return change
+    return component("rng", lambda n: set_value(n["dict"], key, value))
 
 
 def numpy_position(position: Any) -> Change:
-    def change(raw: Any) -> None:
-        twister = dict(dict(raw["document"]["rng"]["dict"])["numpy"]["dict"])["state"]
-        for pair in twister["dict"]:
-            if pair[0] == "pos":
-                pair[1] = position
+    def change(node: Any) -> None:
+        twister = state_of(dict(node["dict"])["numpy"])
+        set_value(twister["dict"], "pos", position)
 
-    return change
+    return component("rng", change)
 
 
 def box_state(node: Any) -> Change:
@@ -421,14 +397,10 @@ ARRAY = {"array": "model/new", "kind": "jax", "dtype": "float32", "shape": [2]}
     ("change", "match"),
     [
         (component("model", lambda n: n.update(dict=5)), "model: malformed"),
-        (component("model", lambda n: n.update(dict=[["0.weight"]])), "model: malformed"),
         (component("model", lambda n: n["dict"][0].__setitem__(1, 5)), "expected a leaf"),
         (component("model", lambda n: n["dict"].append(["0.weight", 5])), "one node for each name"),
-        (component("model", lambda n: n["dict"].append([5, 5])), "a name and a node"),
-        (component("model", lambda n: n.update(ties=5)), "a list of named nodes"),
         (component("model", lambda n: n.update(ties=[["a"]])), "a name and a node"),
         (component("model", lambda n: n.update(ties=[["a", 5]])), "a list of names"),
-        (component("model", lambda n: n.update(extra_state=5)), "a list of named nodes"),
         (component("model", lambda n: n.update(extra_state=[["", {"zebra": 1}]])), "unknown node"),
         (component("optimizer", lambda n: n.update({"class": 5})), "a list of names"),
         (component("optimizer", lambda n: n["dict"].pop()), "param_groups"),
@@ -437,43 +409,26 @@ ARRAY = {"array": "model/new", "kind": "jax", "dtype": "float32", "shape": [2]}
         (component("optimizer", lambda n: groups_of(n).append({"dict": []})), "params"),
         (component("optimizer", lambda n: groups_of(n).append(groups_of(n)[0])), "one group"),
         (component("optimizer", lambda n: state_of(n)["dict"][0].__setitem__(1, 5)), "a dict"),
-        (
-            component("optimizer", lambda n: state_of(n)["dict"][0].__setitem__(1, ARRAY)),
-            "a dict",
-        ),
         (component("stateful", lambda n: n.update(dict=[["box", 1], ["box", 2]])), "for each name"),
-        (component("stateful", lambda n: n.update(dict=[[5, 5]])), "a name and a node"),
         (component("stateful", lambda n: n.update(dict={"box": 5})), "stateful: malformed"),
-        (component("stateful", lambda n: n.clear()), "stateful: unknown node"),
         (component("rng", lambda n: n["dict"].pop()), "rng: expected the states"),
         (rng_part("torch", "text"), "rng/torch: expected random state"),
         (rng_part("numpy", None), "rng/numpy: expected random state"),
-        (rng_part("numpy", {"dict": [["bit_generator", "os.system"]]}), "rng/numpy"),
         (rng_part("python", {"tuple": [3, {"tuple": [1, 2]}, None]}), "rng/python"),
-        (rng_part("python", {"tuple": [4, {"tuple": []}, None]}), "rng/python"),
         (rng_part("torchax", 5), "rng/torchax: expected random state"),
         (numpy_position(10**6), "position 1000000 of 624 words"),
         (numpy_position(-1), "position -1 of 624 words"),
-        (numpy_position("0"), "rng/numpy"),
         (box_state({"zebra": 1}), "unknown node"),
         (box_state({"set": [[1]]}), "malformed 'set'"),
-        (box_state({"set": [ARRAY]}), "malformed 'set'"),
         (box_state({"dict": [[ARRAY, 1]]}), "malformed 'dict'"),
-        (box_state({"dict": [[[1], 1]]}), "malformed 'dict'"),
-        (box_state({"scalar": "AAAA", "type": "object"}), "malformed 'scalar'"),
-        (box_state({"scalar": "AAAA"}), "malformed 'scalar'"),
         (box_state({"scalar": "AAAAAAAAAAA=", "type": "float32"}), "malformed 'scalar'"),
-        (box_state({"complex": [1, 2]}), "malformed 'complex'"),
         (box_state({"complex": [10**400, 0.0]}), "malformed 'complex'"),
         (box_state({"bytes": "é"}), "malformed 'bytes'"),
         (box_state(float("nan")), "unknown node"),
-        (box_state(float("-inf")), "unknown node"),
         *((too_deep(part), "nests deeper") for part in ("model", "optimizer", "stateful", "rng")),
     ],
 )
-def test_a_document_that_no_component_writes_is_refused(
-    run: Path, change: Change, match: str
-) -> None:
+def test_a_document_of_no_component_is_refused(run: Path, change: Change, match: str) -> None:
     edit_document(run, change)
     refused(run, match)
 
@@ -510,15 +465,10 @@ def resized(size: int, chunk: int) -> Change:
     ("change", "match"),
     [
         (lambda m: m.update(shape=[2**60]), "found .*1152921504606846976"),
-        (lambda m: m.update(shape=[2**30, 2**30]), "expected"),
-        (lambda m: m.update(dtype="<i2"), "'<i2'"),
         (lambda m: m.update(dtype="|O"), "'|O'"),
         (lambda m: m.update(dtype={"a": 1}), "expected"),
-        (lambda m: m.update(chunks=[2**40]), "chunks within"),
-        (lambda m: m.update(chunks=[2**50, 2**50]), "chunks within"),
         (lambda m: m.update(chunks=[0]), "chunks within"),
         (lambda m: m.update(compressor={"id": "bz2"}), "Zstandard"),
-        (lambda m: m.update(compressor={}), "Zstandard"),
         (lambda m: m.update(compressor="zstd"), "metadata of a Zarr array"),
         (lambda m: m.update(filters=[{"id": "delta"}]), "no filters"),
         (lambda m: m.pop("shape"), "metadata of a Zarr array"),
@@ -560,7 +510,7 @@ def test_holes_in_array_data_are_not_taken_for_a_host_that_is_too_small(run: Pat
     refused(run, "a file that this host can hold.*which is impossible")
 
 
-@pytest.mark.parametrize("codec", [False, *get_args(Codec)])
+@pytest.mark.parametrize("codec", [False, "blosc-lz4"])
 def test_a_host_that_is_too_small_is_said_and_no_step_is_called_damaged(
     directory: Path, monkeypatch: pytest.MonkeyPatch, codec: bool | Codec
 ) -> None:
@@ -608,9 +558,7 @@ def test_an_array_of_too_many_chunks_is_refused(run: Path) -> None:
     "file", ["_METADATA", "manifest.ocdbt", "ocdbt.process_0/manifest.ocdbt", "d/*"]
 )
 @pytest.mark.parametrize("damage", ["truncated", "garbage", "gone"])
-def test_damaged_storage_metadata_is_refused_or_not_needed(
-    run: Path, file: str, damage: str
-) -> None:
+def test_damaged_storage_metadata_is_refused_or_unused(run: Path, file: str, damage: str) -> None:
     for path in (run / str(DAMAGED) / "state").glob(file):
         raw = path.read_bytes()
         if damage == "gone":
@@ -689,59 +637,54 @@ def of_another_size(count: int) -> Callable[[bytes], bytes]:
 
 
 MAX = 2**32 - 1
+LIES: dict[str, Callable[[bytes], bytes]] = {
+    **{f"nbytes {n}": header(nbytes=n) for n in (0, 1, CHUNK * 2, 2**31 - 17, 2**31 - 1, MAX)},
+    **{f"blocksize {n}": header(blocksize=n) for n in (0, 1, 3, CHUNK * 8, 2**31 - 1, MAX)},
+    **{f"cbytes {n}": header(cbytes=n) for n in (0, 15, 16, 2**31 - 1, MAX)},
+    "thirds": header(nbytes=2**31 - 17, blocksize=(2**31 - 17) // 3),
+    "large": header(nbytes=2**30, blocksize=2**30),
+    "all flags": header(flags=0xFF),
+    "not compressed": header(flags=2),
+    "not compressed, large": header(flags=2, nbytes=2**31 - 17),
+    "typesize": header(typesize=0),
+    "version": header(version=9),
+    "codec_version": header(codec_version=9),
+    "nothing": lambda raw: b"",
+    "half a header": lambda raw: raw[:15],
+    "a header alone": lambda raw: raw[:16],
+    "half": lambda raw: header(cbytes=len(raw) // 2)(raw[: len(raw) // 2]),
+    "garbage": lambda raw: raw[:16] + b"\xff" * (len(raw) - 16),
+    "shorter": of_another_size(CHUNK - 1),
+    "longer": of_another_size(16 << 20),
+}
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        *(header(nbytes=n) for n in (0, 1, CHUNK * 2, CHUNK * 8, 2**31 - 17, 2**31 - 1, MAX)),
-        *(header(blocksize=n) for n in (0, 1, 3, CHUNK * 8, 2**31 - 1, MAX)),
-        *(header(cbytes=n) for n in (0, 15, 16, 2**31 - 1, MAX)),
-        header(nbytes=2**31 - 17, blocksize=(2**31 - 17) // 3),
-        header(nbytes=2**30, blocksize=2**30),
-        header(flags=0xFF),
-        header(flags=2),
-        header(flags=2, nbytes=2**31 - 17),
-        header(typesize=0),
-        header(version=9),
-        header(codec_version=9),
-        lambda raw: b"",
-        lambda raw: raw[:15],
-        lambda raw: raw[:16],
-        lambda raw: header(cbytes=17)(raw[:17]),
-        lambda raw: header(cbytes=len(raw) // 2)(raw[: len(raw) // 2]),
-        lambda raw: raw[:16] + b"\xff" * (len(raw) - 16),
-        of_another_size(CHUNK - 1),
-        of_another_size(16 << 20),
-    ],
-)
-def test_a_chunk_of_blosc_that_lies_is_refused_by_name(packed: Path, change: Any) -> None:
-    with chunk_replaced(packed, change):
-        with pytest.raises(CorruptCheckpointError, match="state/w") as caught:
-            TorchaxCheckpointer(packed).load(1)
-        assert caught.value.key_path == "state/w"
-    assert TorchaxCheckpointer(packed).load(1)["w"].shape == (CHUNK,)
-
-
-def test_a_damaged_chunk_of_blosc_is_refused_or_sound(packed: Path) -> None:
-    """Nothing crashes, and no value is wrong; most damage is in the header and the offsets."""
+def test_a_chunk_of_blosc_that_lies_is_refused_by_name(packed: Path) -> None:
+    """And one with flipped bits, of which most are in the header and the offsets."""
     draw = np.random.default_rng(1)
-    intact = TorchaxCheckpointer(packed).load(1)["w"].tobytes()
-    refused = 0
-    for _ in range(40):
 
-        def change(raw: bytes) -> bytes:
-            edited = bytearray(raw)
-            for _ in range(draw.integers(1, 4)):
-                edited[draw.integers(draw.choice([16, 64, len(raw)]))] ^= 1 << draw.integers(8)
-            return bytes(edited)
+    def flipped(raw: bytes) -> bytes:
+        edited = bytearray(raw)
+        for _ in range(draw.integers(1, 4)):
+            edited[draw.integers(draw.choice([16, 64, len(raw)]))] ^= 1 << draw.integers(8)
+        return bytes(edited)
 
-        with chunk_replaced(packed, change):
-            try:
-                assert TorchaxCheckpointer(packed).load(1)["w"].tobytes() == intact
-            except CorruptCheckpointError:
-                refused += 1
-    assert refused > 20
+    num_refused = 0
+    with TorchaxCheckpointer(packed) as ckpt:
+        intact = ckpt.load(1)["w"].tobytes()
+        for lie, change in LIES.items():
+            with chunk_replaced(packed, change):
+                with pytest.raises(CorruptCheckpointError, match="state/w") as caught:
+                    pytest.fail(f"{lie}: {ckpt.load(1)}")
+                assert caught.value.key_path == "state/w", lie
+        for _ in range(40):
+            with chunk_replaced(packed, flipped):
+                try:
+                    assert ckpt.load(1)["w"].tobytes() == intact
+                except CorruptCheckpointError:
+                    num_refused += 1
+        assert num_refused > 20
+        assert ckpt.load(1)["w"].tobytes() == intact
 
 
 @pytest.mark.parametrize(("gib", "threads"), [(1, 1), (4, 1), (8, 2), (1 << 20, os.cpu_count())])
@@ -773,10 +716,8 @@ def test_a_linked_step_is_no_step(
 # --- commit records, summaries, names of steps ---------------------------------------------------
 
 
-@pytest.mark.parametrize("files", [("state/checkpoint.pt",), ("README.md", "manifest/a.yaml"), ()])
-def test_a_folder_of_somebodys_with_a_number_for_a_name_is_no_step(
-    run: Path, files: tuple[str, ...]
-) -> None:
+@pytest.mark.parametrize("files", [("README.md", "manifest/a.yaml"), ()])
+def test_a_users_folder_named_by_a_number_is_no_step(run: Path, files: tuple[str, ...]) -> None:
     (run / "7").mkdir()
     for file in files:
         (run / "7" / file).parent.mkdir(exist_ok=True)
@@ -799,7 +740,6 @@ def test_code_named_in_a_commit_record_is_not_imported(run: Path) -> None:
 @pytest.mark.parametrize(
     "summary",
     [
-        {"metrics": 5, "abandons": 5},
         {"metrics": [["loss", 1]], "abandons": [[1]]},
         {"abandons": [["1", 2], [1, "x"], [None, None], [1, 2, 3], 5]},
         {"abandons": {"1": 2}},
@@ -883,9 +823,7 @@ def test_a_step_of_bare_orbax_reads_nothing_outside_of_it(directory: Path, name:
             ckpt.load(1, {"a": np.zeros(3, np.int64)})
 
 
-def test_why_a_step_of_bare_orbax_cannot_be_read_is_said(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_why_bare_orbax_fails_is_said(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ocp.save(directory / "1", {"a": np.arange(3)})
     monkeypatch.setattr(ocp, "load", lambda *args: dict[str, int]()["lost"])
     with (
@@ -895,89 +833,50 @@ def test_why_a_step_of_bare_orbax_cannot_be_read_is_said(
         ckpt.load(1)
 
 
-def test_a_step_of_bare_orbax_beyond_the_hosts_memory_is_refused(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_step_of_bare_orbax_beyond_the_hosts_memory_is_refused_and_a_state_on_devices_is_not(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ocp.save(directory / "1", {"a": np.arange(3000)})
-    monkeypatch.setattr(host_memory, "host_memory_bytes", lambda: 1 << 14)
-    with (
-        TorchaxCheckpointer(directory) as ckpt,
-        pytest.raises(OutOfMemoryError, match="this host can hold, 16384 bytes, found 24000"),
-    ):
-        ckpt.load(1)
-
-
-def test_a_state_on_a_device_may_be_larger_than_the_host(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    ocp.save(directory / "1", {"a": np.arange(30_000)})
     state = {name: jax.device_put(np.ones(10_000, np.float32)) for name in "abcdefgh"}
     options = CheckpointOptions(compression=True)  # for small files
-    with TorchaxCheckpointer(tmp_path, options=options) as ckpt:
+    with TorchaxCheckpointer(tmp_path / "on devices", options=options) as ckpt:
         ckpt.save(1, state=state, force=True)
         ckpt.wait_until_finished()
         monkeypatch.setattr(host_memory, "host_memory_bytes", lambda: 60_000)
         assert ckpt.load(1, state).keys() == state.keys()
-
-
-# --- the check that can fail ---------------------------------------------------------------------
-
-
-def test_without_the_look_at_array_metadata_a_hostile_shape_would_be_read(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    edit_array(run, "rng.torch", lambda m: m.update(compressor={"id": "bz2", "level": 1}))
-    refused(run, "'bz2'")
-    monkeypatch.setattr(StoredStep, "require_plausible", lambda *args: None)
-    refused(run, "cannot read its|BZ2|bz2|Error")  # by the library that unpacks it, too late
+    said = "this host can hold, 60000 bytes, found 240000"
+    with TorchaxCheckpointer(directory) as ckpt, pytest.raises(OutOfMemoryError, match=said):
+        ckpt.load(1)
 
 
 # --- modes ---------------------------------------------------------------------------------------
 
 
-def test_a_save_writes_through_no_link_that_it_finds(directory: Path, tmp_path: Path) -> None:
-    names = (".torchax_ckpt_write_test", permissions.PROBE)
-    directory.mkdir(exist_ok=True)
-    for name in names:
-        (tmp_path / f"of-the-user-{name}").write_text("precious")
-        (directory / name).symlink_to(tmp_path / f"of-the-user-{name}")
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.save(1, state={"w": np.arange(3)}, force=True)
-        ckpt.wait_until_finished()
-        assert ckpt.all_steps() == [1]
-    assert {(tmp_path / f"of-the-user-{name}").read_text() for name in names} == {"precious"}
-
-
-def test_a_link_named_like_a_leftover_is_removed_and_not_what_it_leads_to(
-    directory: Path, tmp_path: Path
-) -> None:
+def test_a_save_writes_and_removes_through_no_link(directory: Path, tmp_path: Path) -> None:
+    probes = (".torchax_ckpt_write_test", permissions.PROBE)
+    leftovers = [directory / "1.orbax-checkpoint-tmp", directory / "deleting-3"]
     kept = tmp_path / "of-the-user"
     kept.mkdir()
-    (kept / "file").write_text("precious")
-    directory.mkdir(exist_ok=True)
-    links = [directory / "1.orbax-checkpoint-tmp", directory / "deleting-3"]
-    for link in links:
+    directory.mkdir()
+    for name in (*probes, "file"):
+        (kept / name).write_text("precious")
+    for name in probes:
+        (directory / name).symlink_to(kept / name)
+    for link in leftovers:
         link.symlink_to(kept)
+    # Left by a program that was killed while it probed.
+    leftovers.append(directory / f"{permissions.PROBE}-0123{DRAFT_SUFFIX}")
+    leftovers[-1].touch()
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.save(1, state={"w": np.arange(3)}, force=True)
     assert ckpt.all_steps() == [1]
-    assert not any(link.is_symlink() for link in links)
-    assert (kept / "file").read_text() == "precious"
-
-
-def test_a_probe_that_a_killed_program_has_left_is_removed(directory: Path) -> None:
-    directory.mkdir(exist_ok=True)
-    left = directory / f"{permissions.PROBE}-0123{DRAFT_SUFFIX}"
-    left.touch()
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.save(1, state={"w": np.arange(3)}, force=True)
-    assert not left.exists()
+    assert not any(path.is_symlink() or path.exists() for path in leftovers)
+    assert {path.read_text() for path in kept.iterdir()} == {"precious"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("umask", [0o000, 0o077])
-def test_nothing_that_is_created_can_be_written_by_everybody(
-    tmp_path: Path, directory: Path, umask: int
-) -> None:
+def test_nothing_created_is_world_writable(tmp_path: Path, directory: Path, umask: int) -> None:
     target = directory / "deep" / "er"
     run_python(PROGRAMS / "saves.py", "under_umask", str(target), f"{umask:o}")
     found: Iterator[Path] = (p for p in (directory, *directory.rglob("*")))

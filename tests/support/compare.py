@@ -102,3 +102,8 @@ def training_state(*parts: Any) -> list[Any]:
 def entries(directory: Path) -> set[str]:
     """Returns the names in a run's directory, without the folder of events."""
     return {child.name for child in directory.iterdir()} - {"events"}
+
+
+def folders(directory: Path) -> set[str]:
+    """Returns the steps of any kind in a run's directory: neither the lease nor the events."""
+    return {name for name in entries(directory) if (directory / name).is_dir()}

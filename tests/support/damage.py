@@ -27,16 +27,7 @@ def flip_bit(path: Path, at: int, bit: int = 0) -> None:
 
 
 def damage(step: Path, needle: bytes, at: int = 0) -> tuple[Path, int]:
-    """Flips a bit in the only stored copy of some bytes.
-
-    Args:
-      step: the folder to search, with its subfolders.
-      needle: the bytes; exactly one file must contain them.
-      at: the index in ``needle`` of the byte to damage.
-
-    Returns:
-      The file, and the position of ``needle`` in it.
-    """
+    """Flips a bit of byte ``at`` of the only stored copy of some bytes; returns file and place."""
     files = [path for path in sorted(step.rglob("*")) if path.is_file()]
     found = [(path, path.read_bytes().find(needle)) for path in files]
     ((path, first),) = [(path, first) for path, first in found if first >= 0]

@@ -85,14 +85,7 @@ def start(
     stderr: IO[Any],
     modules: Sequence[str] = MODULES,
 ) -> Process:
-    """Starts the program that ``python ARGUMENTS`` would run, as a fork with an empty stdin.
-
-    Args:
-      arguments: ``-c``, the source and its arguments; or the path of a script and its arguments.
-      env: the whole environment.
-      stdout, stderr: files of this process that the program writes to.
-      modules: the modules that the server imports.
-    """
+    """Starts what ``python ARGUMENTS`` would run in this environment, as a fork without stdin."""
     at_import = {k: v for k, v in env.items() if k not in READ_LATER}
     server = next(_servers(frozenset(at_import.items()), tuple(modules)))
     return server.start(arguments, env, stdout, stderr)

@@ -15,11 +15,7 @@ METRICS = {"loss": 0.25, "note": "golden", "history": [1, None, True]}
 def write(directory: Path, step: int, hosts: Path | None = None) -> list[Any]:
     """Trains and saves a step in two processes; returns the final state of each.
 
-    Args:
-      directory: the durable directory.
-      step: the number of the step.
-      hosts: the folder of the local tiers, one for each process. If given, the step is saved only
-        there.
+    If the folder of the local tiers is given as ``hosts``, the step is saved only there.
     """
     reports = _run(directory, step, hosts, 0, "attach", ["train", step], "close")
     return [{name: end[name] for name in ("own", "whole")} for _, end, _ in reports]

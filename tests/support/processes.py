@@ -26,13 +26,9 @@ COMPILED_ONCE = {
 class Started:
     """A program in a process of its own, with its output.
 
-    Args:
-      arguments: of ``python``: ``-c`` and the source, or a program's path; then the program's own.
-      devices: the number of JAX's devices; if None, the program sets it.
-      env: additional environment variables.
-      fresh: starts a new interpreter instead of forking one, see ``forked.py``. It shares compiled
-        code only if ``env`` says so, since a new interpreter may measure what compiling costs.
-      modules: the modules that a forked interpreter has already imported.
+    ``arguments`` are those of ``python``. If ``devices`` is None, the program sets their number.
+    ``fresh`` starts a new interpreter instead of forking one that has imported ``modules``, see
+    ``forked.py``. It shares compiled code only if ``env`` says so, since it may measure compiling.
     """
 
     def __init__(
@@ -79,12 +75,7 @@ class Started:
 
 
 class Talking:
-    """A program in a process of its own, whose output is read line by line as it runs.
-
-    Args:
-      arguments, fresh, modules: see :class:`Started`.
-      env: the whole environment.
-    """
+    """A program whose output is read line by line as it runs; ``env`` is its whole environment."""
 
     def __init__(
         self,
@@ -120,15 +111,9 @@ class Talking:
 class Running:
     """The processes of one distributed program, each with its own devices.
 
-    Args:
-      program: its path or its source, which can import ``tests``. Its first arguments are the
-        index of the process, the number of processes, and the port of JAX's coordination service.
-      count: the number of processes.
-      args: further arguments; a dict is given as JSON.
-      devices: the number of devices of each process.
-      env: additional environment variables.
-      timeout_secs: an alarm ends each process after this time, even if the test has ended.
-      fresh: see :class:`Started`.
+    The first arguments of the program, a path or source, are the index of the process, the number
+    of processes, and the port of JAX's coordination service; dicts among ``args`` are given as
+    JSON. An alarm ends each process after ``timeout_secs``, even if the test has ended.
     """
 
     def __init__(
@@ -193,13 +178,7 @@ class Running:
 
 
 def run_processes(program: str | Path, count: int, *args: Any, **kwargs: Any) -> list[list[Any]]:
-    """Runs a distributed program; returns the JSON reports of each process.
-
-    Takes the arguments of :class:`Running`.
-
-    Raises:
-      AssertionError: a process failed.
-    """
+    """Runs a distributed program as :class:`Running` does; returns the reports of each process."""
     with Running(program, count, *args, **kwargs) as running:
         codes = running.wait()
         if any(codes):
@@ -219,10 +198,7 @@ def xla_flags(devices: int | None) -> str:
 
 
 def environment(devices: int | None, env: Mapping[str, str]) -> dict[str, str]:
-    """Returns this process's environment, changed for a program with that many devices.
-
-    If ``devices`` is None, the program sets their number itself, unless ``env`` does.
-    """
+    """Returns this process's environment, changed for a program with that many devices."""
     path = [*map(str, (TESTS, PROGRAMS, ROOT)), os.environ.get("PYTHONPATH")]
     variables = {
         **os.environ,
@@ -245,15 +221,7 @@ def run_python(
     timeout_secs: float = 240,
     fresh: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a program in a process of its own, which can import ``tests`` and this package.
-
-    Args:
-      program: its path, or its source.
-      args: the program's arguments.
-      check: raises ``AssertionError`` if the program fails.
-      devices, env, fresh: see :class:`Started`.
-      timeout_secs: the program is killed after this time.
-    """
+    """Runs a program, a path or source, as :class:`Started` does; asserts that it succeeds."""
     command = [program] if isinstance(program, Path) else ["-c", textwrap.dedent(program)]
     result = Started(*command, *args, devices=devices, env=env, fresh=fresh).result(timeout_secs)
     if check and result.returncode != 0:

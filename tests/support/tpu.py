@@ -42,13 +42,9 @@ def one_host(found: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """A collective of a compiled program.
+    """An instruction such as "all-reduce"; ``pairs`` are the senders and receivers of a permute.
 
-    Attributes:
-      name: the instruction, such as "all-reduce".
-      groups: the devices that exchange data; None for ``send`` and ``recv``, which go over the
-        network between slices.
-      pairs: of a permute, the sending and the receiving device of each pair.
+    ``groups`` are None for ``send`` and ``recv``, which go over the network between slices.
     """
 
     name: str
@@ -60,14 +56,8 @@ class Collective:
 class Compiled:
     """A program that was compiled for a TPU, with sizes in bytes on each device.
 
-    Attributes:
-      outputs: what the program returns, as abstract arrays with layouts.
-      output_bytes: the size of the outputs and of the compiler's table of several outputs.
-      temporary_bytes: the memory that the program needs while it runs.
-      host_output_bytes, host_temporary_bytes: the same in the memory of the host.
-      code_bytes: the size of the compiled code.
-      collectives: the collectives that the program runs.
-      num_arguments: the number of arrays that the program takes.
+    ``outputs`` are abstract arrays with layouts; ``output_bytes`` includes the compiler's table of
+    several outputs.
     """
 
     outputs: Any

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import weakref
 from pathlib import Path
@@ -18,6 +17,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 from support.compare import assert_trees_identical
 from support.damage import damage
+from support.own_orbax import abstract
 from support.strategies import NUMPY_DTYPES, random_bits
 from support.training import P, fsdp_mesh
 
@@ -63,22 +63,12 @@ def mesh_of(shape: tuple[int, ...], axes: tuple[str, ...]) -> Mesh:
     return Mesh(np.array(jax.devices()[: math.prod(shape)]).reshape(shape), axes)
 
 
-def abstract(state: Any) -> Any:
-    return jax.tree.map(
-        lambda x: (
-            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-            if isinstance(x, jax.Array)
-            else x
-        ),
-        state,
-    )
-
-
 MESHES = [((8,), ("x",)), ((4,), ("x",)), ((2, 4), ("x", "y")), ((1,), ("x",))]
 
 
-@pytest.mark.parametrize("saved_on", MESHES, ids=str)
-@pytest.mark.parametrize("small_blocks", [False, True], ids=["whole shards", "cut shards"])
+@pytest.mark.parametrize(
+    ("saved_on", "small_blocks"), [(MESHES[0], False), (MESHES[2], True), (MESHES[3], True)]
+)
 def test_every_mesh_reads_and_checks_what_any_other_saved(
     directory: Path, saved_on: Any, small_blocks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,10 +93,13 @@ def test_every_mesh_reads_and_checks_what_any_other_saved(
         assert sum(checked) == sum(leaf.nbytes for leaf in jax.tree.leaves(expected))
 
 
-@pytest.mark.parametrize("read_on", MESHES, ids=str)
 @pytest.mark.parametrize(
-    ("leaf", "named"),
-    [("big", "state/big"), ("host", "state/host"), ("layers", "state/layers/3/w")],
+    ("leaf", "named", "read_on"),
+    [
+        *(("big", "state/big", mesh) for mesh in MESHES),
+        *(("layers", "state/layers/3/w", mesh) for mesh in MESHES[1:3]),
+        ("host", "state/host", MESHES[0]),
+    ],
 )
 def test_a_flipped_bit_is_noticed_on_every_mesh_and_the_leaf_named(
     directory: Path, leaf: str, named: str, read_on: Any
@@ -168,27 +161,6 @@ def test_a_missing_part_of_an_array_is_not_read_as_zeros(directory: Path) -> Non
     store.delete_range(read_arrays.ts.KvStore.KeyRange(key, key + b"\0")).result()
     with pytest.raises(CorruptCheckpointError, match="state/big"):
         TorchaxCheckpointer(directory, options=NEVER).load(1, abstract(state))
-
-
-def test_every_reader_gives_up_on_a_bucket_after_minutes(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    state = state_on(fsdp_mesh(8, "x"), ("x",))
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.save(1, state=state)
-    damage(directory / "1" / "state", state["host"].tobytes(), at=5)
-    limits: list[Any] = []
-    for opened in (read_arrays.ts, read_arrays.ts.KvStore):
-
-        def watched(*args: Any, context: Any = None, to: Any = opened.open, **rest: Any) -> Any:
-            limits.append(context and context["gcs_request_retries"].to_json())
-            return to(*args, context=context, **rest)
-
-        monkeypatch.setattr(opened, "open", watched)
-    with pytest.raises(CorruptCheckpointError, match="the first lies in"):
-        TorchaxCheckpointer(directory).load(1, abstract(state))
-    assert len(limits) >= 3  # array metadata, arrays, and the place of what is damaged
-    assert all(limit == {"max_retries": 8} for limit in limits)
 
 
 class HostMemory:
@@ -312,14 +284,11 @@ def test_any_single_flipped_bit_changes_exactly_one_block(
 # where 4096 bytes are the most.
 CUTS: dict[str, tuple[tuple[int, ...], Any, tuple[int, ...]]] = {
     "rows": ((512, 32), None, (32, 32)),
-    "wide": ((32, 512), None, (32, 32)),
     "sharded rows": ((512, 128), P("x"), (8, 128)),
     "sharded columns": ((32, 1024), P(None, "x"), (32, 32)),
     "replicated": ((512, 32), P(), (32, 32)),
-    "wide, replicated": ((32, 512), P(), (32, 32)),
     # Cut further, these would fall to single elements, rows or pairs of them.
     "prime": ((1033,), None, (1033,)),
-    "prime rows": ((1033, 17), None, (1033, 17)),
     "prime rows, replicated": ((1033, 17), P(), (1033, 17)),
     "prime rows, sharded columns": ((1033, 32), P(None, "x"), (1033, 1)),
     "twice a prime": ((2 * 1033, 2), None, (1033, 2)),
@@ -345,24 +314,6 @@ def test_blocks_are_the_chunks_that_storage_holds_and_never_tiny(
     assert np.array_equal(np.asarray(found["w"]).view("u4"), host.view("u4"))
 
 
-def test_blocks_of_large_members_of_a_stack_are_their_parts_of_chunks(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(chunking, "MAX_BYTES", 4096)
-    state = {"w": {str(i): random_bits("float32", (32, 64), i) for i in range(3)}}
-    with TorchaxCheckpointer(directory, options=CheckpointOptions()) as ckpt:
-        ckpt.save(1, state=state)
-        ckpt.wait_until_finished()
-        ckpt.verify(1)
-    step = RunDirectory(directory).find(1)
-    (name,) = parse_manifest(step).plan.stacks
-    want = Wanted((3, 32, 64), "float32", {}, None)
-    chunk = read_arrays._chunk(read_arrays._open(step, {name: want}, PACE)[name])
-    assert chunk == (3, 16, 16)
-    assert parse_manifest(step).digests[name].block == (1, 16, 16)
-    assert_trees_identical(TorchaxCheckpointer(directory).load(1, state), state)
-
-
 def test_a_large_array_of_prime_length_can_be_read_again(directory: Path) -> None:
     state = {"w": np.arange(chunking.MAX_BYTES + 15, dtype=np.uint8)}  # a prime number
     with TorchaxCheckpointer(directory) as ckpt:
@@ -370,7 +321,7 @@ def test_a_large_array_of_prime_length_can_be_read_again(directory: Path) -> Non
     assert_trees_identical(TorchaxCheckpointer(directory).load(1), state)
 
 
-def test_what_no_reader_takes_is_not_committed(
+def test_what_is_unreadable_is_not_committed(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = {"w": np.ones((4, 4)), "x": put(np.ones(64), fsdp_mesh(8, "x"), P("x"))}
@@ -403,9 +354,7 @@ def test_booleans_that_storage_would_not_give_back_are_refused(place: Any, direc
         assert ckpt.load(2)["mask"].tolist() == [False, True, True]
 
 
-def test_what_goes_wrong_while_digesting_fails_the_save_alone(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_digest_fails_the_save(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("no digests today")
 
@@ -419,31 +368,9 @@ def test_what_goes_wrong_while_digesting_fails_the_save_alone(
     assert sorted(path.name for path in directory.iterdir() if path.is_dir()) == ["2", "events"]
 
 
-def test_a_piece_that_cannot_be_compared_fails_the_restore(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise MemoryError("no room to compare")
-
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.save(1, state={"x": jnp.ones((64, 64))}, force=True)
-        ckpt.wait_until_finished()
-        monkeypatch.setattr(block_digests, "mismatches", fail)
-        with pytest.raises(MemoryError, match="no room to compare"):
-            ckpt.load(1)
-
-
-def test_orbax_is_told_that_the_manifest_is_json(directory: Path) -> None:
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.save(1, state={"x": jnp.ones(3)}, force=True)
-    record = json.loads((directory / "1" / "_CHECKPOINT_METADATA").read_text())
-    handlers = record["item_handlers"]
-    assert handlers["manifest"] == handlers["summary"]
-    assert handlers["manifest"].endswith("JsonHandler")
-
-
-@pytest.mark.parametrize("spec", [P("x"), P(), P(None, "x")], ids=str)
-@pytest.mark.parametrize("max_host_bytes", [None, 1 << 20])
+@pytest.mark.parametrize(
+    ("spec", "max_host_bytes"), [(P("x"), None), (P(), 1 << 20), (P(None, "x"), None)]
+)
 def test_what_has_a_digest_leaves_the_devices_once(
     spec: Any, max_host_bytes: int | None, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -461,3 +388,21 @@ def test_what_has_a_digest_leaves_the_devices_once(
     with TorchaxCheckpointer(directory, options=options) as ckpt:
         ckpt.save(1, state={"w": array}, force=True)
     assert sum(part.nbytes for part in fetched.values()) == array.nbytes
+
+
+@pytest.mark.parametrize("dtype", ["bool", "bfloat16", "float8_e5m2", "float32", "complex128"])
+@pytest.mark.parametrize("shape", [(), (0, 3), (7,), (3, 1 << 20), ((16 << 20) + 1,)], ids=str)
+def test_a_cpu_device_takes_it_over(shape: tuple[int, ...], dtype: str) -> None:
+    array = assembly.empty(shape, np.dtype(dtype))
+    assert (array.shape, array.dtype.name) == (shape, dtype)
+    array[...] = 1
+    if array.size > 1:
+        with jax.enable_x64(True):
+            moved = jax.device_put(array, jax.devices()[3])
+        assert moved.dtype == array.dtype
+        assert moved.unsafe_buffer_pointer() == array.ctypes.data
+
+
+def test_what_no_memory_can_hold_is_said_as_numpy_says_it() -> None:
+    with pytest.raises(MemoryError, match=r"float64\[17592186044416\]"):
+        assembly.empty((1 << 44,), np.dtype("float64"))

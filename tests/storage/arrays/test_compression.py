@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 import tensorstore as ts
@@ -19,7 +18,7 @@ from torchax_ckpt.options import Codec
 from torchax_ckpt.storage.arrays import compression
 
 
-@pytest.mark.parametrize("bad", ["lz4", "Zstd", "", "blosc", None, 1, 0.5, b"zstd", ("zstd",)])
+@pytest.mark.parametrize("bad", ["Zstd", "", "blosc", None, 1])
 def test_what_is_no_codec_is_refused_by_name(bad: Any) -> None:
     said = f"compression: expected one of .*zstd, blosc-lz4, blosc-zstd, found {bad!r}"
     with pytest.raises(ValueError, match=re.escape(said).replace(r"\.\*", ".*")):
@@ -43,9 +42,7 @@ WRITTEN: dict[bool | Codec, Any] = {
 
 
 @pytest.mark.parametrize("asked", WRITTEN)
-def test_device_and_host_arrays_and_scalars_are_compressed_as_asked_for(
-    asked: bool | Codec, directory: Path
-) -> None:
+def test_all_arrays_are_compressed_as_asked_for(asked: bool | Codec, directory: Path) -> None:
     state = {"device": jnp.ones((8, 8)), "host": np.ones(64), "scalar": np.float32(1.5)}
     with TorchaxCheckpointer(directory, options=CheckpointOptions(compression=asked)) as ckpt:
         ckpt.save(1, state=state)
@@ -53,28 +50,7 @@ def test_device_and_host_arrays_and_scalars_are_compressed_as_asked_for(
     assert found == dict.fromkeys(found, WRITTEN[asked])
 
 
-def test_blosc_removes_more_than_zstandard_alone(directory: Path) -> None:
-    """In shares of the bytes; 0.83 and 0.66 are the least for a code of single bytes."""
-    weights = np.random.default_rng(0).standard_normal(1 << 20, dtype=np.float32) * np.float32(0.02)
-    stored = {}
-    for codec in get_args(Codec):
-        for dtype in (np.float32, ml_dtypes.bfloat16):
-            values = jnp.asarray(weights.astype(dtype))
-            path = directory / f"{codec}-{values.dtype}"
-            with TorchaxCheckpointer(path, options=CheckpointOptions(compression=codec)) as ckpt:
-                ckpt.save(1, state={"w": values})
-            size = sum(file.stat().st_size for file in path.rglob("d/*"))
-            stored[codec, values.dtype.name] = size / values.nbytes
-    for dtype, most in (
-        ("float32", (0.93, 0.885, 0.85)),
-        ("bfloat16", (0.79, 0.765, 0.69)),
-    ):
-        found = [stored[codec, dtype] for codec in ("zstd", "blosc-lz4", "blosc-zstd")]
-        assert found == sorted(found, reverse=True)
-        assert all(share < limit for share, limit in zip(found, most, strict=True)), found
-
-
-def test_chunks_too_large_for_blosc_are_compressed_by_zstandard(
+def test_large_chunks_are_left_to_zstandard(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compression, "_MAX_BLOSC_BYTES", 1600)

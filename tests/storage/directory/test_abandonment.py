@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import json
 import shutil
@@ -14,84 +13,20 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from etils import epath
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
 from torchax_ckpt.errors import SaveError
 from torchax_ckpt.saving.writer import Writer
-from torchax_ckpt.storage.directory import abandonment, committed_step
-from torchax_ckpt.storage.directory.abandonment import Branches, Key
-from torchax_ckpt.storage.directory.committed_step import CommittedStep
+from torchax_ckpt.storage.directory import committed_step
+from torchax_ckpt.storage.directory.abandonment import Key
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.writing import array_writer, step_writer
 
 KEEP = 2
 TIERS = ("durable", "local")
 NUMBERS = st.integers(0, 7)
-
-
-# --- sorting the steps of a directory ------------------------------------------------------------
-
-FOUND = st.lists(
-    st.builds(CommittedStep, NUMBERS, st.just(epath.Path("run")), st.integers(0, 9), st.booleans()),
-    unique_by=lambda s: (s.step, s.commit_timestamp_nsecs),
-)
-
-
-@given(FOUND, st.sets(st.tuples(NUMBERS, st.integers(0, 9))))
-def test_of_each_number_the_last_step_that_is_not_abandoned_counts(
-    found: list[CommittedStep], abandoned: set[Key]
-) -> None:
-    branches = Branches.divided(found, abandoned)
-    assert sorted(s.key for s in branches.in_place) == sorted(s.key for s in found)
-    remaining = [s for s in found if s.key not in abandoned]
-    assert [s.step for s in branches.committed] == sorted({s.step for s in remaining})
-    for committed in branches.committed:
-        rivals = [s for s in remaining if s.step == committed.step]
-        assert committed == max(rivals, key=lambda s: (s.is_incoming, s.commit_timestamp_nsecs))
-
-
-@given(FOUND, st.none() | NUMBERS)
-def test_going_back_moves_newer_steps_to_the_abandoned_ones(
-    found: list[CommittedStep], step: int | None
-) -> None:
-    branches = Branches.divided(found, set())
-    newer = branches.newer_than(step)
-    after = branches.leaving(newer)
-    assert after.committed + tuple(newer) == branches.committed
-    assert after.abandoned == branches.abandoned + tuple(newer)
-    assert all(step is None or s.step > step for s in newer)
-    assert all(step is not None and s.step <= step for s in after.committed)
-    sent = json.loads(json.dumps(after.described()))
-    at = lambda s: dataclasses.replace(s, path=epath.Path("there/run"))  # noqa: E731
-    assert Branches.named(sent, epath.Path("there")) == Branches(
-        tuple(map(at, after.committed)), tuple(map(at, after.abandoned))
-    )
-
-
-@given(FOUND)
-def test_a_summary_says_what_is_abandoned(found: list[CommittedStep]) -> None:
-    said = abandonment.to_summary(Branches(abandoned=tuple(found)), Branches(tuple(found)))
-    summary = json.loads(json.dumps({abandonment.SUMMARY_FIELD: said}))
-    assert abandonment.from_summary(summary) == {s.key for s in found}
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
-)
-
-
-@given(JSON)
-def test_of_any_other_summary_only_keys_are_taken(said: Any) -> None:
-    for entry in abandonment.from_summary({abandonment.SUMMARY_FIELD: said}):
-        assert [type(part) for part in entry] == [int, int]
-        assert list(entry) in said
-
-
-# --- a run against what is to be expected of it --------------------------------------------------
 
 
 class Chosen:
@@ -107,11 +42,8 @@ class Run:
     """A run, program after program, and the steps that are to count in each of its tiers.
 
     Arrays are not written. Times of commits come in no order, as those of several hosts may.
-
-    Attributes:
-      counts: the keys that a reader is to find, oldest first, by tier.
-      counts_alone: those in the durable tier if the local one is lost.
-      goes_on: those that the present program is to go on from; None before it has looked.
+    ``counts``: the keys that a reader is to find, by tier; ``counts_alone``: those in the durable
+    tier without the local one; ``goes_on``: what the present program, once it has looked, has.
     """
 
     def __init__(self, place: Path, tiers: Sequence[str]) -> None:
@@ -206,10 +138,8 @@ class Run:
     def save(self, step: int, where: tuple[str, ...], how: str) -> None:
         """Saves to some of the tiers; then all goes well, or the program is stopped at some point.
 
-        Args:
-          step, where: the step, and its tiers.
-          how: "well", "unreadable" (committed, but the save fails), "untidied" (ends before it
-            tidies up), "half" (ends after it set aside one of the steps).
+        "unreadable": committed, but the save fails; "untidied": ends before it tidies up; "half":
+        ends after it set aside one of the steps.
         """
         goes_on = self.goes_on or {tier: list(keys) for tier, keys in self.counts.items()}
         due = [t for t in where if t in self.paths and step not in [n for n, _ in goes_on[t]]]

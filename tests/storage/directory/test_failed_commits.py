@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -19,10 +18,6 @@ from support.steps import save, save_due, state
 
 from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
 from torchax_ckpt.errors import SaveError
-from torchax_ckpt.processes.coordination import SINGLE_PROCESS
-from torchax_ckpt.storage.directory.committed_step import CommittedStep
-from torchax_ckpt.storage.directory.run_directory import RunDirectory
-from torchax_ckpt.storage.directory.run_history import RunHistory
 from torchax_ckpt.storage.medium import fsync
 
 KEEP = policies.LatestN(2)
@@ -33,12 +28,7 @@ def names(directory: Path) -> set[str]:
 
 
 class Disk:
-    """Storage that reports an error once a step has its name.
-
-    Attributes:
-      refuses: whether it also refuses to take the name back.
-      meanwhile: called when it reports the first error.
-    """
+    """Storage that reports an error once a step has its name, and may refuse to take it back."""
 
     def __init__(self, directory: Path, step: int, number: int = errno.EIO) -> None:
         self._name, self._number = directory / str(step), number
@@ -142,9 +132,7 @@ def test_a_step_that_cannot_be_taken_back_is_not_listed_and_goes_before_the_next
     assert names(directory) == {"3", "4"}
 
 
-def test_without_the_lease_nothing_is_taken_back(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_taken_back_unleased(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another program may have resumed from the step by then."""
     disk = Disk(directory, 4)
     disk.meanwhile = lambda: shutil.copy(os.devnull, directory / "lease")
@@ -161,25 +149,6 @@ def test_without_the_lease_nothing_is_taken_back(
     assert ckpt.all_steps() == [3, 4], "those of the other program"
     with pytest.raises(SaveError, match="has lost its lease"):
         ckpt.close()
-
-
-def test_the_other_processes_do_not_list_it_either(directory: Path) -> None:
-    """They know that a save failed, but not what it left."""
-    for name, at in (("3", 3), ("4", 4)):
-        (directory / name).mkdir(parents=True)
-        record = {"commit_timestamp_nsecs": at, "item_handlers": {}}
-        (directory / name / "_CHECKPOINT_METADATA").write_text(json.dumps(record))
-    of_first, other = RunDirectory(directory), RunDirectory(directory)
-    history = RunHistory(other, SINGLE_PROCESS)
-    history._replace(history.branches.with_newest(of_first.find(3)))
-    history._is_open = True
-    history.begin(4)
-    assert [s.step for s in other.steps()] == [3, 4]
-    history.end(None)
-    assert [s.step for s in other.steps()] == [3]
-    history.begin(4)
-    history.end(CommittedStep(4, epath.Path(directory / "4"), 4), {})
-    assert [s.step for s in other.steps()] == [3, 4]
 
 
 @pytest.mark.slow
@@ -216,13 +185,3 @@ def test_no_process_lists_a_step_that_process_0_cannot_take_back(directory: Path
     assert [told[0]["steps"] for told in found] == [[2, 3]] * 2
     assert "4" in found[0][0]["names"]
     assert [told[1]["steps"] for told in found] == [[3, 9]] * 2
-
-
-def test_a_commit_that_finds_no_folder_costs_no_later_save(directory: Path) -> None:
-    run = RunDirectory(directory)
-    run.claim()
-    written = run.path_for(4)
-    with pytest.raises(FileNotFoundError):
-        run.commit(4, written)
-    run.recover()
-    run.release()

@@ -39,11 +39,9 @@ def tear(directory: Path, kept: int) -> None:
 
 @pytest.mark.parametrize(
     ("tier", "kept"),
-    [("durable", 0), ("durable", -1), ("local", 0), ("local", -1), ("both", 9), ("both", -2)],
+    [("durable", 0), ("local", -1), ("both", 9), ("both", -2)],
 )
-def test_a_torn_name_costs_no_step_and_is_said_once(
-    tier: str, kept: int, directory: Path, local: Path
-) -> None:
+def test_a_torn_name_costs_no_step(tier: str, kept: int, directory: Path, local: Path) -> None:
     saved(directory, local, 1, 2, 3, durable=(1, 3))
     places = {"durable": [directory], "local": [local], "both": [directory, local]}[tier]
     for place in places:
@@ -72,9 +70,7 @@ def test_without_the_file_the_steps_name_their_run(directory: Path, local: Path)
         assert ckpt.all_steps("local") == [1, 2, 3]
 
 
-def test_with_a_torn_name_steps_of_another_run_do_not_count_and_are_removed(
-    directory: Path, local: Path
-) -> None:
+def test_with_a_torn_name_another_runs_steps_are_removed(directory: Path, local: Path) -> None:
     saved(directory.with_name("other"), local, 1, 2)
     tear(local, 0)
     elsewhere = directory.with_name("elsewhere")
@@ -88,9 +84,7 @@ def test_with_a_torn_name_steps_of_another_run_do_not_count_and_are_removed(
         assert ckpt.attach(stateful={}) == 2
 
 
-def test_with_a_torn_name_a_host_that_was_absent_is_still_known_as_such(
-    directory: Path, local: Path
-) -> None:
+def test_with_a_torn_name_an_absent_host_is_still_known(directory: Path, local: Path) -> None:
     saved(directory, local, 1, 2, 3, durable=(1,))
     elsewhere = directory.with_name("elsewhere")
     with two_tiers(directory, elsewhere) as ckpt:
@@ -101,9 +95,7 @@ def test_with_a_torn_name_a_host_that_was_absent_is_still_known_as_such(
         assert ckpt.attach(stateful={}) == 1
 
 
-def test_where_no_durable_step_names_the_run_no_local_step_counts(
-    directory: Path, local: Path
-) -> None:
+def test_without_a_durable_name_no_local_step_counts(directory: Path, local: Path) -> None:
     """They may be another run's, which this one was about to remove."""
     saved(directory, local, 1, 2)
     tear(directory, 0)
@@ -116,9 +108,7 @@ def test_where_no_durable_step_names_the_run_no_local_step_counts(
         assert ckpt.all_steps("local") == [1]
 
 
-def test_steps_that_do_not_say_they_are_local_are_never_removed(
-    directory: Path, local: Path
-) -> None:
+def test_steps_that_are_not_local_are_never_removed(directory: Path, local: Path) -> None:
     with TorchaxCheckpointer(local) as alone:
         assert alone.save(1, state={"w": np.arange(3)}, force=True)
     saved(directory, directory.with_name("elsewhere"), 1)

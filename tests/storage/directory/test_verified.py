@@ -6,12 +6,11 @@ import re
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import tensorstore as ts
-import torch
-from orbax.checkpoint import v1 as ocp
 from support.damage import damage, flip_bit
 from support.training import mlp
 
@@ -132,13 +131,9 @@ def test_a_verified_step_that_is_found_damaged_counts_no_more(directory: Path) -
         assert ckpt.all_steps() == [1, 4]
 
 
-def test_a_step_that_cannot_be_marked_is_verified_and_stops_no_pruning(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(path: Any) -> None:
-        raise PermissionError(13, "Permission denied")
-
+def test_an_unmarked_step_is_verified(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(directory, 1)
+    refuse = Mock(side_effect=PermissionError(13, "Permission denied"))
     monkeypatch.setattr(permissions, "make_file", refuse)
     with TorchaxCheckpointer(directory, preservation_policy=LATEST) as ckpt:
         assert ckpt.verify(1) == 1
@@ -164,23 +159,6 @@ def test_a_step_that_is_deleted_while_it_is_read_is_not_called_damaged(
         ckpt.verify(2)
     with pytest.raises(StepNotFoundError, match="step 1 was deleted meanwhile"):
         ckpt.load()
-
-
-def test_a_step_that_was_deleted_since_it_was_listed_is_not_called_verified(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fill(directory, 1, 2, preservation_policy=policies.PreserveAll())
-    ckpt = TorchaxCheckpointer(directory)
-    listed = ckpt._tiers.candidates
-
-    def delete_then(*args: Any) -> Any:
-        found = listed(*args)
-        shutil.rmtree(directory / "2")
-        return found
-
-    monkeypatch.setattr(ckpt._tiers, "candidates", delete_then)
-    with pytest.raises(StepNotFoundError, match="step 2 was deleted meanwhile"):
-        ckpt.verify(2)
 
 
 def test_a_step_that_cannot_be_read_back_now_stays_until_the_next_one_is_durable(
@@ -244,8 +222,9 @@ def test_a_step_that_does_not_read_back_is_deleted_and_its_save_has_failed(
     assert ckpt.all_steps() == [2]
 
 
-@pytest.mark.parametrize("layout", ["flat", "auto"])
-@pytest.mark.parametrize("compression", [False, True])
+@pytest.mark.parametrize(
+    ("layout", "compression"), [("flat", False), ("auto", False), ("auto", True)]
+)
 def test_a_damaged_step_is_named_with_its_leaf_and_file(
     layout: Any, compression: bool, directory: Path
 ) -> None:
@@ -282,30 +261,3 @@ def test_only_reading_leaves_no_mark(directory: Path) -> None:
         with pytest.raises(StepNotFoundError):
             ckpt.verify(7)
     assert sorted(directory.rglob("*")) == before
-
-
-def test_orbax_reads_a_marked_step(directory: Path) -> None:
-    fill(directory, 1)
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.verify()
-    abstract = {"state": {"w": np.zeros((64, 64))}}
-    context = ocp.Context()
-    context.pytree.loading.partial_load = True  # beside it there is random state
-    with context:
-        loaded: Any = ocp.load(directory / "1", abstract, checkpointable_name="state")
-    assert loaded["state"]["w"].tobytes() == state(1)["w"].tobytes()
-    assert [m.step for m in ocp.training.Checkpointer(directory).checkpoints] == [1]
-
-
-def test_verifying_touches_nothing_live(directory: Path) -> None:
-    model = mlp()
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.attach(model)
-        ckpt.save(1, force=True)
-        ckpt.wait_until_finished()
-        drawn = torch.rand(3)
-        held = dict(model.named_parameters())
-        ckpt.verify(1)
-        assert all(held[name] is p for name, p in model.named_parameters())
-        ckpt.restore(1)
-        assert torch.equal(torch.rand(3), drawn)

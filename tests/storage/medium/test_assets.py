@@ -11,33 +11,24 @@ from torchax_ckpt.storage.medium import assets, seals
 from torchax_ckpt.storage.medium.assets import Assets
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
+def test_a_name_that_is_no_relative_path_or_another_kind_of_file_is_refused() -> None:
+    for name in (
         "../config.json", "/config.json", "a/../config.json", "a//config.json", "a/./config.json",
         "", ".json", "a/.config.json", "a\\config.json", "a\nb.json", "a\x00.json", "ä.json",
         "C:/config.json", f"{'a' * 201}.json", f"{'a/' * 500}b.json", "~/config.json",
-    ],
-)  # fmt: skip
-def test_a_name_that_is_no_relative_path_is_refused(name: str) -> None:
-    assert assets.why_refused(name) is not None
+    ):  # fmt: skip
+        assert assets.why_refused(name) is not None, name
+    for name in ("a.py", "a.pkl", "a.safetensors", "json", "a.json/b"):
+        assert assets.why_refused(name) == "does not end in .json, .txt, .jinja"
 
 
-@pytest.mark.parametrize("name", ["a.py", "a.sh", "a.pkl", "a.safetensors", "json", "a.json/b"])
-def test_a_name_of_another_kind_of_file_is_refused(name: str) -> None:
-    assert assets.why_refused(name) == "does not end in .json, .txt, .jinja"
-
-
-@pytest.mark.parametrize("key", ["a", "", "..", ".a", "a/b", "a b", "ä", "\ud800", "~", "%", "a*"])
-def test_any_key_becomes_one_part_of_a_name(key: str) -> None:
-    part = assets.part_of(key)
-    assert "/" not in part
-    assert assets.why_refused(f"model/{part}/config.json") is None
-
-
-def test_different_keys_become_different_parts() -> None:
-    keys = ["a", "", "%", "..", ".", "%2E", ".a", "/", "a/b", "a%2Fb", "~"]
-    assert len({assets.part_of(key) for key in keys}) == len(keys)
+def test_any_key_becomes_one_part_of_a_name_and_another_key_another_part() -> None:
+    keys = ["a", "", "..", ".", ".a", "/", "a/b", "a%2Fb", "a b", "ä", "\ud800", "~", "%", "%2E"]
+    parts = [assets.part_of(key) for key in keys]
+    assert len(set(parts)) == len(keys)
+    for part in parts:
+        assert "/" not in part
+        assert assets.why_refused(f"model/{part}/config.json") is None
 
 
 def test_assets_come_back_as_they_were() -> None:

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -60,19 +61,14 @@ def refusal(path: str | Path) -> str | None:
 @pytest.mark.parametrize(
     ("line", "path", "url"),
     [
-        ("2 1 / /mnt/b fuse.gcsfuse my-bucket", "/mnt/b/runs/a", "gs://my-bucket/runs/a"),
         ("2 1 / /mnt/b fuse.gcsfuse my-bucket", "/mnt/b", "gs://my-bucket"),
         ("2 1 / /mnt/b fuse.gcsfuse my-bucket", "/mnt/bucket/runs", None),
-        ("2 1 / /mnt/b fuse.gcsfuse my-bucket", "/mnt", None),
         # All buckets, as on Vertex AI; a folder of a bucket, bound into a container.
         ("2 1 / /gcs fuse.gcsfuse gcsfuse", "/gcs/my-bucket/runs/a", "gs://my-bucket/runs/a"),
         ("2 1 /team/x /data fuse.gcsfuse my-bucket", "/data/a", "gs://my-bucket/team/x/a"),
         ("2 1 / /my\\040data\\134 fuse.gcsfuse b", "/my data\\/a", "gs://b/a"),
-        ("2 1 / /mnt/s3 fuse.s3fs s3fs", "/mnt/s3/a", "gs://bucket/prefix"),
-        ("2 1 / /mnt/r fuse.rclone remote:bucket", "/mnt/r/a", "gs://bucket/prefix"),
         ("2 1 / /mnt/g fuse.goofys bucket", "/mnt/g/a", "gs://bucket/prefix"),
         ("2 1 / /jfs fuse.juicefs JuiceFS:myjfs", "/jfs/a", None),
-        ("2 1 / /nfs nfs4 10.0.0.2:/export", "/nfs/a", None),
         ("2 1 / /d fuse ", "/d/a", None),
     ],
 )
@@ -89,17 +85,13 @@ GCS = "fuse.gcsfuse bucket"
 @pytest.mark.parametrize(
     ("table", "is_refused"),
     [
-        pytest.param(["2 1 / /a fuse.gcsfuse b", "3 2 / /a/run tmpfs t"], False, id="within"),
-        pytest.param(["2 1 / /a tmpfs t", "3 2 / /a/run fuse.gcsfuse b"], True, id="within-too"),
-        pytest.param(["3 2 / /a/run fuse.gcsfuse b", "2 1 / /a tmpfs t"], True, id="any-order"),
-        pytest.param(["2 1 / /a/run fuse.gcsfuse b", "3 2 / /a/run tmpfs t"], False, id="over"),
-        pytest.param(["2 1 / /a/run tmpfs t", "3 1 / /a/run fuse.gcsfuse b"], True, id="later"),
-        pytest.param(["2 1 / /a/run fuse.gcsfuse b", "3 1 / /a tmpfs t"], False, id="hidden"),
+        (["2 1 / /a fuse.gcsfuse b", "3 2 / /a/run tmpfs t"], False),  # within
+        (["3 2 / /a/run fuse.gcsfuse b", "2 1 / /a tmpfs t"], True),  # within, in another order
+        (["2 1 / /a/run tmpfs t", "3 1 / /a/run fuse.gcsfuse b"], True),  # over it, later
+        (["2 1 / /a/run fuse.gcsfuse b", "3 1 / /a tmpfs t"], False),  # hidden
     ],
 )
-def test_the_mount_that_a_path_leads_to_decides(
-    table: list[str], is_refused: bool, mounted: Mounted
-) -> None:
+def test_the_mount_of_a_path_decides(table: list[str], is_refused: bool, mounted: Mounted) -> None:
     mounted(*table)
     assert (refusal("/a/run/1") is not None) == is_refused
 
@@ -169,13 +161,7 @@ def copying(rename: Any) -> Any:
 
 
 def refusing(number: int) -> Callable[[Any], Any]:
-    def make(really: Any) -> Any:
-        def refuse(*args: Any, **kwargs: Any) -> None:
-            raise OSError(number, os.strerror(number))
-
-        return refuse
-
-    return make
+    return lambda really: Mock(side_effect=OSError(number, os.strerror(number)))
 
 
 @pytest.mark.parametrize(
@@ -183,14 +169,9 @@ def refusing(number: int) -> Callable[[Any], Any]:
     [
         ("fuse", os, "sep", lambda really: really, None),
         ("fuse", pathlib.Path, "rename", copying, "the rename of a folder makes new files"),
-        (
-            *("fuse", pathlib.Path, "rename", refusing(errno.EMFILE)),
-            r"cannot rename a folder with files \(Too many open files\)",
-        ),
         ("fuse", os, "link", refusing(errno.ENOSYS), "it has no hard links"),
         ("fuse", fcntl, "flock", refusing(errno.ENOLCK), r"it has no locks \(No locks available"),
         ("fuse", fcntl, "flock", lambda really: lambda *args: None, "its locks exclude nobody"),
-        ("fuse.juicefs", os, "link", refusing(errno.ENOSYS), None),
         ("ext4", os, "link", refusing(errno.ENOSYS), None),
     ],
 )
@@ -223,8 +204,7 @@ def test_a_file_system_of_fuse_that_does_not_say_what_it_is_is_probed(
 def test_the_first_save_probes(directory: Path, mounted: Mounted) -> None:
     directory.mkdir()
     mounted(f"2 1 / {directory} fuse my-bucket")
-    linked = os.link
     with pytest.MonkeyPatch.context() as patch, TorchaxCheckpointer(directory) as ckpt:
-        patch.setattr(os, "link", refusing(errno.EPERM)(linked))
+        patch.setattr(os, "link", refusing(errno.EPERM)(os.link))
         with pytest.warns(UserWarning, match="it has no hard links"):
             ckpt.save(1, state=STATE)

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import NamedSharding
 from support.compare import assert_trees_identical
 from support.own_orbax import save_and_load
-from support.processes import run_processes, run_python
+from support.processes import run_python
 from support.training import P, fsdp_mesh
 
 from torchax_ckpt import LocalTier, TorchaxCheckpointer
@@ -48,53 +48,7 @@ def test_a_programs_own_orbax_is_not_disturbed(directory: Path, tmp_path: Path) 
         assert all(each.result(60) >= 3 for each in ours)
 
 
-BESIDE = """
-    import pathlib, sys, threading
-    import jax, numpy as np
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-    from processes_program import COUNT, INDEX, report
-    from support.own_orbax import assert_came_back, save_and_load
-    from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer
-
-    folder = pathlib.Path(sys.argv[4])
-    mesh = Mesh(np.array(jax.devices()), ("fsdp",))
-    def spread(seed):
-        host = np.random.default_rng(seed).standard_normal((16, 8)).astype(np.float32)
-        return jax.make_array_from_callback(
-            host.shape, NamedSharding(mesh, P("fsdp")), lambda index: host[index])
-    state = {"n": np.arange(5), "v": spread(2), "w": spread(1)}
-
-    failures, num_saves = [], 0
-    def use_orbax():
-        try:
-            for step in range(3):
-                for api in ("v1", "v0"):
-                    save_and_load(api, folder / f"{api}-{step}", 2, state)
-        except BaseException as error:
-            failures.append(repr(error))
-    own = threading.Thread(target=use_orbax, daemon=True)
-    ckpt = TorchaxCheckpointer(
-        folder / "run", options=CheckpointOptions(process_timeout_secs=100),
-        local=LocalTier(folder / f"local{INDEX}"))
-    own.start()
-    while num_saves < 9:                          # as many on every process
-        num_saves += 1
-        assert ckpt.save(num_saves, state=state, force=True)
-        ckpt.wait_until_finished()
-        assert_came_back(ckpt.load(num_saves, state), state)
-    own.join(150)
-    assert not own.is_alive(), "it hangs"
-    ckpt.close()
-    report(failures=failures, steps=ckpt.all_steps())
-"""
-
-
 @pytest.mark.slow
-def test_on_several_processes_neither_is_a_programs_own_orbax(tmp_path: Path) -> None:
-    for [told] in run_processes(BESIDE, 2, str(tmp_path)):
-        assert told == {"failures": [], "steps": [7, 8, 9]}
-
-
 def test_saves_and_restores_need_only_the_policies_of_orbax(directory: Path) -> None:
     told = run_python(
         """
