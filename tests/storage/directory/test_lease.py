@@ -31,7 +31,8 @@ from torchax_ckpt.storage.directory import lease
 from torchax_ckpt.storage.directory.compare_and_swap import Conflict, record_at
 from torchax_ckpt.storage.directory.lease import Lease
 from torchax_ckpt.storage.directory.lease_holder import LeaseHolder, process_of
-from torchax_ckpt.storage.directory.run_directory import RunDirectory
+from torchax_ckpt.storage.directory.run_directory import _LEFTOVER, RunDirectory
+from torchax_ckpt.storage.medium import fsync
 from torchax_ckpt.storage.writing import array_writer
 
 STATE = {"w": np.arange(3)}
@@ -393,6 +394,29 @@ def test_it_is_renewed_without_a_save(directory: Path, monkeypatch: pytest.Monke
         assert ckpt.save(2, state=STATE, force=True)
     assert not (directory / "lease").exists()
     assert not [t for t in threading.enumerate() if t.name == "lease"]
+
+
+def test_a_cleanup_during_a_renewal_costs_no_lease(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDirectory(directory)
+    run.claim()
+    sync = fsync.sync
+
+    def cleaned_up(draft: Path) -> None:
+        sync(draft)
+        assert _LEFTOVER.fullmatch(draft.name)
+        draft.unlink()
+
+    monkeypatch.setattr(fsync, "sync", cleaned_up)
+    before = written(directory)
+    run._lease.renew()
+    monkeypatch.undo()
+    assert written(directory) == before
+    run.fence()
+    run._lease.renew()
+    assert written(directory).renewed_secs > before.renewed_secs
+    run.release()
 
 
 def test_a_removed_lease_is_lost_unless_the_directory_went(tmp_path: Path, clock: Clock) -> None:
