@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.torch
@@ -108,16 +110,13 @@ def test_shards_are_written_as_hugging_face_does(
 
 
 def test_every_dtype_that_safetensors_has_comes_through(directory: Path, tmp_path: Path) -> None:
-    import ml_dtypes
-
     numbers = np.arange(12, dtype=np.float32).reshape(3, 4)
-    named = set(safetensors_io.NAMES_OF_DTYPES)
-    state = {name: numbers.astype(np.dtype(name)) for name in sorted(named)}
+    state = {name: numbers.astype(np.dtype(name)) for name in safetensors_io.NAMES_OF_DTYPES}
     state |= {"empty": np.zeros((0, 3), np.float32), "scalar": np.array(7, np.int64)}
     with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.save(1, state={"p": state, "odd": np.zeros(2, ml_dtypes.int4)}, force=True)
+        ckpt.save(1, state=state, force=True)
     out = tmp_path / "x.safetensors"
-    run("export", directory, 1, out, "--at", "state/p")
+    run("export", directory, 1, out, "--at", "state")
     with before_enabling():
         loaded = safetensors.torch.load_file(out)
         assert loaded.keys() == state.keys()
@@ -126,9 +125,6 @@ def test_every_dtype_that_safetensors_has_comes_through(directory: Path, tmp_pat
             assert octets == array.tobytes(), name
             assert tuple(loaded[name].shape) == array.shape
             assert name in ("empty", "scalar") or str(loaded[name].dtype) == f"torch.{name}"
-    said = run("export", directory, 1, tmp_path / "y", "--at", "state/odd", code=exit_codes.USAGE)
-    assert "state/odd: safetensors has no dtype int4" in said
-    assert not (tmp_path / "y").exists()
 
 
 def test_a_leaf_comes_together_from_the_chunks_of_its_devices(
@@ -145,37 +141,6 @@ def test_a_leaf_comes_together_from_the_chunks_of_its_devices(
     assert {n: t.numpy().tobytes() for n, t in loaded.items()} == {
         n: np.asarray(a).tobytes() for n, a in expected.items()
     }
-
-
-def test_no_more_is_in_memory_than_was_allowed(
-    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    state = {f"w{i}": np.full((1 << 18,), i, np.float32) for i in range(8)}
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.save(1, state=state, force=True)
-    alive: list[int] = []
-    peak = 0
-
-    class Counted(read_arrays._Arrival):
-        def __init__(self, committed: Any, target: Any, piece: Any, store: Any, *pace: Any) -> None:
-            nonlocal peak
-            super().__init__(committed, target, piece, store, *pace)
-            alive.append(piece.nbytes)
-            peak = max(peak, sum(alive))
-
-        def fetch(self) -> Any:
-            alive.pop()
-            return super().fetch()
-
-    monkeypatch.setattr(read_arrays, "_Arrival", Counted)
-    bound = 3 << 20
-    out = tmp_path / "x.safetensors"
-    monkeypatch.setattr(read_arrays, "STREAMED_BYTES", bound)
-    run("export", directory, 1, out, "--at", "state")
-    assert 1 << 20 < peak <= bound
-    with before_enabling():
-        loaded = safetensors.torch.load_file(out)
-        assert all((loaded[name].numpy() == state[name]).all() for name in state)
 
 
 @pytest.fixture(scope="module")
@@ -275,19 +240,12 @@ def test_a_state_dict_holds_plain_tensors(
     trained: tuple[Path, dict[str, Any]], is_enabled: bool
 ) -> None:
     directory, expected = trained
-
-    def check() -> None:
+    with contextlib.nullcontext() if is_enabled else before_enabling():
         loaded = load_torch_state_dict(directory)
         assert values(loaded) == expected
         assert all(type(tensor) is torch.Tensor for tensor in loaded.values())
         assert loaded["head.weight"] is loaded["embed.weight"]
         assert not any(torchax_backend.is_device_tensor(tensor) for tensor in loaded.values())
-
-    if is_enabled:
-        check()
-    else:
-        with before_enabling():
-            check()
 
 
 @pytest.mark.slow
@@ -322,34 +280,36 @@ def test_where_the_weights_are_must_be_known(directory: Path) -> None:
     assert "--at" in run("export", directory, 1, directory / "x", code=exit_codes.USAGE)
 
 
-def test_names_that_meet_and_dtypes_that_torch_lacks_are_refused(directory: Path) -> None:
-    import ml_dtypes
-
-    state = {"a": {"b.c": np.zeros(1), "b": {"c": np.ones(1)}}, "i": np.zeros(2, ml_dtypes.int4)}
+def test_names_and_dtypes_that_a_form_lacks_are_refused(directory: Path, tmp_path: Path) -> None:
+    state = {
+        "a": {"b.c": np.zeros(1), "b": {"c": np.ones(1)}},
+        "i": np.zeros(2, ml_dtypes.int4),
+        "reserved": {"__metadata__": np.zeros(1)},
+    }
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.save(1, state=state, force=True)
     with pytest.raises(UnsupportedLeafError, match=r"two leaves would be called 'b\.c'"):
         load_torch_state_dict(directory, at="state/a")
     with pytest.raises(UnsupportedLeafError, match="state/i: torch has no dtype int4"):
         load_torch_state_dict(directory, at="state/i")
+    for at, message in (
+        ("state/i", "state/i: safetensors has no dtype int4"),
+        ("state/reserved", "no tensor can have the name __metadata__"),
+    ):
+        out = tmp_path / "x"
+        assert message in run("export", directory, 1, out, "--at", at, code=exit_codes.USAGE)
+        assert not out.exists()
 
 
-@pytest.mark.parametrize("ties", [5, [["a"]], [["head.weight", 3]], [["a", "not there"]]])
 def test_ties_that_no_release_writes_are_damage(
-    ties: Any, trained: tuple[Path, dict[str, Any]], tmp_path: Path
+    trained: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
     directory = shutil.copytree(trained[0], tmp_path / "run")
     path = directory / "3" / "manifest" / "data.json"
-    edit_json(path, lambda manifest: manifest["document"]["model"].update(ties=ties))
-    with pytest.raises(CorruptCheckpointError, match="tie"):
-        load_torch_state_dict(directory)
-
-
-def test_a_name_that_safetensors_reserves_is_refused(directory: Path, tmp_path: Path) -> None:
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.save(1, state={"__metadata__": np.zeros(1)}, force=True)
-    said = run("export", directory, 1, tmp_path / "x", "--at", "state", code=exit_codes.USAGE)
-    assert "no tensor can have the name __metadata__" in said
+    for ties in (5, [["a"]], [["head.weight", 3]], [["a", "not there"]]):
+        edit_json(path, lambda manifest, ties=ties: manifest["document"]["model"].update(ties=ties))
+        with pytest.raises(CorruptCheckpointError, match="tie"):
+            load_torch_state_dict(directory)
 
 
 def test_wrong_use_of_export_is_told(trained: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:

@@ -95,17 +95,6 @@ def test_ties_can_be_named(directory: Path, tmp_path: Path) -> None:
     assert resume(directory, live()) == 0
 
 
-def test_a_model_that_differs_is_not_attached(
-    source: tuple[Path, dict[str, Any]], directory: Path
-) -> None:
-    run("import", source[0], directory)
-    model = torch.nn.Linear(2, 2).to("jax")
-    with TorchaxCheckpointer(directory) as ckpt, pytest.raises(MismatchError) as caught:
-        ckpt.attach(model)
-    assert set(caught.value.missing) == {"model/weight", "model/bias"}
-    assert "model/scale" in caught.value.unexpected
-
-
 def test_modules_keep_their_extra_state(directory: Path, tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     arrays = {"weight": np.ones((2, 2), np.float32), "bias": np.ones(2, np.float32)}
@@ -142,30 +131,19 @@ def test_a_directory_with_steps_is_left_alone(
     assert not (directory / "lease").exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("x.safetensors", b""),
-        ("model.safetensors.index.json", b"[]"),
-        ("model.safetensors.index.json", json.dumps({"weight_map": {"w": "gone"}}).encode()),
-    ],
-)
-def test_damaged_files_are_a_finding(
-    name: str, content: bytes, directory: Path, tmp_path: Path
+def test_damaged_files_and_an_index_that_does_not_fit_its_files_are_a_finding(
+    directory: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / name).write_bytes(content)
-    run("import", tmp_path / name, directory, code=exit_codes.FOUND)
-    assert not directory.exists()
-
-
-def test_an_index_must_fit_its_files(directory: Path, tmp_path: Path) -> None:
-    safetensors.numpy.save_file({"w": np.zeros(1, np.float32)}, tmp_path / "a")
-    safetensors.numpy.save_file({"w": np.zeros(1, np.float32)}, tmp_path / "b")
+    for name in "ab":
+        safetensors.numpy.save_file({"w": np.zeros(1, np.float32)}, tmp_path / name)
+    (tmp_path / "x.safetensors").write_bytes(b"")
+    run("import", tmp_path / "x.safetensors", directory, code=exit_codes.FOUND)
     index = tmp_path / "model.safetensors.index.json"
-    for weight_map in ({"w": "a", "v": "a"}, {"w": "a", "v": "b"}):
-        index.write_text(json.dumps({"weight_map": weight_map}))
-        run("import", tmp_path, directory, code=exit_codes.FOUND)
-        assert not directory.exists()
+    for weight_map in (None, {"w": "gone"}, {"w": "a", "v": "a"}, {"w": "a", "v": "b"}):
+        index.write_text("[]" if weight_map is None else json.dumps({"weight_map": weight_map}))
+        for source in (tmp_path, index):
+            run("import", source, directory, code=exit_codes.FOUND)
+            assert not directory.exists()
 
 
 def test_wrong_use_of_import_is_told(

@@ -32,12 +32,6 @@ def test_the_formulas_need_neither_torch_nor_jax() -> None:
     assert "ModuleNotFoundError: import of jax halted" in result.stderr  # the check can fail
 
 
-def test_every_public_name_is_there() -> None:
-    assert planning.__all__ == sorted(planning.__all__)
-    for name in planning.__all__:
-        assert hasattr(planning, name)
-
-
 @pytest.mark.parametrize(("mtbf_hours", "minutes"), [(24, 117), (6, 57), (0.25, 9.1)])
 def test_dalys_interval_for_saves_of_five_minutes(mtbf_hours: float, minutes: float) -> None:
     training_secs = planning.daly_training_secs(blocking_secs=300, mtbf_secs=mtbf_hours * 3600)
@@ -54,9 +48,7 @@ def test_the_best_interval_is_not_below_the_time_to_be_durable() -> None:
     slow = planning.best_interval(blocking_secs=0.01, durable_secs=60, mtbf_secs=3600, slowdown=0.1)
     assert not slow.is_continuous
     assert 190 < slow.interval_secs < 205
-
-
-def test_the_policy_and_the_plan_share_one_formula() -> None:
+    # The policy shares the formula.
     policy = policies.OptimalIntervalPolicy(mtbf_secs=3600)
     policy.observe_save(blocking_secs=2, durable_secs=20)
     planned = planning.young_interval_secs(blocking_secs=2, durable_secs=20, mtbf_secs=3600)

@@ -17,19 +17,15 @@ def test_a_parameter_under_adamw_takes_twelve_bytes() -> None:
     size = planning.state_bytes(70_000_000_000)
     assert (size.parameters_bytes, size.optimizer_bytes) == (280_000_000_000, 560_000_000_000)
     assert size.total_bytes == 12 * 70_000_000_000
-
-
-@pytest.mark.parametrize(
-    ("settings", "per_param"),
-    [
+    assert planning.module_state_bytes(torch.nn.Linear(8, 2).to("jax")).total_bytes == 12 * 18
+    settings: list[tuple[dict[str, Any], int]] = [
         ({"optimizer": "sgd"}, 4),
         ({"param_bytes": 2}, 6),
         ({"param_bytes": 6, "moment_bytes": 4}, 14),
         ({"optimizer": 0.5}, 6),
-    ],
-)
-def test_dtypes_and_factors_are_counted(settings: dict[str, Any], per_param: float) -> None:
-    assert planning.state_bytes(1000, **settings).total_bytes == 1000 * per_param
+    ]
+    for setting, per_param in settings:
+        assert planning.state_bytes(1000, **setting).total_bytes == 1000 * per_param
 
 
 def test_the_ramdisk_of_70b_parameters_on_32_hosts() -> None:
@@ -95,10 +91,6 @@ def test_a_module_is_measured_as_it_is_stored() -> None:
     assert size.total_bytes == sum((352, 664, 24))
     wide = planning.module_state_bytes(Mixed(), moment_bytes=4)
     assert wide.optimizer_bytes == 2 * (80 * 4 + 6 * 4)
-
-
-def test_a_torchax_module_is_measured_like_any_other() -> None:
-    assert planning.module_state_bytes(torch.nn.Linear(8, 2).to("jax")).total_bytes == 12 * 18
 
 
 @pytest.mark.parametrize(

@@ -130,16 +130,6 @@ def test_copies_count_as_large_as_the_compiled_programs_make_them(
     assert take(Snapshotter("auto", "auto", Watched(Accelerator()))).way == way
 
 
-def test_copies_of_another_save_that_are_still_there_count() -> None:
-    accelerator = Accelerator()
-    snapshotter = Snapshotter("auto", "auto", Watched(accelerator))
-    held = take(snapshotter)
-    accelerator.step(9)
-    assert (held.way, take(snapshotter).way) == ("copy", "transfer")
-    del held
-    assert take(snapshotter).way == "copy"
-
-
 @pytest.mark.parametrize(("needs", "way"), [(9, "copy"), (10, "transfer"), (11, "transfer")])
 def test_what_the_program_itself_comes_to_need_beside_copies_counts(needs: int, way: str) -> None:
     accelerator = Accelerator()
@@ -149,14 +139,6 @@ def test_what_the_program_itself_comes_to_need_beside_copies_counts(needs: int, 
     assert accelerator.peak == needs + 5
     del held
     assert [take(snapshotter).way for _ in range(3)] == [way] * 3
-
-
-def test_a_peak_that_rises_when_copies_are_gone_is_the_programs_own() -> None:
-    accelerator = Accelerator()
-    snapshotter = Snapshotter("auto", "auto", Watched(accelerator))
-    assert take(snapshotter).way == "copy"
-    accelerator.step(14)  # as high as a step with copies beside it would have come
-    assert take(snapshotter).way == "transfer"
 
 
 operations = st.one_of(
@@ -271,11 +253,7 @@ def saved_while_full(
 ) -> tuple[dict[str, str], list[int], list[bool]]:
     """What failed, which steps there are, and which of them have stacks; the same everywhere.
 
-    Args:
-      mode: of snapshots.
-      fulls: the process whose devices have no memory at each step.
-      directory: where to save.
-      host_bytes: available on each host.
+    ``fulls`` are the processes whose devices have no memory at each step.
     """
     arguments = str(directory), mode, str(host_bytes), json.dumps(fulls)
     told = run_processes(PROGRAMS / "full_devices.py", 2, *arguments)
@@ -287,15 +265,6 @@ def saved_while_full(
         assert report["means"] == expected
     stacked = [any("layers" in n for n in stacks(directory, step)) for step in first["steps"]]
     return first["failed"], first["steps"], stacked
-
-
-@pytest.mark.slow
-def test_processes_agree_on_storing_leaves_one_by_one(directory: Path) -> None:
-    assert saved_while_full("transfer", [1, None, 0], directory) == (
-        {},
-        [1, 2, 3],
-        [False, True, False],
-    )
 
 
 @pytest.mark.parametrize("mode", ["copy", "reference"])
@@ -321,22 +290,23 @@ def test_a_process_without_memory_costs_those_that_copy_one_save(directory: Path
     assert (steps, stacked) == ([1, 2, 4, 5, 6, 7], [True, True, False, False, False, False])
 
 
-@pytest.mark.slow
-def test_a_process_without_memory_offloads_while_others_copy(directory: Path) -> None:
-    assert saved_while_full("auto", [None, 1, 0, None], directory, 1 << 30) == (
-        {},
-        [1, 2, 3, 4],
-        [True] * 4,
-    )
+ONE_GIB = 1 << 30
 
 
 @pytest.mark.slow
-def test_processes_offload(directory: Path) -> None:
-    assert saved_while_full("offload", [None, 1, 0], directory, 1 << 30) == (
-        {},
-        [1, 2, 3],
-        [True] * 3,
-    )
+@pytest.mark.parametrize(
+    ("mode", "fulls", "host_bytes", "stacked"),
+    [
+        ("transfer", [1, None, 0], 0, [False, True, False]),  # they agree
+        ("auto", [None, 1, 0, None], ONE_GIB, [True] * 4),  # one offloads while others copy
+        ("offload", [None, 1, 0], ONE_GIB, [True] * 3),
+    ],
+)
+def test_a_process_without_memory_costs_no_save_where_it_need_not(
+    mode: str, fulls: list[int | None], host_bytes: int, stacked: list[bool], directory: Path
+) -> None:
+    steps = list(range(1, len(fulls) + 1))
+    assert saved_while_full(mode, fulls, directory, host_bytes) == ({}, steps, stacked)
 
 
 def test_what_is_free_of_a_host_counts_as_it_is_now(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from support.processes import run_processes
 from support.training import P, fsdp_mesh
 
 from torchax_ckpt.layout.storage_plan import Plan
-from torchax_ckpt.snapshot import device_sizes, stacking
+from torchax_ckpt.snapshot import stacking
 from torchax_ckpt.snapshot.device_memory import DeviceMemory
 from torchax_ckpt.snapshot.device_sizes import bytes_on_devices, padded_bytes, shard_bytes
 from torchax_ckpt.snapshot.planner import Planner
@@ -95,6 +95,7 @@ def test_what_a_plan_takes_is_known_before_it_runs_and_compiled_once(
     assert (stored["other"] is leaves["other"]) == (not copy)
 
 
+@pytest.mark.slow
 def test_copies_of_arrays_on_several_processes_count_on_each_device_once() -> None:
     for (told,) in run_processes(PROGRAMS / "arrays_on_processes.py", 2, "sizes"):
         assert told["is_as_predicted"]
@@ -117,26 +118,6 @@ def test_a_program_that_no_device_holds_is_compiled_once(monkeypatch: pytest.Mon
         assert plan.needed("copy", [leaves["w"]]) is None
         assert way_if_donated(plan, [leaves["w"]], DeviceMemory()) == "offload"
     assert len(compiled) == 1
-
-
-def test_a_backend_that_does_not_analyse_memory_is_taken_to_need_none() -> None:
-    class Executable:
-        output_formats = ()
-
-        def memory_analysis(self) -> None:
-            return None
-
-    class Lowered:
-        out_info = ()
-
-        def compile(self) -> Executable:
-            return Executable()
-
-    class Program:
-        def lower(self, *arrays: Any) -> Lowered:
-            return Lowered()
-
-    assert device_sizes.compiled(cast(Any, Program())).temporary_bytes == 0
 
 
 def test_a_state_in_host_memory_needs_no_device() -> None:

@@ -93,34 +93,24 @@ def test_a_parameter_is_listed_once_with_its_optimizer_state_and_many_as_a_patte
 
 
 def test_names_of_one_section_alone_are_listed_as_they_are() -> None:
-    few = ["model/1.w", "model/2.w", "model/3.w"]
-    found = Findings([*few, "optimizer/x"], ["optimizer/1.w", "model/x1"])
-    listed = [line.strip() for line in str(found.error(1, "run")).splitlines()[1:-1]]
-    (first, *missing), (second, *unexpected) = listed[:5], listed[5:]
-    assert (first, second) == (
+    missing = ["model/1.w", "model/2.w", "model/3.w", "optimizer/x"]
+    unexpected = ["optimizer/1.w", "model/x1"]
+    said = str(Findings(missing, unexpected).error(1, "run")).splitlines()
+    assert [line.strip() for line in said[1:-1]] == [
         "missing from the checkpoint:",
+        *missing,
         "in the checkpoint, but not attached:",
-    )
-    assert missing == [*few, "optimizer/x"]
-    assert unexpected == ["optimizer/1.w", "model/x1"]
-
-
-def tied() -> Any:
-    model = Plain().to("jax")
-    model.head.weight = model.embed.weight
-    return model
+        *unexpected,
+    ]
 
 
 def test_a_tie_that_only_the_checkpoint_has_asks_for_tie_weights(directory: Path) -> None:
-    save(directory, tied())
-    untied = Plain().to("jax")
-    assert untied.head.weight is not untied.embed.weight
-    assert "model.tie_weights()" in refused(directory, untied)
-
-
-def test_a_tie_that_only_the_model_has_does_not(directory: Path) -> None:
-    save(directory, Plain().to("jax"))
-    assert "tie_weights" not in refused(directory, tied())
+    tied, untied = Plain().to("jax"), Plain().to("jax")
+    tied.head.weight = tied.embed.weight
+    save(directory / "tied", tied)
+    assert "model.tie_weights()" in refused(directory / "tied", untied)
+    save(directory / "untied", untied)
+    assert "tie_weights" not in refused(directory / "untied", tied)
 
 
 def test_weight_files_are_not_called_a_checkpoint(tmp_path: Path) -> None:

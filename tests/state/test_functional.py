@@ -57,11 +57,6 @@ def make_step(*, donates: bool = False) -> Callable[[State, int], State]:
     return jax.jit(step, donate_argnums=(0,) if donates else ())
 
 
-def host(tree: Any) -> Any:
-    """The bits of every leaf, taken without keeping hold of a device buffer."""
-    return jax.tree.map(lambda x: np.array(x, copy=True), tree)
-
-
 def abstract(tree: Any, sharding: Any = None) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
@@ -101,58 +96,20 @@ def test_optax_training_goes_on_as_if_never_interrupted(directory: Path, kind: s
     assert_trees_identical(resumed, state)
 
 
-def test_without_an_abstract_state_namedtuples_come_back_as_dicts(directory: Path) -> None:
-    params, opt_state = make_step()(initial(), 1)
-    save_state(directory, {"params": params, "opt_state": opt_state})
-    loaded = load(directory)
-    adam = opt_state[1][0]
-    assert type(adam).__name__ == "ScaleByAdamState"
-    assert_trees_identical(
-        loaded["opt_state"],
-        (
-            {},
-            (
-                {"count": adam.count, "mu": adam.mu, "nu": adam.nu},
-                {},
-                {"count": opt_state[1][2].count},
-            ),
-        ),
-    )
-    assert_trees_identical(loaded["params"], params)
-
-
 def test_a_state_on_a_mesh_is_loaded_onto_another(directory: Path) -> None:
     state = make_step()(initial(), 1)
     rows = NamedSharding(fsdp_mesh(8), P("fsdp"))
     whole = NamedSharding(fsdp_mesh(8), P())
     sharded = jax.tree.map(lambda x: jax.device_put(x, rows if x.ndim else whole), state)
     save_state(directory, sharded)
-    for sharding in (
-        NamedSharding(fsdp_mesh(4), P()),
-        SingleDeviceSharding(jax.devices()[5]),
-        None,
-    ):
-        wanted = jax.device_put(host(state), sharding)
+    on_four, on_one = NamedSharding(fsdp_mesh(4), P()), SingleDeviceSharding(jax.devices()[5])
+    for sharding in (on_four, on_one, None):
+        wanted = jax.device_put(jax.tree.map(np.asarray, state), sharding)
         assert_trees_identical(load(directory, abstract(state, sharding)), wanted)
     assert_trees_identical(load(directory, sharded), sharded)
 
 
 # --- donation --------------------------------------------------------------------------------
-
-
-def test_what_a_step_donates_right_after_save_is_saved_as_it_was(directory: Path) -> None:
-    step = make_step(donates=True)
-    state = step(initial(), 0)
-    wanted = {}
-    with TorchaxCheckpointer(directory) as ckpt:
-        for number in range(1, 4):
-            wanted[number] = host(state)
-            ckpt.save(number, state=state, force=True)
-            before, state = state, step(state, number)
-            assert before[0]["w"].is_deleted()
-    for number, expected in wanted.items():
-        loaded = TorchaxCheckpointer(directory).load(number, abstract(state))
-        assert_trees_identical(host(loaded), expected)
 
 
 def test_arrays_deleted_right_after_save_are_saved_as_they_were(directory: Path) -> None:
@@ -172,25 +129,18 @@ def test_arrays_deleted_right_after_save_are_saved_as_they_were(directory: Path)
     assert {k: bits(v) for k, v in load(directory).items()} == wanted
 
 
-@pytest.mark.parametrize("kind", ["jax", "torchax", "view", "key"])
-def test_a_buffer_that_was_donated_before_save_is_refused_by_name(
-    directory: Path, kind: str
-) -> None:
-    leaf: Any
-    if kind == "key":
-        leaf = jax.random.fold_in(jax.random.key(0), 1)
-        leaf.delete()
-    else:
-        array = jnp.ones((4, 2)) + 1
-        tensor = torchax_backend.wrap(array)
-        leaf = {"jax": array, "torchax": tensor, "view": tensor[1:]}[kind]
-        array.delete()
+def test_a_buffer_that_was_donated_before_save_is_refused_by_name(directory: Path) -> None:
+    array, key = jnp.ones((4, 2)) + 1, jax.random.fold_in(jax.random.key(0), 1)
+    tensor = torchax_backend.wrap(array)
+    view = tensor[1:]
+    array.delete()
+    key.delete()
     with TorchaxCheckpointer(directory) as ckpt:
-        with pytest.raises(UnsupportedLeafError, match="donated") as caught:
-            ckpt.save(1, state={"fine": jnp.ones(2), "gone": [leaf]})
-        assert caught.value.key_path == "state/gone/0"
-        assert "state/gone/0" in str(caught.value)
-        assert not ckpt.all_steps()
+        for leaf in (array, tensor, view, key):
+            with pytest.raises(UnsupportedLeafError, match="state/gone/0.*donated") as caught:
+                ckpt.save(1, state={"fine": jnp.ones(2), "gone": [leaf]})
+            assert caught.value.key_path == "state/gone/0"
+            assert not ckpt.all_steps()
         assert ckpt.save(1, state={"fine": jnp.ones(2)})
 
 
@@ -243,94 +193,66 @@ def test_a_leaf_that_can_no_longer_be_stored_is_refused_by_its_own_name(director
 # --- abstract states -------------------------------------------------------------------------
 
 
-def test_an_abstract_state_of_torchax_tensors_gives_torchax_tensors(directory: Path) -> None:
-    array = jax.device_put(np.arange(8.0, dtype=np.float32), NamedSharding(fsdp_mesh(), P("fsdp")))
-    save_state(
-        directory, {"a": array, "b": torchax_backend.wrap(array), "c": np.arange(8, dtype=np.int32)}
-    )
+def test_the_abstract_state_says_what_kind_of_leaf_comes_back(directory: Path) -> None:
+    value = np.arange(8, dtype=np.float32)
+    array = jax.device_put(value, NamedSharding(fsdp_mesh(), P("fsdp")))
     gone = torchax_backend.wrap(jnp.zeros(8) + 1)
     torchax_backend.buffer(gone).delete()
-    loaded = load(
-        directory,
-        {
-            "a": torchax_backend.wrap(array + 1),
-            "b": gone,
-            "c": torchax_backend.wrap(jnp.zeros(8, jnp.int32)),
-        },
-    )
-    wanted = {
-        "a": torchax_backend.wrap(array),
-        "b": torchax_backend.wrap(jnp.arange(8.0)),
-        "c": torchax_backend.wrap(jnp.arange(8)),
-    }
-    assert_trees_identical(loaded, wanted)
-
-
-def test_the_abstract_state_says_what_kind_of_leaf_comes_back(directory: Path) -> None:
-    value = np.arange(6, dtype=np.float32)
     kinds = {
         "jax": jax.device_put(value),
         "numpy": value,
+        "sharded": torchax_backend.wrap(array),
         "torch": torchax_backend.from_numpy(value),
         "torchax": torchax_backend.wrap(jax.device_put(value)),
     }
     save_state(directory, {f"{one} as {other}": kinds[one] for one in kinds for other in kinds})
     wanted = {f"{one} as {other}": kinds[other] for one in kinds for other in kinds}
-    assert_trees_identical(load(directory, wanted), wanted)
+    asked = {name: gone if name.endswith("as torchax") else leaf for name, leaf in wanted.items()}
+    assert_trees_identical(load(directory, asked), wanted)
 
 
-def test_shapes_of_random_keys_are_abstract_leaves_too(directory: Path) -> None:
+def test_shapes_of_random_keys_and_deleted_ones_are_abstract_leaves_too(directory: Path) -> None:
     sharding = NamedSharding(fsdp_mesh(), P("fsdp"))
     keys = {
+        "deleted": jax.device_put(make_leaf("key", "rbg", (8,), 2), sharding),
         "one": make_leaf("key", "threefry2x32", (), 1),
         "sharded": jax.device_put(make_leaf("key", "rbg", (8,), 2), sharding),
     }
     save_state(directory, keys)
+    deleted = jax.device_put(make_leaf("key", "rbg", (8,), 3), sharding)
+    deleted.delete()
     shapes = {
+        "deleted": deleted,
         "one": jax.ShapeDtypeStruct((), keys["one"].dtype),
         "sharded": jax.ShapeDtypeStruct((8,), keys["sharded"].dtype, sharding=sharding),
     }
     assert_trees_identical(load(directory, shapes), keys)
 
 
-def test_deleted_random_keys_say_where_they_were(directory: Path) -> None:
-    sharding = NamedSharding(fsdp_mesh(), P("fsdp"))
-    key = jax.device_put(make_leaf("key", "rbg", (8,), 2), sharding)
-    save_state(directory, {"key": key})
-    template = jax.device_put(make_leaf("key", "rbg", (8,), 3), sharding)
-    template.delete()
-    assert_trees_identical(load(directory, {"key": template}), {"key": key})
-
-
 Node = collections.namedtuple("Node", ["left", "right"])
 
 
 def test_an_abstract_state_gives_the_structure_of_the_result(directory: Path) -> None:
+    """To JAX, a set and a Counter are leaves; what is in them may be numpy's."""
     state = {
+        "counter": collections.Counter({"a": np.int64(3)}),
+        "huge ints": {2**60: np.ones(2), 1: np.zeros(2), -(2**80): np.ones(1)},
         "int keys": {1: np.ones(1), 2: "two"},
         "list": [np.zeros(1), None, ()],
         "named": Node(np.ones(2), Node(1, "x")),
         "ordered": collections.OrderedDict([("b", np.ones(3)), ("a", 2**70)]),
         "tuple keys": {("a", 1): np.ones(4)},
     }
-    save_state(directory, state)
-    assert_trees_identical(load(directory, state), state)
-
-
-@pytest.mark.parametrize("huge", [2**60, -(2**80)])
-def test_huge_ints_are_keys_of_an_abstract_state_too(directory: Path, huge: int) -> None:
-    state = {"a": {huge: np.ones(2), 1: np.zeros(2)}}
-    save_state(directory, state)
-    assert_trees_identical(load(directory, state)["a"][huge], state["a"][huge])
-
-
-def test_an_abstract_state_may_hold_python_values_with_arrays_in_them(directory: Path) -> None:
-    """A set and a Counter are leaves to JAX; what is in them may be numpy's."""
-    state = {"counter": collections.Counter({"a": np.int64(3)}), "set": {np.int16(1)}}
-    save_state(directory, state)
-    loaded = load(directory, state)
-    assert_trees_identical(loaded["counter"], state["counter"])
-    assert [type(member) for member in loaded["set"]] == [np.int16]
+    members = {np.int16(1)}
+    save_state(directory, {**state, "set": members})
+    loaded = load(directory, {**state, "set": members})
+    assert [type(member) for member in loaded.pop("set")] == [np.int16]
+    huge = loaded.pop("huge ints")
+    assert {key: bits(array) for key, array in huge.items()} == {
+        key: bits(array)
+        for key, array in state.pop("huge ints").items()  # type: ignore[attr-defined]
+    }
+    assert_trees_identical(loaded, state)
 
 
 def test_python_values_come_from_the_checkpoint_not_from_the_abstract_state(
@@ -411,7 +333,9 @@ def test_all_that_differs_is_in_one_error_with_its_name(directory: Path) -> None
     assert error.path == str(directory / "7")
 
 
-def test_a_python_value_of_another_type_is_a_mismatch(directory: Path) -> None:
+def test_a_python_value_of_another_type_or_that_nothing_takes_is_a_mismatch(
+    directory: Path,
+) -> None:
     found = ["text", {"a": 1}, {"a": np.ones(1)}, [1], (1,), None, np.float32(1)]
     save_state(directory, {"found": found, "w": jnp.ones(1)})
     for index, expected in enumerate((0, 1.0, 1.0, "", "", 0, 0)):
@@ -419,13 +343,9 @@ def test_a_python_value_of_another_type_is_a_mismatch(directory: Path) -> None:
         with pytest.raises(MismatchError) as caught:
             load(directory, asked)
         assert f"state/found/{index}" in caught.value.mismatched
-
-
-def test_python_values_that_nothing_takes_are_unexpected(directory: Path) -> None:
-    save_state(directory, {"a": 5, "b": {"c": "text"}, "w": jnp.ones(1)})
     with pytest.raises(MismatchError) as caught:
         load(directory, {"w": jnp.ones(1)})
-    assert sorted(caught.value.unexpected) == ["state/a", "state/b/c"]
+    assert {"state/found/0", "state/found/1/a"} <= set(caught.value.unexpected)
 
 
 # --- beside what is attached -----------------------------------------------------------------

@@ -23,16 +23,23 @@ STATE = {"w": np.arange(3)}
 def test_stats_count_and_give_quantiles(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free_disk = fill_disk(monkeypatch)
     with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(mlp())
         nothing = ckpt.stats()
         assert (nothing.num_saves, nothing.blocking_secs) == (0, None)
-        ckpt.save(2, state=STATE)
+        ckpt.save(2)
         with pytest.raises(SaveError):
             ckpt.wait_until_finished()
         free_disk()
         for step in (4, 6, 9):
-            ckpt.save(step, state=STATE, force=True)
-            assert not ckpt.save(step, state=STATE)
+            ckpt.save(step, force=True)
+            assert not ckpt.save(step)
+            # A forced save of what is there counts as neither saved nor skipped.
+            assert not ckpt.save(step, force=True)
             ckpt.wait_until_finished()
+        monkeypatch.setattr(ckpt._preemption, "decide", lambda step: True)
+        assert not ckpt.save(9)
+        monkeypatch.undo()
+        ckpt.restore(9)
     stats = ckpt.stats()
     assert stats.num_saves == 4
     assert (stats.num_durable, stats.num_failed) == (3, 1)
@@ -43,6 +50,7 @@ def test_stats_count_and_give_quantiles(directory: Path, monkeypatch: pytest.Mon
     assert 0 < stats.blocking_secs.p50 <= stats.blocking_secs.p90 < stats.durable_secs.p90
     assert stats.num_bytes is not None
     assert stats.num_bytes.p50 > 24
+    assert (stats.num_restores, stats.restore_secs is not None) == (1, True)
 
 
 def test_a_slow_look_at_a_step_holds_up_no_save(
@@ -66,23 +74,3 @@ def test_a_slow_look_at_a_step_holds_up_no_save(
         opened.set()
     assert threads == ["events", "events"]
     assert ckpt.stats().num_bytes == Quantiles(p50=7, p90=7)
-
-
-def test_a_step_that_is_there_already_counts_as_neither_saved_nor_skipped(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with TorchaxCheckpointer(directory) as ckpt:
-        assert ckpt.save(1, state=STATE)
-        assert not ckpt.save(1, state=STATE, force=True)
-        monkeypatch.setattr(ckpt._preemption, "decide", lambda step: True)
-        assert not ckpt.save(1, state=STATE)
-        assert (ckpt.stats().num_saves, ckpt.stats().num_skipped) == (1, 0)
-
-
-def test_restores_are_counted(directory: Path) -> None:
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.attach(mlp())
-        ckpt.save(1, force=True)
-        ckpt.restore(1)
-        assert ckpt.stats().num_restores == 1
-        assert ckpt.stats().restore_secs is not None

@@ -161,39 +161,6 @@ def test_a_cast_rounds_as_torch_does(tied: Run, tmp_path: Path) -> None:
         assert values(expected.bfloat16().state_dict()) == values(model.state_dict())
 
 
-def test_a_step_is_found_by_its_metric(tied: Run, tmp_path: Path) -> None:
-    for text, step in (("best:loss", 2), ("best:loss:max", 1), ("3", 3)):
-        out = tmp_path / str(step)
-        assert run_json("export", tied.directory, text, out, "--format", "hf")["step"] == step
-
-
-def test_a_run_without_config_takes_one_from_a_folder(tied: Run, tmp_path: Path) -> None:
-    model = llama(tie_word_embeddings=True)
-    expected = logits(model)
-    on_jax(model)
-    plain = {"weights": model.model, "head": model.lm_head}  # two modules without config
-    model.model.config = model.config = None
-    save(tmp_path / "run", {"plain": torch.nn.ModuleDict(plain)})
-    names = ("--rename", "weights=model", "--rename", "head=lm_head", "--at", "model/plain")
-    out = tmp_path / "out"
-    result = run_json("export", tmp_path / "run", out, "--format", "hf", *names)
-    assert result["has_config"] is False
-    run("export", tied.directory, tmp_path / "other", "--format", "hf")
-    run(
-        "export",
-        tmp_path / "run",
-        tmp_path / "b",
-        "--format",
-        "hf",
-        *names,
-        "--config",
-        tmp_path / "other",
-    )
-    loaded, info = load(tmp_path / "b")
-    assert not any(info.values())
-    assert logits(loaded) == expected
-
-
 def test_weights_that_the_config_does_not_tie_are_written_under_each_name(tmp_path: Path) -> None:
     model = llama(tie_word_embeddings=False)
     with native():

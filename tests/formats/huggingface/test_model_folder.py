@@ -106,31 +106,33 @@ def test_a_cast_that_would_lose_a_number_is_refused(directory: Path, tmp_path: P
     assert found["n"].dtype == np.int64
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("newest", "STEP: expected a number, best:METRIC or best:METRIC:max, found 'newest'"),
-        ("best:accuracy", "no step has the metric 'accuracy'"),
-        ("best:loss:least", "STEP: expected a number"),
-        ("7", "step 7"),
-    ],
-)
-def test_a_step_that_is_not_there_is_refused(
-    directory: Path, tmp_path: Path, text: str, said: str
-) -> None:
-    saved(directory, torch.nn.Linear(1, 1))
-    assert said in run("export", directory, text, tmp_path / "x", code=exit_codes.USAGE)
-
-
-def test_options_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    for options, said in (
-        (("x", "--format", "pt", "--dtype", "bf16"), "--dtype needs --format"),
-        (("x", "--config", tmp_path), "--config needs --format hf or peft"),
+def test_options_and_steps_that_do_not_fit_are_refused(directory: Path, tmp_path: Path) -> None:
+    saved(directory, Described())
+    out = tmp_path / "x"
+    for arguments, said in (
+        ((out, "--format", "pt", "--dtype", "bf16"), "--dtype needs --format"),
+        ((out, "--config", tmp_path), "--config needs --format hf or peft"),
         (("x.safetensors", "--format", "hf"), "expected the name of a directory"),
-        (("x", "--format", "hf", "--optimizer"), "--optimizer needs --format pt or dcp"),
-        (("1", "2", "x"), "expected [STEP] OUT, found 3 arguments"),
+        ((out, "--format", "hf", "--optimizer"), "--optimizer needs --format pt or dcp"),
+        (("1", "2", out), "expected [STEP] OUT, found 3 arguments"),
+        (("newest", out), "expected a number, best:METRIC or best:METRIC:max, found 'newest'"),
+        (("best:accuracy", out), "no step has the metric 'accuracy'"),
+        (("best:loss:least", out), "STEP: expected a number"),
+        (("7", out), "step 7"),
+        ((out, "--format", "peft"), "expected tensors of PEFT's adapters, found none"),
     ):
-        assert said in run("export", tmp_path, *options, code=exit_codes.USAGE)
+        assert said in run("export", directory, *arguments, code=exit_codes.USAGE)
+        assert not out.exists()
+
+
+def test_a_step_is_found_by_its_metric(directory: Path, tmp_path: Path) -> None:
+    with TorchaxCheckpointer(directory, preservation_policy=policies.PreserveAll()) as ckpt:
+        for step, loss in enumerate((3.0, 1.0, 2.0), 1):
+            state = {"w": np.full(2, step, np.float32)}
+            ckpt.save(step, state=state, metrics={"loss": loss}, force=True)
+    for text, step in (("best:loss", 2), ("best:loss:max", 1), ("3", 3)):
+        out = tmp_path / f"{step}.safetensors"
+        assert run_json("export", directory, text, out, "--at", "state")["step"] == step
 
 
 # --- adapters ---
@@ -186,12 +188,6 @@ def test_an_adapter_without_config_takes_one_from_a_folder(directory: Path, tmp_
     assert json.loads((tmp_path / "out/b/adapter_config.json").read_text()) == {"peft_type": "LORA"}
 
 
-def test_a_model_without_adapters_has_none_to_export(directory: Path, tmp_path: Path) -> None:
-    saved(directory, Described())
-    said = run("export", directory, tmp_path / "x", "--format", "peft", code=exit_codes.USAGE)
-    assert "expected tensors of PEFT's adapters, found none" in said
-
-
 def test_a_config_that_is_no_json_object_is_refused(directory: Path, tmp_path: Path) -> None:
     saved(directory, Described())
     path = directory / "1/assets/data.json"
@@ -208,10 +204,6 @@ def test_adapters_are_told_apart_by_name() -> None:
     assert names_in_file(NAMES, "b", {"peft_type": "LORA"}) == {
         "base_model.model.m.q.lora_B.weight": "m.q.lora_B.b.weight"
     }
-
-
-def test_a_method_whose_names_are_not_known_is_refused() -> None:
-    with pytest.raises(
-        UnsupportedLeafError, match="found 'PREFIX_TUNING', whose tensors only PEFT"
-    ):
+    unknown = "found 'PREFIX_TUNING', whose tensors only PEFT"
+    with pytest.raises(UnsupportedLeafError, match=unknown):
         names_in_file(NAMES, "b", {"peft_type": "PREFIX_TUNING"})
