@@ -9,6 +9,7 @@ import json
 import os
 import pty
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -488,3 +489,20 @@ def test_verify_says_when_a_step_cannot_be_marked(
     assert result.exit_code == exit_codes.OK
     assert json.loads(result.stdout)["steps"][0]["marked"] is False
     assert "cannot be marked" in result.stderr
+
+
+# --- the ways to start the command line ---
+
+
+def test_the_package_itself_runs_the_command_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``python -m torchax_ckpt``, where no script of the environment is on the PATH."""
+    monkeypatch.setattr(sys, "argv", ["torchax_ckpt", "--version"])
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # main sets it, for this process too
+    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "localhost")
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("torchax_ckpt", run_name="__main__")
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("torchax-ckpt ")

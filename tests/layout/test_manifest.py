@@ -16,8 +16,11 @@ from support.strategies import trees
 
 from torchax_ckpt import TorchaxCheckpointer
 from torchax_ckpt.errors import CorruptCheckpointError
-from torchax_ckpt.layout.manifest import FORMAT, VERSION, Digests, Manifest
+from torchax_ckpt.layout import unchanged
+from torchax_ckpt.layout.digests import Digests
+from torchax_ckpt.layout.manifest import FORMAT, VERSION, Manifest
 from torchax_ckpt.layout.storage_plan import Plan
+from torchax_ckpt.layout.unchanged import Database
 from torchax_ckpt.state.pytree import Encoder, decode
 
 EMPTY: dict[str, Any] = {
@@ -176,3 +179,35 @@ def test_load_names_the_path_of_a_step_with_a_malformed_node(directory: Path, no
         assert caught.value.step == 7
         assert caught.value.path is not None
         assert caught.value.path.startswith(str(directory / "7"))
+
+
+# --- databases of unchanged arrays ---
+
+DIGESTS = {"model/w": Digests((2,), bytes(16), bytes(range(32)))}
+
+
+@pytest.mark.parametrize("processes", [None, (0,), (0, 3, 12)])
+def test_a_database_is_read_as_it_was_described(processes: tuple[int, ...] | None) -> None:
+    known = {"unchanged0": Database(1, ("model/w",), processes)}
+    raw = unchanged.to_json(known, DIGESTS)["unchanged"]
+    short = {name: Digests(d.block, d.values) for name, d in DIGESTS.items()}
+    assert unchanged.from_json(raw, short, path="manifest") == (known, DIGESTS)
+
+
+@pytest.mark.parametrize("processes", [[], [1, 0], [0, 0], [-1], [True], ["0"], [0.0], 1, {}, "01"])
+def test_a_wrong_list_of_processes_is_refused(processes: Any) -> None:
+    raw = unchanged.to_json({"unchanged0": Database(0, ("model/w",))}, DIGESTS)["unchanged"]
+    raw["unchanged0"]["processes"] = processes
+    with pytest.raises(CorruptCheckpointError, match="'unchanged' to list databases"):
+        unchanged.from_json(raw, DIGESTS, path="manifest")
+
+
+def test_each_process_has_a_folder_of_its_own() -> None:
+    assert unchanged.folders_of("unchanged1", None) == ["ocdbt.process_unchanged1"]
+    folders = [f for n in (1, 11) for f in unchanged.folders_of(f"unchanged{n}", [1, 11, 111])]
+    assert len({*folders, "ocdbt.process_unchanged1"}) == 7
+    for folder in folders:
+        assert unchanged.is_folder(folder)
+        assert folder.removeprefix("ocdbt.process_").isalnum()  # else Orbax would not merge it
+    for other in ("ocdbt.process_0", "ocdbt.process_unchanged", "ocdbt.process_unchanged0x"):
+        assert not unchanged.is_folder(other)

@@ -84,54 +84,36 @@ def test_what_a_plan_says() -> None:
     assert whole.chip_bytes == MIB
 
 
-def test_auto_copies_or_offloads_into_the_memory_that_a_save_would_want() -> None:
-    copy_bytes, on_host = 4 * MIB // 8, 2 * 4 * MIB  # on a host: pinned and ordinary memory
-
-    def planned(free_bytes: int, host_memory_bytes: int | None = None) -> planning.TopologyPlan:
-        return planning.on_topology(
-            layers(),
-            "v5e:2x4",
-            training_bytes=V5E.usable_bytes - copy_bytes - free_bytes,
-            host_memory_bytes=host_memory_bytes,
-        )
-
-    wanted = math.ceil(1.25 * copy_bytes)
-    assert planned(wanted).snapshot == "copy"
-    plan = planned(wanted - 1)
-    assert (plan.snapshot, plan.fits, plan.copy_bytes, plan.num_programs) == (
-        *("offload", True, copy_bytes, 1),
-    )
-    plan = planned(0, math.ceil(1.25 * on_host))
-    assert (plan.snapshot, plan.free_bytes) == ("offload", 0)
-    assert (plan.offload_host_bytes, plan.host_memory_bytes) == (on_host, 1.25 * on_host)
-    plan = planned(0, math.ceil(1.25 * on_host) - 1)
-    assert (plan.snapshot, plan.offload_host_bytes) == ("transfer", 0)
+COPY_BYTES, ON_HOST = 4 * MIB // 8, 2 * 4 * MIB  # on a host: pinned and ordinary memory
+WANTED, WANTED_ON_HOST = math.ceil(1.25 * COPY_BYTES), math.ceil(1.25 * ON_HOST)
 
 
 @pytest.mark.parametrize(
     ("way", "free_bytes", "host_bytes"),
-    [("copy", 10 * MIB, 0), ("offload", MIB // 2, 16 * MIB), ("transfer", MIB // 2, 4 * MIB)],
+    [
+        ("copy", WANTED, 0),
+        ("offload", WANTED - 1, WANTED_ON_HOST),
+        ("transfer", WANTED - 1, WANTED_ON_HOST - 1),
+        ("transfer", 0, 0),
+    ],
 )
 def test_a_save_of_real_arrays_takes_the_planned_snapshot(
     way: str, free_bytes: int, host_bytes: int
 ) -> None:
-    mesh = topology.mesh(jax.devices(), {"fsdp": 8})
-    sharding = NamedSharding(mesh, P("fsdp"))
+    sharding = NamedSharding(topology.mesh(jax.devices(), {"fsdp": 8}), P("fsdp"))
     arrays = {name: jnp.ones((512, 512), device=sharding) for name in layers()}
-    on_chip = 4 * MIB // 8
-    plan = planning.on_topology(
-        arrays,
-        "v5e:2x4",
-        training_bytes=V5E.usable_bytes - on_chip - free_bytes,
-        host_memory_bytes=host_bytes,
-    )
+    training_bytes = V5E.usable_bytes - COPY_BYTES - free_bytes
+    settings: dict[str, Any] = {"training_bytes": training_bytes, "host_memory_bytes": host_bytes}
+    plan = planning.on_topology(arrays, "v5e:2x4", **settings)
     stats = {"bytes_limit": V5E.usable_bytes, "bytes_in_use": V5E.usable_bytes - free_bytes}
     memory = DeviceMemory(lambda device: stats, host_bytes=lambda: host_bytes)
     snapshotter = Snapshotter("auto", "auto", memory)
     snapshotter.donated()
     taken = snapshotter.take(list(arrays), [*arrays.values()])
-    assert plan.free_bytes == free_bytes
     assert plan.snapshot == taken.way == way
+    assert (plan.free_bytes, plan.fits, plan.copy_bytes) == (free_bytes, True, COPY_BYTES)
+    assert plan.host_memory_bytes == host_bytes
+    assert plan.offload_host_bytes == (ON_HOST if way == "offload" else 0)
 
 
 def test_the_advice_for_a_state_that_does_not_fit() -> None:

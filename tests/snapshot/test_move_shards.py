@@ -15,6 +15,7 @@ from support.strategies import JAX_DTYPES, random_bits
 from support.training import P
 
 from torchax_ckpt.snapshot import move_shards
+from torchax_ckpt.snapshot.bitcast import from_bits, to_bits
 from torchax_ckpt.snapshot.sharding import replicas
 
 DTYPES = [
@@ -179,3 +180,14 @@ def test_leaves_whose_bits_become_bytes_move_alone() -> None:
     targets = {n: jax.ShapeDtypeStruct((8,), jnp.dtype(n), sharding=sharding) for n in mixed}
     chunks = [list(chunk) for chunk in move_shards._chunks(targets)]
     assert chunks == [*([name] for name in alone), together]
+
+
+# --- arrays as the integers of their bits ---
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_come_back(dtype: str) -> None:
+    array = jnp.asarray(random_bits(dtype, (512, 512), seed=1))
+    back = jax.jit(lambda x: from_bits(to_bits(x), dtype))(array)
+    assert back.dtype == array.dtype
+    assert np.asarray(back).tobytes() == np.asarray(array).tobytes()

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import mmap
-import threading
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, SingleDeviceSharding
@@ -98,34 +94,6 @@ def test_the_training_thread_waits_for_nothing(directory: Path) -> None:
         ckpt.wait_until_finished()
         loaded = ckpt.load(2, {"w": result, "v": matrix})
     assert np.array_equal(loaded["w"], np.asarray(result))
-
-
-def test_no_transfer_is_waited_for_on_the_training_thread(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waits: list[int] = []
-    array_type = type(jnp.zeros(1))
-    for name in ("block_until_ready", "copy_to_host_async", "__array__", "__float__", "_value"):
-        waiting = getattr(array_type, name)
-
-        def counted(self: Any, *args: Any, _waiting: Any = waiting, **kwargs: Any) -> Any:
-            waits.append(threading.get_ident())
-            if isinstance(_waiting, property):
-                assert _waiting.fget is not None
-                return _waiting.fget(self)
-            return _waiting(self, *args, **kwargs)
-
-        is_property = isinstance(waiting, property)
-        monkeypatch.setattr(array_type, name, property(counted) if is_property else counted)
-    state = {name: value for name, value in state_of().items() if isinstance(value, jax.Array)}
-    with TorchaxCheckpointer(directory, options=CheckpointOptions(snapshot="offload")) as ckpt:
-        ckpt.save(1, state=state)
-        ckpt.wait_until_finished()
-        assert threading.get_ident() not in waits
-        assert waits  # the thread of the save has fetched the arrays
-        waits.clear()
-        np.asarray(state["scalar"])
-        assert threading.get_ident() in waits  # that this can fail
 
 
 def offloaded(leaves: dict[str, jax.Array], **stacks: tuple[str, ...]) -> Offloaded:
@@ -324,37 +292,6 @@ def test_devices_without_pinned_memory_are_said(
     ckpt.close()
     taken = Snapshotter("auto", "flat", limited(0, 1 << 30))
     assert taken.take([*sizes(16)], [*sizes(16).values()]).way == "transfer"
-
-
-def test_host_memory_is_one_mapping_and_freed_when_the_step_is_durable(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mappings: list[weakref.ref[mmap.mmap]] = []
-    addresses: list[range] = []
-
-    class Recorded(mmap.mmap):
-        def __init__(self, *_: int) -> None:
-            mappings.append(weakref.ref(self))
-            at = np.frombuffer(self, np.uint8)
-            addresses.append(range(at.ctypes.data, at.ctypes.data + at.nbytes))
-
-    fetched = Offloaded.fetched
-    outside: list[str] = []
-
-    def seen(self: Offloaded) -> Any:
-        found = fetched(self)
-        for name, array in found.items():
-            if any(part.ctypes.data not in addresses[-1] for part in array.parts.values()):
-                outside.append(name)
-        return found
-
-    monkeypatch.setattr(offload.mmap, "mmap", Recorded)
-    monkeypatch.setattr(Offloaded, "fetched", seen)
-    with TorchaxCheckpointer(directory, options=CheckpointOptions(snapshot="offload")) as ckpt:
-        ckpt.save(1, state=state_of())
-        ckpt.wait_until_finished()
-        assert [ref() for ref in mappings] == [None]
-    assert outside == []
 
 
 @pytest.mark.slow

@@ -278,61 +278,6 @@ def test_options_that_make_no_sense_are_refused(bad: dict[str, Any]) -> None:
         CheckpointOptions(**bad)
 
 
-@pytest.mark.slow
-@layouts
-@pytest.mark.parametrize("mode", get_args(SnapshotMode))
-@pytest.mark.parametrize(
-    "dtype", ["bfloat16", "float16", "float8_e5m2", "float8_e4m3fn", "float32"]
-)
-def test_every_bit_of_every_number_is_kept(
-    dtype: str, mode: Any, layout: Any, directory: Path
-) -> None:
-    """NaNs with every payload, in more members than are stacked at one time."""
-    kind = jnp.dtype(dtype)
-    num_patterns = 2 ** min(16, 8 * kind.itemsize)
-    patterns = np.arange(num_patterns, dtype=f"uint{8 * kind.itemsize}")
-    if kind.itemsize == 4:
-        patterns = patterns | np.uint32(0x7F800000)  # infinities and NaNs, quiet and signalling
-    where = NamedSharding(fsdp_mesh(), P("fsdp"))
-    array = jax.device_put(patterns.view(kind), where)
-    names = [f"layers.{i}.w" for i in range(130 if kind.itemsize == 1 else 3)]
-    options = CheckpointOptions(snapshot=mode, layout=layout)
-    with TorchaxCheckpointer(directory, options=options) as ckpt:
-        ckpt.save(1, state=dict.fromkeys(names, array), force=True)
-        ckpt.wait_until_finished()
-        loaded = ckpt.load(1, dict.fromkeys(names, array))
-    for name in names:
-        assert np.asarray(loaded[name]).tobytes() == patterns.tobytes(), name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["auto", "flat"])
-@pytest.mark.parametrize("mode", ["reference", "copy", "offload"])
-def test_no_program_of_more_arguments_than_compile_fast_is_compiled(
-    mode: Any, layout: Any, directory: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Of 3,000 arguments one takes seconds."""
-    # Of shapes that nothing else here compiles programs for.
-    shape = (8, 11 + 2 * ["reference", "copy", "offload"].index(mode) + (layout == "flat"))
-    where = NamedSharding(fsdp_mesh(), P("fsdp"))
-    state = {f"layers.{i}.w": jax.device_put(np.full(shape, i), where) for i in range(300)}
-    options = CheckpointOptions(snapshot=mode, layout=layout)
-    jax.config.update("jax_log_compiles", True)  # jax.log_compiles() is for one thread
-    try:
-        with TorchaxCheckpointer(directory, options=options) as ckpt:
-            ckpt.save(1, state=state)
-            ckpt.wait_until_finished()
-            loaded = ckpt.load(1, state)
-    finally:
-        jax.config.update("jax_log_compiles", False)
-    assert all(np.array_equal(loaded[name], state[name]) for name in state)
-    programs = [m for m in caplog.messages if m.startswith("Compiling")]
-    counts = [program.count("ShapedArray(") for program in programs if str(shape[1]) in program]
-    assert max(counts, default=0) <= 128
-    # Whatever is not copied or stacked needs no program at all.
-    assert bool(counts) == (mode != "reference" or layout == "auto")
-
-
 def test_threads_that_plan_at_the_same_time_get_each_the_plan_of_its_own_leaves() -> None:
     planner = Planner("auto")
     tier = {"other": jnp.ones(3)}

@@ -450,45 +450,18 @@ def assert_moments_are_where_their_parameters_are(optimizer: Optimizer) -> None:
         assert moment.committed
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("capturable", [False, True])
-def test_moments_of_a_fresh_optimizer_are_sharded_as_their_parameters(
-    directory: Path, capturable: bool
-) -> None:
-    def build() -> Pair:
-        model = mlp(width=16)
-        return model, torch.optim.AdamW(model.parameters(), lr=1e-2, capturable=capturable)
-
-    rule = fsdp_rule(fsdp_mesh())
-    (model, saved), (fresh, optimizer) = build(), build()
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.attach(model, saved, shardings=rule)
-        step(saved)
-        ckpt.save(1, force=True)
-    resume(directory, fresh, optimizer, shardings=rule)
-    assert_moments_are_where_their_parameters_are(optimizer)
-    assert len({str(torchax_backend.buffer(p).sharding) for p in fresh.parameters()}) > 1
-
-    step(saved, seed=1)
-    step(optimizer, seed=1)
-    # torch's own zeros_like left the uninterrupted run's moments unsharded.
-    assert_trees_identical(
-        training_state(fresh, optimizer), training_state(model, saved), shardings=False
-    )
-
-
-@pytest.mark.parametrize("is_placed", [True, False])
-def test_moments_go_to_where_their_parameters_are_or_go(directory: Path, is_placed: bool) -> None:
+@pytest.mark.parametrize("live", ["placed", "fresh", "on one device"])
+def test_moments_go_to_where_their_parameters_are_or_go(directory: Path, live: str) -> None:
     model, fresh = mlp(width=16), mlp(width=16)
     saved, optimizer = one_group(model), one_group(fresh)
     step(saved)
     save(directory, model, saved)
     rule = fsdp_rule(fsdp_mesh(4))
-    if is_placed:
+    if live == "placed":
         place(fresh, rule)
-    else:
-        step(optimizer)  # with moments on one device
-    resume(directory, fresh, optimizer, shardings=None if is_placed else rule)
+    elif live == "on one device":
+        step(optimizer)
+    resume(directory, fresh, optimizer, shardings=None if live == "placed" else rule)
     assert_moments_are_where_their_parameters_are(optimizer)
     assert len(torchax_backend.buffer(fresh[0].weight).sharding.device_set) == 4  # type: ignore[index]
     assert [bits(p) for p in fresh.parameters()] == [bits(p) for p in model.parameters()]

@@ -175,15 +175,6 @@ def test_weights_that_the_config_does_not_tie_are_written_under_each_name(tmp_pa
     assert logits(loaded) == expected
 
 
-def test_an_imported_folder_can_be_exported_again(tied: Run, tmp_path: Path) -> None:
-    run("export", tied.directory, tmp_path / "a", "--format", "hf")
-    run("import", tmp_path / "a", tmp_path / "run")
-    run("export", tmp_path / "run", tmp_path / "b", "--format", "hf")
-    a, b = ({p.name: p.read_bytes() for p in (tmp_path / n).iterdir()} for n in "ab")
-    assert a.keys() == b.keys()
-    assert {n for n in a if a[n] != b[n]} <= {"model.safetensors"}  # whose metadata has the ties
-
-
 def test_a_model_on_meta_starts_from_a_folder_with_its_ties_and_positions(
     tied: Run, tmp_path: Path
 ) -> None:
@@ -207,19 +198,6 @@ def test_a_model_on_meta_starts_from_a_folder_with_its_ties_and_positions(
     assert values(dict(model.named_buffers())) == buffers
     array = model.lm_head.weight.jax()
     assert array.sharding == rule("", array)
-
-
-def test_a_warm_start_ties_again_what_the_move_to_devices_untied(tied: Run, tmp_path: Path) -> None:
-    run("export", tied.directory, tmp_path / "a", "--format", "hf")
-    for source in (tmp_path / "a", tied.directory):
-        model = llama(tie_word_embeddings=True)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            model.to("jax")
-        assert model.lm_head.weight is not model.model.embed_tokens.weight
-        warm_start(model, source)
-        assert model.lm_head.weight is model.model.embed_tokens.weight
-        assert values(model.state_dict()) == tied.weights
 
 
 # --- adapters ---
