@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -185,67 +184,6 @@ def test_a_state_is_trained_as_its_suffix_says() -> None:
         states.training("tiny-lost")
 
 
-Measure = Callable[..., dict[str, Any]]
-
-
-def measured_at(date: str, asked: list[tuple[str, str, str]]) -> Measure:
-    """In place of measuring: remembers what was asked for, and gives figures of a date."""
-
-    def measure(what: str, name: str, peer: str, directory: Path, *_: Any, **__: Any) -> Any:
-        asked.append((what, name, peer))
-        directory.mkdir(parents=True, exist_ok=True)
-        if what == "loop":
-            return loop(2.0, 4.0)["peers"]["none" if peer == "none" else "orbax_v0"]
-        return {
-            "machine": {**CPU, "date": date},
-            "save": saves(1.0),
-            "restore": {"restore": [1.0]},
-            "modes": state(1, 1)["modes"],
-            "digests": {n: [1.0] * 5 for n in ("taken", "not taken", "compared", "trusted")},
-            "declined": {"a policy": {"median": 1e-6, "90th percentile": 1e-6}},
-        }[what]
-
-    return measure
-
-
-@pytest.mark.slow
-def test_one_run_measures_everything_and_a_partial_one_keeps_the_dates_of_the_rest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = importlib.import_module("run")
-    monkeypatch.setattr(run, "RESULTS", tmp_path / "results.json")
-    (tmp_path / "README.md").write_text("<!-- results -->\n<!-- end of results -->\n")
-    asked: list[tuple[str, str, str]] = []
-    old, new = "2020-01-01", "2020-02-02"
-    monkeypatch.setattr(run, "measure", measured_at(old, asked))
-    run.main([])
-    for name in ("deep", "gpt2", "wide", "moe"):
-        functional = f"{name}-functional", "torchax_ckpt"
-        rows = {*((name, peer) for peer in PEERS), functional}
-        assert {(of, p) for what, of, p in asked if what == "save" and of.startswith(name)} == rows
-        first = [peer for what, of, peer in asked if (what, of) == ("restore", name)]
-        assert [first.count(peer) for peer in PEERS] == [5, 5, 5, 5, 5 + 2 * 5]
-    for name in ("deep", "gpt2"):
-        trained = {peer for what, of, peer in asked if (what, of) == ("loop", name)}
-        assert trained == {"none", *PEERS}
-
-    monkeypatch.setattr(run, "measure", measured_at(new, []))
-    run.main(["--states", "deep", "--loop", "gpt2", "--no-declined"])
-    waiting = ("--device-secs", "0.05")
-    run.main(["--states", "", "--loop", "gpt2-functional", "--no-declined", *waiting])
-    results = json.loads((tmp_path / "results.json").read_text())
-    dates = {
-        kind: {name: result["taken"]["date"] for name, result in results[kind].items()}
-        for kind in ("states", "loops")
-    }
-    waited = "gpt2-functional, waiting 50 ms for a device"
-    assert dates["states"] == {"deep": new, "gpt2": old, "wide": old, "moe": old}
-    assert dates["loops"] == {"deep": old, "gpt2": new, waited: new}
-    assert results["declined"]["taken"]["date"] == old
-    page = (tmp_path / "README.md").read_text()
-    assert (page.count(f"{old}, a machine"), page.count(f"{new}, a machine")) == (5, 3)
-
-
 @pytest.mark.long
 @pytest.mark.slow
 def test_the_measurements_run(tmp_path: Path) -> None:
@@ -265,22 +203,3 @@ def test_the_measurements_run(tmp_path: Path) -> None:
         "fixed interval", "minimum interval", "optimal interval", "a save in flight"
     }  # fmt: skip
     assert "4 forced CPU devices, no accelerator" in found["machine"]["machine"]
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_shares_of_a_saves_time_and_the_time_to_a_first_step_are_printed() -> None:
-    for flags in ((), ("--functional",)):
-        command = ("--state", "tiny", "--saves", "2", *flags)
-        printed = run_python(BENCHMARKS / "shares.py", *command).stdout
-        assert printed.startswith("tiny, 2 saves without the profile: blocking ")
-        training, saver = printed.split("| thread of the save |")
-        assert "torchax_ckpt/state" in training
-        assert "orbax" in saver
-        for table in (training, saver):
-            shares = [int(share) for share in re.findall(r"\| (\d+)% \|", table)]
-            assert sum(shares[:-1]) == pytest.approx(100, abs=10)
-            assert shares[-1] == 100
-    command = ("--models", "digits", "--rounds", "1")
-    *_, row = run_python(BENCHMARKS / "starting.py", *command).stdout.splitlines()
-    assert re.fullmatch(r"\| digits \|( [\d.]+ s \([^|]*\) \|){4} x [\d.]+ \(x 1.3: \w+\) \|", row)

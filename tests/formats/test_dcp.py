@@ -303,38 +303,38 @@ def of_dtype(dtype: bytes) -> bytes:
     return fields(b"Metadata", storage_data=b"}", state_dict_metadata=described)
 
 
-@pytest.mark.parametrize("shared", [LISTS, TUPLES], ids=["lists", "tuples"])
-@pytest.mark.parametrize(
-    "place",
-    [
-        lambda x: fields(b"Metadata", planner_data=b"}(\x8c\x01w" + x + b"\x85u"),
-        lambda x: fields(b"Metadata", planner_data=b"}(" + x + b"\x8c\x01w\x85u"),
-        lambda x: fields(b"Metadata", planner_data=b"}" + x + b"\x8c\x01w\x85s"),
-        lambda x: fields(b"Metadata", planner_data=b"(" + x + b"\x8c\x01wd"),
-        lambda x: fields(b"Metadata", planner_data=b"\x8f(" + x + b"\x90"),
-        lambda x: fields(b"Metadata", planner_data=b"(" + x + b"\x91"),
-        lambda x: of_storage(fqn=x),
-        lambda x: of_storage(relative_path=x),
-        lambda x: fields(
-            b"Metadata",
-            storage_data=b"}",
-            state_dict_metadata=b"}(" + x + fields(b"TensorStorageMetadata") + b"u",
-        ),
-        lambda x: b"ctorch.distributed.checkpoint.metadata\nMetadata\n)R}(" + x + b"Nub",
-        lambda x: of_dtype(x),
-        lambda x: b"ctorch\nSize\n" + x + b"\x85R",
-        lambda x: b"ccollections\nOrderedDict\n](" + x + b"N\x86e\x85R",
-    ],
-    ids=[
-        "place", "key of a place", "key of one place", "key of a text dict", "member of a set",
-        "member of a frozen set", "fqn", "file", "key of a tensor", "field", "dtype", "size",
-        "ordered",
-    ],
-)  # fmt: skip
-def test_parts_in_common_are_not_multiplied(place: Any, shared: bytes, saved: Path) -> None:
-    (saved / ".metadata").write_bytes(b"\x80\x04" + place(shared) + b".")
-    with pytest.raises(CorruptCheckpointError, match=r"dcp/\.metadata: expected a file of torch"):
-        open_files(saved)
+def of_places(data: bytes) -> bytes:
+    return fields(b"Metadata", planner_data=data)
+
+
+# Where in metadata something stands -> the metadata with it there.
+PLACES = {
+    "place": lambda x: of_places(b"}(\x8c\x01w" + x + b"\x85u"),
+    "key of a place": lambda x: of_places(b"}(" + x + b"\x8c\x01w\x85u"),
+    "key of one place": lambda x: of_places(b"}" + x + b"\x8c\x01w\x85s"),
+    "key of a text dict": lambda x: of_places(b"(" + x + b"\x8c\x01wd"),
+    "member of a set": lambda x: of_places(b"\x8f(" + x + b"\x90"),
+    "member of a frozen set": lambda x: of_places(b"(" + x + b"\x91"),
+    "fqn": lambda x: of_storage(fqn=x),
+    "file": lambda x: of_storage(relative_path=x),
+    "key of a tensor": lambda x: fields(
+        b"Metadata",
+        storage_data=b"}",
+        state_dict_metadata=b"}(" + x + fields(b"TensorStorageMetadata") + b"u",
+    ),
+    "field": lambda x: b"ctorch.distributed.checkpoint.metadata\nMetadata\n)R}(" + x + b"Nub",
+    "dtype": of_dtype,
+    "size": lambda x: b"ctorch\nSize\n" + x + b"\x85R",
+    "ordered": lambda x: b"ccollections\nOrderedDict\n](" + x + b"N\x86e\x85R",
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_parts_in_common_are_not_multiplied(place: str, saved: Path) -> None:
+    for shared in (LISTS, TUPLES):
+        (saved / ".metadata").write_bytes(b"\x80\x04" + PLACES[place](shared) + b".")
+        with pytest.raises(CorruptCheckpointError, match=r"\.metadata: expected a file of torch"):
+            open_files(saved)
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,6 @@ from torchax_ckpt import planning, policies
 from torchax_ckpt.errors import PlanError
 from torchax_ckpt.planning.closed_forms import MOMENTS
 
-times = st.floats(1e-3, 1e5)
-
 
 def test_the_formulas_need_neither_torch_nor_jax() -> None:
     program = WITHOUT_TORCH_AND_JAX + (
@@ -121,32 +119,6 @@ def test_the_closed_form_is_the_goodput_of_a_simulated_run(case: tuple[float, ..
     standard_error = np.std(errors) / math.sqrt(len(errors)) / (mtbf + restart)
     assert 3 * standard_error < 0.01  # so an error of a hundredth of the time fails
     assert abs(error) < 3 * standard_error
-
-
-@given(
-    interval=times, durable=st.floats(0, 1), blocking=st.floats(0, 0.9), restart=times,
-    over=st.floats(0.1, 1e6), slowdown=st.floats(0, 1),
-)  # fmt: skip
-def test_goodput_is_a_fraction_that_grows_with_the_mtbf(
-    interval: float, durable: float, blocking: float, restart: float, over: float, slowdown: float
-) -> None:
-    durable_secs = interval * durable
-
-    def goodput(mtbf_secs: float, slowdown: float = slowdown) -> float:
-        return planning.expected_goodput(
-            interval_secs=interval,
-            blocking_secs=durable_secs * blocking,
-            durable_secs=durable_secs,
-            restart_secs=min(restart, 10 * interval),
-            mtbf_secs=mtbf_secs,
-            slowdown=slowdown,
-        )
-
-    mtbf = interval * over
-    assert 0 < goodput(mtbf) <= 1 + 1e-12
-    assert goodput(mtbf) <= goodput(mtbf * 1.5) * (1 + 1e-9)
-    if over >= 1:  # else it is of use that less training lies between two snapshots
-        assert goodput(mtbf) <= goodput(mtbf, slowdown=0) * (1 + 1e-9)
 
 
 def test_the_page_shows_what_its_programs_print(capsys: pytest.CaptureFixture[str]) -> None:

@@ -252,18 +252,13 @@ def test_a_tensor_learning_rate_stays_the_tensor_it_is_and_replaces_a_number(
 # --- state -------------------------------------------------------------------------------------
 
 
-def narrow(only_moments: bool) -> Callable[[Any], torch.optim.AdamW]:
-    """An optimizer that has stepped, with bfloat16 state."""
-
-    def build(model: Any) -> torch.optim.AdamW:
-        optimizer = one_group(model)
-        step(optimizer)
-        for entry in optimizer.state.values():
-            for key in ["exp_avg_sq"] if only_moments else list(entry):
-                entry[key] = entry[key].to(torch.bfloat16)
-        return optimizer
-
-    return build
+def narrow(model: Any) -> torch.optim.AdamW:
+    """An optimizer that has stepped, with moments in bfloat16."""
+    optimizer = one_group(model)
+    step(optimizer)
+    for entry in optimizer.state.values():
+        entry["exp_avg_sq"] = entry["exp_avg_sq"].to(torch.bfloat16)
+    return optimizer
 
 
 def stepped(optimizer: Optimizer, only: set[int] | None = None) -> Optimizer:
@@ -286,7 +281,7 @@ def stepped(optimizer: Optimizer, only: set[int] | None = None) -> Optimizer:
             lambda m: stepped(torch.optim.RMSprop(m.parameters())),
             lambda m: stepped(torch.optim.RMSprop(m.parameters(), centered=True, momentum=0.9)),
         ),
-        (narrow(only_moments=True), one_group),  # moments of another dtype than the parameters
+        (narrow, one_group),  # moments of another dtype than the parameters
     ],
     ids=["some gradients", "no step", "some parameters", "fewer entries", "narrow moments"],
 )
@@ -340,7 +335,7 @@ MOMENTS = [f"optimizer/{name}/exp_avg_sq" for name in ("0.weight", "0.bias", "2.
         # The other entries of a parameter are not restored without the one that differs.
         (
             lambda m: stepped(one_group(m)),
-            narrow(only_moments=True),
+            narrow,
             {*MOMENTS, *(name.removesuffix("/exp_avg_sq") for name in MOMENTS)},
             "exp_avg_sq: expected bfloat16[8, 8], found float32[8, 8]",
         ),

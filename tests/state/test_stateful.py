@@ -201,18 +201,6 @@ def test_a_step_on_an_epochs_last_batch_resumes_with_an_empty_epoch(directory: P
     assert [len(list(fresh)), len(list(fresh))] == [0, 4]
 
 
-def test_several_loaders_come_back_by_name(directory: Path) -> None:
-    loaders = {"train": shuffled(generator_seed=1), "replay": shuffled(generator_seed=2)}
-    streams = {name: stream(loader) for name, loader in loaders.items()}
-    next(streams["train"])
-    save(directory, dataloader=loaders)
-    want = {name: [next(s)[0] for _ in range(5)] for name, s in streams.items()}
-    fresh = {"replay": shuffled(generator_seed=3), "train": shuffled(generator_seed=4)}
-    resume(directory, dataloader=fresh)
-    got = {name: [b for b, _ in itertools.islice(stream(fresh[name]), 5)] for name in want}
-    assert got == want
-
-
 def test_torchs_own_loader_is_refused_with_the_name_of_the_one_that_works(directory: Path) -> None:
     dataset: Any = [1, 2, 3]
     loader: Any = torch.utils.data.DataLoader(dataset)

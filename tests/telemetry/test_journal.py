@@ -125,6 +125,7 @@ def test_the_record_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert 3 < len(run) < 25
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_its_record_and_the_next_adds_to_it(directory: Path) -> None:
     killed = run_python(
         PROGRAMS / "killed_once_recorded.py", str(directory), devices=1, check=False
