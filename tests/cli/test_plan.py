@@ -195,9 +195,6 @@ def test_wrong_use_is_told(
     assert message in run("plan", *filled, code=exit_codes.USAGE)
 
 
-# --- sizes, times and counts, as users type them ---
-
-
 @pytest.mark.parametrize(
     ("parsed", "texts"),
     [

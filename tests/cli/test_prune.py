@@ -46,9 +46,6 @@ def steps_in(directory: Path) -> list[int]:
         return ckpt.all_steps()
 
 
-# --- prune ---
-
-
 def test_a_dry_run_only_says_what_would_go(directory: Path) -> None:
     before = {p: p.stat().st_mtime_ns for p in directory.rglob("*")}
     result = run_json("prune", directory, "--policy", "LatestN(2)")
@@ -109,9 +106,6 @@ def test_what_to_keep_must_be_said(directory: Path) -> None:
     for words in ((), *(("--policy", rule) for rule in rules)):
         run("prune", directory, *words, "--delete", code=exit_codes.USAGE)
         assert steps_in(directory) == list(LOSSES)
-
-
-# --- copy ---
 
 
 def test_a_step_is_copied_and_verified(saved: Path, tmp_path: Path) -> None:

@@ -164,23 +164,6 @@ def test_a_directory_without_events_is_reported_too(directory: Path) -> None:
     assert run_json("ls", directory)["steps"][0]["kept_by"] is None
 
 
-def test_events_of_earlier_forms_are_reported_as_far_as_they_go(directory: Path) -> None:
-    lines = [
-        b'{"at":1.5,"event":"started","pid":1,"steps":[1,2]}',
-        b'{"at":2.5,"event":"saving","step":3}',
-        b'{"at":3.5,"event":"durable","step":3,"num_bytes":9,"linked_bytes":4,"linked":[[1,4]]}',
-        b'{"at":4.5,"event":"deleted","steps":[1]}',
-    ]
-    (directory / FOLDER).mkdir(parents=True)
-    (directory / FOLDER / f"{1:019d}-{'0' * 8}.jsonl").write_bytes(b"\n".join(lines))
-    out = directory.parent / "page.html"
-    (of_run,) = run_json("report", directory, out)["runs"]
-    assert (of_run["num_bytes"], of_run["new_bytes"]) == ({"p50": 9.0, "p90": 9.0}, None)
-    text = Document(out.read_text()).text
-    assert "durable saves 1" in text
-    assert "What all steps took together is not known" in text
-
-
 # --- the page ---
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import json
 import os
 import pty
@@ -15,7 +14,6 @@ import subprocess
 import sys
 import termios
 import time
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -70,12 +68,6 @@ def unchanged(saved: Path) -> Iterator[None]:
 
 
 # --- how it starts and ends ---
-
-
-def test_the_command_is_installed() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    module, _, name = project["scripts"]["torchax-ckpt"].partition(":")
-    assert callable(getattr(importlib.import_module(module), name))
 
 
 def test_commands_that_compute_nothing_import_neither_torch_nor_jax(

@@ -34,7 +34,7 @@ TESTED = {
         "::test_a_step_that_cannot_be_taken_back_is_not_listed_and_goes_before_the_next_save",
     ],
     "A restore changes everything or nothing": [
-        "restoring/test_strict.py::test_a_refused_checkpoint_changes_no_byte_of_anything",
+        "restoring/test_strict.py::test_a_refused_checkpoint_changes_no_byte_of_anything"
     ],
     "A restore does not wait for ever": [
         "faults/test_slow_reads.py"
@@ -55,18 +55,18 @@ TESTED = {
     ],
     "The run resumes from the newest step": [
         "storage/arrays/test_block_digests.py"
-        "::test_attach_goes_on_from_the_newest_step_without_damage",
+        "::test_attach_goes_on_from_the_newest_step_without_damage"
     ],
     "If a step cannot be read at the moment": [
         "storage/medium/test_storage_errors.py"
-        "::test_resuming_goes_back_past_damage_but_not_past_what_cannot_be_read",
+        "::test_resuming_goes_back_past_damage_but_not_past_what_cannot_be_read"
     ],
     "If every step is damaged": [
-        "storage/directory/test_lost_records.py::test_a_run_does_not_begin_anew_over_its_only_step",
+        "storage/directory/test_lost_records.py::test_a_run_does_not_begin_anew_over_its_only_step"
     ],
     "A step with a damaged commit record": [
         "storage/directory/test_lost_records.py"
-        "::test_a_damaged_step_takes_no_place_from_a_sound_one",
+        "::test_a_damaged_step_takes_no_place_from_a_sound_one"
     ],
     "A program that ends without": [
         "saving/test_saver.py::test_an_error_in_the_loop_lets_the_save_in_flight_finish",
@@ -78,36 +78,36 @@ TESTED = {
     ],
     "An unreachable checkpointer hands over": [
         "saving/test_closing.py"
-        "::test_a_cell_that_is_run_again_goes_on_from_the_checkpointer_it_replaces",
+        "::test_a_cell_that_is_run_again_goes_on_from_the_checkpointer_it_replaces"
     ],
     "A closed checkpointer leaves no thread": [
-        "saving/test_closing.py::test_a_closed_checkpointer_leaves_nothing_behind",
+        "saving/test_closing.py::test_a_closed_checkpointer_leaves_nothing_behind"
     ],
     "JAX, Orbax and gcsfs start": [
-        "saving/test_closing.py::test_a_closed_checkpointer_leaves_nothing_behind",
+        "saving/test_closing.py::test_a_closed_checkpointer_leaves_nothing_behind"
     ],
     "While checkpointers use a bucket": [
         "faults/test_gcs.py"
-        "::test_settings_that_the_program_shares_are_as_before_once_nobody_needs_them",
+        "::test_settings_that_the_program_shares_are_as_before_once_nobody_needs_them"
     ],
     "If `close` raises `SaveTimeoutError`": [
-        "saving/test_closing.py::test_close_can_be_tried_again_after_a_late_save",
+        "saving/test_closing.py::test_close_can_be_tried_again_after_a_late_save"
     ],
     "Every block of the array bytes": [
         "storage/arrays/test_block_digests.py"
-        "::test_a_flipped_bit_is_noticed_on_every_mesh_and_the_leaf_named",
+        "::test_a_flipped_bit_is_noticed_on_every_mesh_and_the_leaf_named"
     ],
     "The manifest and the metrics": [
-        "storage/arrays/test_block_digests.py::test_changed_json_is_noticed",
+        "storage/arrays/test_block_digests.py::test_changed_json_is_noticed"
     ],
     "Orbax's records of the commit time": [
-        "stored/test_hostile.py::test_a_commit_record_that_is_not_what_was_sealed_is_damaged",
+        "stored/test_hostile.py::test_a_commit_record_that_is_not_what_was_sealed_is_damaged"
     ],
     "A restore of everything": [
-        "storage/directory/test_verified.py::test_a_step_that_was_restored_is_verified",
+        "storage/directory/test_verified.py::test_a_step_that_was_restored_is_verified"
     ],
     "`ckpt.verify(step)`": [
-        "storage/directory/test_verified.py::test_a_damaged_step_is_named_with_its_leaf_and_file",
+        "storage/directory/test_verified.py::test_a_damaged_step_is_named_with_its_leaf_and_file"
     ],
     "With `CheckpointOptions(read_back=True)` every commit": [
         "storage/directory/test_verified.py"
@@ -115,18 +115,18 @@ TESTED = {
         "storage/directory/test_verified.py::test_no_keep_rule_deletes_the_newest_verified_step",
     ],
     "One program writes to a directory": [
-        "storage/directory/test_lease.py::test_readers_take_no_lease",
+        "storage/directory/test_lease.py::test_readers_take_no_lease"
     ],
     "The first save takes a lease": [
         "storage/directory/test_lease.py"
-        "::test_a_second_checkpointer_in_one_process_is_refused_until_the_first_is_closed",
+        "::test_a_second_checkpointer_in_one_process_is_refused_until_the_first_is_closed"
     ],
     "While one program holds": [
-        "storage/directory/test_lease.py::test_a_process_that_runs_on_this_host_refuses_at_once",
+        "storage/directory/test_lease.py::test_a_process_that_runs_on_this_host_refuses_at_once"
     ],
     "The lease of a program that died": [
         "storage/directory/test_lease.py"
-        "::test_a_holder_that_died_elsewhere_blocks_until_its_last_sign_of_life_is_60_s_old",
+        "::test_a_holder_that_died_elsewhere_blocks_until_its_last_sign_of_life_is_60_s_old"
     ],
     "A copy of a run's directory": [
         "storage/directory/test_lease.py"
@@ -140,7 +140,7 @@ TESTED = {
         "::test_nothing_is_committed_moved_or_removed_without_the_lease",
     ],
     "Another program can take the lease": [
-        "saving/test_tiers.py::test_a_late_first_save_mixes_in_neither_tier",
+        "saving/test_tiers.py::test_a_late_first_save_mixes_in_neither_tier"
     ],
     "The library unpickles nothing of a step": [
         "formats/test_torch_reading.py::test_no_code_of_a_file_is_run",
@@ -149,14 +149,14 @@ TESTED = {
         "test_structure.py::test_nothing_is_pickled_or_evaluated",
     ],
     "The library refuses a step that contains links": [
-        "stored/test_hostile.py::test_a_file_that_no_save_writes_is_refused",
+        "stored/test_hostile.py::test_a_file_that_no_save_writes_is_refused"
     ],
     "Before it allocates memory": [
         "stored/test_hostile.py"
-        "::test_array_metadata_that_contradicts_the_manifest_is_refused_before_memory_is_taken",
+        "::test_array_metadata_that_contradicts_the_manifest_is_refused_before_memory_is_taken"
     ],
     "The library refuses leaves that this host cannot hold": [
-        "stored/test_hostile.py::test_a_claim_beyond_the_hosts_memory_is_refused_even_if_all_agrees",
+        "stored/test_hostile.py::test_a_claim_beyond_the_hosts_memory_is_refused_even_if_all_agrees"
     ],
     "A compressed chunk that unpacks to another size": [
         "stored/test_hostile.py::test_a_chunk_of_blosc_that_lies_is_refused_by_name",
@@ -164,7 +164,7 @@ TESTED = {
         "::test_as_many_chunks_are_unpacked_at_once_as_the_host_has_memory_for",
     ],
     "A defective step raises": [
-        "stored/test_hostile.py::test_a_file_that_no_save_writes_is_refused",
+        "stored/test_hostile.py::test_a_file_that_no_save_writes_is_refused"
     ],
 }
 

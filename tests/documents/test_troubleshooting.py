@@ -94,9 +94,6 @@ def test_every_provoked_message_is_what_comes_up(tmp_path: Path) -> None:
     assert len(PROVOKED) > len(QUOTED)
 
 
-# --- messages that no test provokes here: the code must hold them, to the letter ----------------
-
-
 def template(node: ast.expr) -> str:
     """A regular expression for what an expression of strings can give."""
     if isinstance(node, ast.Constant):

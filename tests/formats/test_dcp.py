@@ -147,9 +147,6 @@ def test_wrong_use_is_told(trained: Any, directory: Path, tmp_path: Path) -> Non
         assert not (tmp_path / out).exists()
 
 
-# --- and back ------------------------------------------------------------------------------------
-
-
 def test_what_was_exported_as_dcp_is_imported_again(directory: Path, tmp_path: Path) -> None:
     torch.manual_seed(1)
     model: Any = Tied()
@@ -202,9 +199,6 @@ def test_every_dtype_is_read(tmp_path: Path) -> None:
     found = arrays_in(tmp_path / "dcp")
     assert found.pop("none").shape == (0, 4)
     assert {kind: bits(array)[1:] for kind, array in found.items()} == expected
-
-
-# --- a checkpoint is data ------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -403,10 +397,7 @@ def test_chunks_of_any_mesh_are_apart(saved: Path) -> None:
 def test_only_regular_files_of_the_directory_are_opened(saved: Path, tmp_path: Path) -> None:
     (file,) = saved.glob("*.distcp")
     tensor = open_files(saved).tensors["w"]
-    for path, read in (
-        (file, tensor.mapped),
-        (saved / ".metadata", lambda: open_files(saved)),
-    ):
+    for path, read in ((file, tensor.mapped), (saved / ".metadata", lambda: open_files(saved))):
         elsewhere = path.rename(tmp_path / "elsewhere")
         path.symlink_to(elsewhere)
         with pytest.raises(CorruptCheckpointError, match="found a symbolic link"):

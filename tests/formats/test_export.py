@@ -54,9 +54,6 @@ def without_alias(expected: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in expected.items() if name != "head.weight"}
 
 
-# --- safetensors ---
-
-
 def test_a_safetensors_file_holds_the_weights(
     trained: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,9 +206,6 @@ def test_a_damaged_step_is_not_exported(directory: Path, tmp_path: Path) -> None
         assert not out.exists()
     with pytest.raises(CorruptCheckpointError, match="state/w"):
         load_torch_state_dict(directory, at="state")
-
-
-# --- torch's files and state dicts ---
 
 
 def test_a_torch_file_is_read_without_trust(

@@ -12,8 +12,8 @@ import safetensors.numpy
 import safetensors.torch
 import torch
 from support.commands import run, run_json
-from support.models import Plain, WithExtraState, live, plain, values
-from support.training import before_enabling, fsdp_mesh, fsdp_rule, resume
+from support.models import WithExtraState, live, plain, values
+from support.training import before_enabling, resume
 
 from torchax_ckpt import TorchaxCheckpointer, load_torch_state_dict
 from torchax_ckpt.cli import exit_codes
@@ -52,19 +52,6 @@ def test_attach_goes_on_from_imported_weights(
     again = live()
     assert resume(directory, again, torch.optim.AdamW(again.parameters(), lr=0.1)) == 2
     assert values(again.state_dict()) == values(model.state_dict()) != expected
-
-
-def test_a_model_on_the_meta_device_is_filled_shard_by_shard(
-    source: tuple[Path, dict[str, Any]], directory: Path
-) -> None:
-    path, expected = source
-    run("import", path, directory)
-    with before_enabling(), torch.device("meta"):
-        model = Plain()
-        model.layers[1].bfloat16()
-    mesh = fsdp_mesh()
-    resume(directory, model, shardings=fsdp_rule(mesh))
-    assert values(model.state_dict()) == expected
 
 
 def test_what_was_exported_is_imported_again(

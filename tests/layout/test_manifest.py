@@ -181,8 +181,6 @@ def test_load_names_the_path_of_a_step_with_a_malformed_node(directory: Path, no
         assert caught.value.path.startswith(str(directory / "7"))
 
 
-# --- databases of unchanged arrays ---
-
 DIGESTS = {"model/w": Digests((2,), bytes(16), bytes(range(32)))}
 
 

@@ -167,9 +167,6 @@ def test_what_cannot_be_is_refused(
         call(**settings)
 
 
-# --- sizes of training states ---
-
-
 def test_a_parameter_under_adamw_takes_twelve_bytes() -> None:
     size = planning.state_bytes(70_000_000_000)
     assert (size.parameters_bytes, size.optimizer_bytes) == (280_000_000_000, 560_000_000_000)

@@ -83,26 +83,27 @@ def test_nan_cannot_be_ranked(directory: Path) -> None:
 AN_HOUR_AGO = int(time.time()) - 3600.5  # its sums with ints are exact
 
 
-@pytest.mark.parametrize(
-    ("policy", "words"),
-    [
-        (policies.PreserveAll(), "PreserveAll"),
-        (policies.LatestN(), "LatestN"),
-        *((policies.LatestN(n), f"LatestN({n})") for n in (1, 3)),
-        *((policies.EveryNSteps(n), f"EveryNSteps({n})") for n in (1, 5)),
-        (policies.EveryNSteps(4, False), "EveryNSteps(4, False)"),
-        (policies.EveryNSteps(2, True, 2), "EveryNSteps(2, 2)"),
-        (policies.EveryNSteps(2, True, 0), "EveryNSteps(2, 0)"),
-        *((policies.EveryNSeconds(n), f"EveryNSeconds({n})") for n in (0, 7)),
-        *(
-            (policies.LatestDuration(datetime.timedelta(seconds=n)), f"LatestDuration({n}.0)")
-            for n in (0, 3590, 4000)
-        ),
-        (policies.CustomSteps([3, 7, 8]), "CustomSteps(3, 7, 8)"),
-        (policies.BestN(metric="loss", n=2), "BestN(loss, min, 2)"),
-        (policies.BestN(metric="loss", mode="max"), "BestN(loss, max, 1)"),
-    ],
-)
+# As a rule is written -> the policy.
+RULES: dict[str, Any] = {
+    "PreserveAll": policies.PreserveAll(),
+    "LatestN": policies.LatestN(),
+    **{f"LatestN({n})": policies.LatestN(n) for n in (1, 3)},
+    **{f"EveryNSteps({n})": policies.EveryNSteps(n) for n in (1, 5)},
+    "EveryNSteps(4, False)": policies.EveryNSteps(4, False),
+    "EveryNSteps(2, 2)": policies.EveryNSteps(2, True, 2),
+    "EveryNSteps(2, 0)": policies.EveryNSteps(2, True, 0),
+    **{f"EveryNSeconds({n})": policies.EveryNSeconds(n) for n in (0, 7)},
+    **{
+        f"LatestDuration({n}.0)": policies.LatestDuration(datetime.timedelta(seconds=n))
+        for n in (0, 3590, 4000)
+    },
+    "CustomSteps(3, 7, 8)": policies.CustomSteps([3, 7, 8]),
+    "BestN(loss, min, 2)": policies.BestN(metric="loss", n=2),
+    "BestN(loss, max, 1)": policies.BestN(metric="loss", mode="max"),
+}
+
+
+@pytest.mark.parametrize("words", RULES)
 @hypothesis.settings(max_examples=25)
 @hypothesis.given(
     found=st.lists(
@@ -112,24 +113,19 @@ AN_HOUR_AGO = int(time.time()) - 3600.5  # its sums with ints are exact
     ).map(sorted)
 )
 def test_a_rule_in_json_keeps_what_orbaxs_policy_of_this_name_keeps(
-    policy: Any, words: str, found: list[tuple[int, int, int | None]]
+    words: str, found: list[tuple[int, int, int | None]]
 ) -> None:
     steps, infos = [], []
     for step, secs, loss in found:
         metrics = {} if loss is None else {"loss": loss}
         at = AN_HOUR_AGO + secs
         steps.append(described.StepInfo(step, at, metrics))
-        nsecs = int(at * 1e9)
-        infos.append(
-            policies.CheckpointInfo(
-                step, Path(), metadata=None, commit_timestamp_nsecs=nsecs, metrics=metrics
-            )
-        )
-    (rule,) = json.loads(json.dumps(described.described(policy)))
+        infos.append(info(step, at, metrics))
+    (rule,) = json.loads(json.dumps(described.described(RULES[words])))
     kept = described.kept_by(rule, steps, [False] * len(steps))
     assert kept is not None
     context = policies.PreservationContext()
-    assert kept == list(policy.should_preserve(infos, context=context))
+    assert kept == list(RULES[words].should_preserve(infos, context=context))
     assert described.rule_text(rule) == words
 
 
@@ -174,9 +170,10 @@ def test_what_is_no_policy_is_refused(directory: Path) -> None:
         TorchaxCheckpointer(directory, preservation_policy=3)
 
 
-def info(step: int, at: float) -> Any:
-    nsecs = round(at * 1e9)
-    return policies.CheckpointInfo(step, Path("/x"), metadata=None, commit_timestamp_nsecs=nsecs)
+def info(step: int, at: float, metrics: Any = None) -> Any:
+    return policies.CheckpointInfo(
+        step, Path(), metadata=None, commit_timestamp_nsecs=int(at * 1e9), metrics=metrics
+    )
 
 
 def decide(policy: Any, seconds: float, saved_at: Sequence[float], **context: Any) -> bool:

@@ -15,12 +15,7 @@ import safetensors.numpy
 from support.damage import flip_arrays
 
 from torchax_ckpt import TorchaxCheckpointer, policies
-from torchax_ckpt.errors import (
-    DirectoryError,
-    LeaseError,
-    MismatchError,
-    SelectionError,
-)
+from torchax_ckpt.errors import DirectoryError, LeaseError, MismatchError, SelectionError
 from torchax_ckpt.publishing import follower, published_folders
 from torchax_ckpt.publishing.folder_form import FolderForm
 from torchax_ckpt.publishing.follower import Follower

@@ -130,17 +130,6 @@ def test_copies_count_as_large_as_the_compiled_programs_make_them(
     assert take(Snapshotter("auto", "auto", Watched(Accelerator()))).way == way
 
 
-@pytest.mark.parametrize(("needs", "way"), [(9, "copy"), (10, "transfer"), (11, "transfer")])
-def test_what_the_program_itself_comes_to_need_beside_copies_counts(needs: int, way: str) -> None:
-    accelerator = Accelerator()
-    snapshotter = Snapshotter("auto", "auto", Watched(accelerator))
-    held = take(snapshotter)
-    accelerator.step(needs)
-    assert accelerator.peak == needs + 5
-    del held
-    assert [take(snapshotter).way for _ in range(3)] == [way] * 3
-
-
 operations = st.one_of(
     st.tuples(st.sampled_from(["copy", "step", "hold", "fits"]), st.integers(1, 24)),
     st.tuples(st.just("free"), st.integers(0, 3)),

@@ -145,17 +145,6 @@ def test_leaves_on_meshes_of_another_order_of_devices_move_together() -> None:
         assert_on(onto[name], leaves[name], value)
 
 
-def test_programs_are_built_once() -> None:
-    shardings = [NamedSharding(mesh_of("replica", "fsdp", "tp"), spec) for spec in (P(), P("fsdp"))]
-    again = [NamedSharding(mesh_of("replica", "fsdp", "tp"), spec) for spec in (P(), P("fsdp"))]
-    program = move_shards.reshard_program((shardings[0],), (shardings[1],))
-    assert program is move_shards.reshard_program((again[0],), (again[1],))
-    grid, same = (move_shards.replica_grid(pair[0]) for pair in (shardings, again))
-    assert move_shards.sum_program(grid) is move_shards.sum_program(same)
-    rounds = (((0, 1),),)
-    assert move_shards.permute_program(grid, rounds) is move_shards.permute_program(same, rounds)
-
-
 def test_a_program_moves_no_more_leaves_and_bytes_than_it_may(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -180,9 +169,6 @@ def test_leaves_whose_bits_become_bytes_move_alone() -> None:
     targets = {n: jax.ShapeDtypeStruct((8,), jnp.dtype(n), sharding=sharding) for n in mixed}
     chunks = [list(chunk) for chunk in move_shards._chunks(targets)]
     assert chunks == [*([name] for name in alone), together]
-
-
-# --- arrays as the integers of their bits ---
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -100,29 +100,6 @@ def offloaded(leaves: dict[str, jax.Array], **stacks: tuple[str, ...]) -> Offloa
     return Offloaded(Plan(stacks), leaves, DeviceMemory(), needed_to_offload(leaves))
 
 
-def test_pinned_memory_is_given_back_leaf_by_leaf(monkeypatch: pytest.MonkeyPatch) -> None:
-    leaves = {f"layers.{i}.w": jax.device_put(np.full((8, 8), i, "f4"), ROWS) for i in range(6)}
-    taken = offloaded(leaves, **{"layers.*.w": tuple(leaves)})
-    pinned = [array for sources in taken._pinned.values() for _, array in sources]
-    assert all(array.sharding.memory_kind == "pinned_host" for array in pinned)
-    left: list[int] = []
-    shards_of = offload.shards_of
-
-    def counted(array: jax.Array) -> Any:
-        left.append(sum(not other.is_deleted() for other in pinned))
-        return shards_of(array)
-
-    monkeypatch.setattr(offload, "shards_of", counted)
-    on_host = taken.fetched()
-    assert left == [6, 5, 4, 3, 2, 1]
-    assert all(array.is_deleted() for array in pinned)
-    stack = np.asarray(on_host["layers.*.w"])
-    assert np.array_equal(stack[:, 0, 0], np.arange(6))
-    for name in leaves:  # a member takes no memory of its own
-        for start, part in on_host[name].parts.items():
-            assert np.shares_memory(part, on_host["layers.*.w"].parts[0, *start])
-
-
 def test_threads_of_several_saves_share_what_was_offloaded() -> None:
     leaves = {"w": jax.device_put(np.arange(64, dtype=np.float32), ROWS)}
     taken = offloaded(leaves)
@@ -159,10 +136,7 @@ def test_a_mesh_that_the_program_set_does_not_matter(mode: Any, directory: Path)
     """JAX refuses jitted functions of arrays on other devices within ``jax.set_mesh``."""
     options = CheckpointOptions(snapshot=mode)
     state = {name: value for name, value in state_of().items() if not name.startswith("dtypes")}
-    with (
-        jax.set_mesh(fsdp_mesh(4)),
-        TorchaxCheckpointer(directory, options=options) as ckpt,
-    ):
+    with jax.set_mesh(fsdp_mesh(4)), TorchaxCheckpointer(directory, options=options) as ckpt:
         ckpt.save(1, state=state)
         ckpt.wait_until_finished()
         loaded = ckpt.load(1, state)
@@ -179,9 +153,6 @@ def test_arrays_that_are_deleted_at_once_are_stored_as_they_were(layout: Any) ->
         rows = found if name in plan.stacks else [found]
         for member, row in zip(members, rows, strict=True):
             assert row.tobytes() == expected[member].tobytes(), member
-
-
-# --- memory ---
 
 
 def test_memory_for_an_offload_is_known_before() -> None:

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from orbax.checkpoint import v1 as ocp
-from support.compare import assert_trees_identical, bits
+from support.compare import assert_trees_identical
 from support.strategies import DTYPES_BY_KIND, make_leaf
 from support.training import P, adamw, fsdp_mesh, fsdp_rule, place, train_and_save, train_step
 
@@ -111,48 +111,6 @@ def test_state_made_by_an_eager_first_step_on_sharded_parameters_is_stacked(
     assert {n for n in stored[0] if "layers.*.mlp.weight" in n} > {"model/layers.*.mlp.weight"}
     assert not any("layers.0" in name or "*2" in name for name in stored[0])
     assert stored[0] == stored[1]
-
-
-def test_with_orbax_alone_a_stack_is_an_array_with_a_leading_axis(directory: Path) -> None:
-    model, optimizer = deep(rule=fsdp_rule(fsdp_mesh(8)))
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.attach(model, optimizer)
-        ckpt.save(1, force=True)
-    metadata: Any = ocp.metadata(directory / "1").metadata
-    one_device = SingleDeviceSharding(jax.devices()[0])
-    abstract = jax.tree.map(
-        lambda m: jax.ShapeDtypeStruct(m.shape, m.dtype, sharding=one_device), metadata["model"]
-    )
-    context = ocp.Context()
-    context.pytree.loading.partial_load = True
-    with context:
-        loaded: Any = ocp.load(directory / "1", {"model": abstract})
-    stack = loaded["model"]["layers.*.mlp.weight"]
-    for i in range(4):
-        weight = model.get_parameter(f"layers.{i}.mlp.weight")
-        assert bits(stack[i]) == bits(torchax_backend.buffer(weight))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("rule", [None, fsdp_rule(fsdp_mesh(4))], ids=["one_device", "fsdp4"])
-def test_layers_added_to_the_model_keep_what_they_have(
-    layout: str, rule: Any, directory: Path
-) -> None:
-    train_saved(directory, layout, fsdp_rule(fsdp_mesh(8)))
-    model, _ = deep(depth=6, rule=rule)
-    kept = {n: bits(t) for n, t in model.state_dict().items() if "layers.4" in n or "layers.5" in n}
-    ckpt = TorchaxCheckpointer(directory)
-    ckpt.attach(model, resume=False, rng=False)
-    report = ckpt.restore(strict=False)
-    assert set(report.missing) == {f"model/{n}" for n in kept}
-    assert {n: bits(model.state_dict()[n]) for n in kept} == kept
-    shallow, _ = deep(depth=2, rule=rule)
-    other = TorchaxCheckpointer(directory)
-    other.attach(shallow, resume=False, rng=False)
-    assert "model/layers.3.mlp.weight" in other.restore(strict=False).unexpected
-    for name, tensor in shallow.state_dict().items():
-        assert bits(tensor) == bits(model.state_dict()[name])
 
 
 WORDS = ("w", "a.b", "x/y", "*", "%", "%2A", "3d", "é ü", "\n", "layers", "")

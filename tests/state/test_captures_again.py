@@ -198,9 +198,7 @@ def test_a_state_that_is_too_deep_is_refused_and_the_program_goes_on(kind: str) 
     assert recursion_left() == before
 
 
-def test_a_long_list_of_numbers_is_not_compared_one_by_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_long_list_of_numbers_is_not_compared_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*args: Any, **named: Any) -> Any:
         raise AssertionError
 

@@ -89,9 +89,6 @@ def test_ties_are_declared_under_the_names_of_the_whole_model() -> None:
     assert declared_ties(torch.nn.Linear(2, 2)) == {}
 
 
-# --- a warm start ties them again ---
-
-
 SOURCES = {
     "first": {"embed.weight": np.arange(24, dtype=np.float32).reshape(6, 4)},
     "alias": {"head.weight": np.arange(24, dtype=np.float32).reshape(6, 4)},

@@ -71,9 +71,6 @@ def load(directory: Path, abstract_state: Any = None) -> Any:
     return TorchaxCheckpointer(directory).load(abstract_state=abstract_state)
 
 
-# --- optax -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", ["arrays", "shapes", "donated"])
 def test_optax_training_goes_on_as_if_never_interrupted(directory: Path, kind: str) -> None:
     step = make_step(donates=True)
@@ -110,9 +107,6 @@ def test_a_state_on_a_mesh_is_loaded_onto_another(directory: Path) -> None:
     assert_trees_identical(load(directory, sharded), sharded)
 
 
-# --- donation --------------------------------------------------------------------------------
-
-
 def test_arrays_deleted_right_after_save_are_saved_as_they_were(directory: Path) -> None:
     sharding = NamedSharding(fsdp_mesh(), P("fsdp"))
     state = {
@@ -145,9 +139,6 @@ def test_a_buffer_that_was_donated_before_save_is_refused_by_name(directory: Pat
         assert ckpt.save(1, state={"fine": jnp.ones(2)})
 
 
-# --- one save after another ------------------------------------------------------------------
-
-
 def test_values_that_were_changed_in_place_are_saved_anew(directory: Path) -> None:
     values: list[tuple[Any, Callable[[Any], Any]]] = [
         ({1}, lambda v: v.add(2)),
@@ -177,10 +168,7 @@ def _zero(tensor: torch.Tensor) -> None:
 def test_a_leaf_that_can_no_longer_be_stored_is_refused_by_its_own_name(directory: Path) -> None:
     with torchax_backend.native_torch():
         dense = torch.eye(2)
-        others = {
-            "sparse": torch.eye(2).to_sparse(),
-            "meta": torch.empty((2, 2), device="meta"),
-        }
+        others = {"sparse": torch.eye(2).to_sparse(), "meta": torch.empty((2, 2), device="meta")}
     with TorchaxCheckpointer(directory) as ckpt:
         for tensor in others.values():
             ckpt.save(1, state={"a": [dense]}, force=True)
@@ -190,9 +178,6 @@ def test_a_leaf_that_can_no_longer_be_stored_is_refused_by_its_own_name(director
         with pytest.raises(UnsupportedLeafError):
             ckpt.save(2, state={"a": [lambda: 0]}, force=True)
         assert ckpt.save(2, state={"a": [dense]}, force=True)
-
-
-# --- abstract states -------------------------------------------------------------------------
 
 
 def test_the_abstract_state_says_what_kind_of_leaf_comes_back(directory: Path) -> None:
@@ -284,9 +269,6 @@ def test_each_part_of_what_is_stored_is_looked_through_once(
     assert looks <= 2 * 2 * (count + 1)  # for what is asked for, and for what else there is
 
 
-# --- mismatches ------------------------------------------------------------------------------
-
-
 def test_all_that_differs_is_in_one_error_with_its_name(directory: Path) -> None:
     one, two = jnp.ones(1), jnp.ones(2)
     pairs: dict[str, tuple[Any, Any]] = {  # what is stored, and what is asked for
@@ -330,9 +312,6 @@ def test_a_python_value_of_another_type_or_that_nothing_takes_is_a_mismatch(
     with pytest.raises(MismatchError) as caught:
         load(directory, {"w": jnp.ones(1)})
     assert {"state/found/0", "state/found/1/a"} <= set(caught.value.unexpected)
-
-
-# --- beside what is attached -----------------------------------------------------------------
 
 
 def test_random_state_and_stateful_objects_are_saved_with_a_functional_state(

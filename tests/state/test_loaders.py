@@ -120,9 +120,7 @@ def test_a_loader_that_refuses_its_state_gets_its_old_one_back(directory: Path) 
     assert next(loader) == 5
 
 
-def test_what_is_no_loader_or_rule_is_refused_with_the_protocol_that_helps(
-    directory: Path,
-) -> None:
+def test_what_is_no_loader_or_rule_is_refused_with_the_protocol_that_helps(directory: Path) -> None:
     grain = type("DataLoader", (), {"__module__": "grain.python"})
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"dataloader": grain()}, "iterator = iter(loader)"),
@@ -135,9 +133,6 @@ def test_what_is_no_loader_or_rule_is_refused_with_the_protocol_that_helps(
             ckpt.attach(**attached)
         assert says in str(caught.value)
         assert "torchdata" not in str(caught.value)
-
-
-# --- another number of processes ---------------------------------------------------------------
 
 
 Document = tuple[dict[str, Any], dict[str, np.ndarray]]
@@ -260,9 +255,6 @@ def test_a_wrong_number_of_states_is_refused_and_an_equal_number_is_not_redistri
     fresh = [GrainIterator(index, 2) for index in range(2)]
     resumed(document, fresh, lambda states, count: 1 / 0)
     assert [loader.read for loader in fresh] == [0, 1]
-
-
-# --- workers -----------------------------------------------------------------------------------
 
 
 def test_workers_in_which_torchax_is_enabled_are_warned_of(

@@ -372,29 +372,6 @@ def test_models_and_optimizers_with_odd_names_come_back(directory: Path) -> None
 # --- several modules ---------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_two_models_with_two_optimizers_go_on_as_if_never_stopped(directory: Path) -> None:
-    def build(seed: int) -> tuple[dict[str, nn.Module], dict[str, torch.optim.Optimizer]]:
-        torch.manual_seed(seed)
-        a, b = mlp(), mlp(width=8)
-        sgd = torch.optim.SGD(b.parameters(), 0.1, momentum=0.9)
-        return {"a": a, "b": b}, {"a": torch.optim.AdamW(a.parameters(), lr=1e-2), "b": sgd}
-
-    def train(run: Any, steps: range) -> list[Any]:
-        models, optimizers = run
-        for step in steps:
-            for name, model in models.items():
-                train_step(model, optimizers[name], step)
-        return training_state(*models.values(), *optimizers.values())
-
-    run, fresh = build(1), build(2)
-    train(run, range(2))
-    save(directory, *run)
-    # Names decide, not the order in the dicts.
-    resume(directory, *(dict(reversed(parts.items())) for parts in fresh))
-    assert_trees_identical(train(fresh, range(2, 4)), train(run, range(2, 4)))
-
-
 def test_one_optimizer_may_step_several_models(directory: Path) -> None:
     def build() -> tuple[dict[str, nn.Module], torch.optim.Optimizer]:
         models = {"a": mlp(), "b": mlp()}

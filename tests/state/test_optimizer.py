@@ -62,8 +62,6 @@ def refused(directory: Path, *attached: Any) -> MismatchError:
     return caught.value
 
 
-# --- every optimizer that steps under torchax --------------------------------------------------
-
 OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {}),
     "SGD-momentum": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
@@ -103,9 +101,6 @@ def test_training_goes_on_as_if_never_stopped(directory: Path, name: str) -> Non
         train_step(model, optimizer, seed)
         train_step(fresh, fresh_optimizer, seed)
     assert_trees_identical(training_state(fresh, fresh_optimizer), training_state(model, optimizer))
-
-
-# --- order and grouping ------------------------------------------------------------------------
 
 
 def adamw(*groups: Any, **hyperparameters_: Any) -> torch.optim.AdamW:
@@ -198,9 +193,6 @@ def test_a_parameter_of_two_models_gets_its_moments_under_either_name(
     assert fresh["a"][0].weight is fresh["b"][0].weight
 
 
-# --- hyperparameters ---------------------------------------------------------------------------
-
-
 def test_hyperparameters_of_every_group_come_back_with_their_types(directory: Path) -> None:
     def build(model: Any, lr: float, note: Any) -> Optimizer:
         a, b, c, d = model.parameters()
@@ -247,9 +239,6 @@ def test_a_tensor_learning_rate_stays_the_tensor_it_is_and_replaces_a_number(
         assert_trees_identical(found, saved)
         if isinstance(live[0], torch.Tensor):
             assert [id(rate) for rate in found] == [id(rate) for rate in live]
-
-
-# --- state -------------------------------------------------------------------------------------
 
 
 def narrow(model: Any) -> torch.optim.AdamW:
@@ -429,9 +418,6 @@ def test_state_under_other_keys_than_parameters_comes_back_as_torch_keeps_it(
     assert_trees_identical(state_by_name(fresh, optimizer), state_by_name(model, saved))
 
 
-# --- sharded parameters ------------------------------------------------------------------------
-
-
 def assert_moments_are_where_their_parameters_are(optimizer: Optimizer) -> None:
     moments = [
         (torchax_backend.buffer(value), torchax_backend.buffer(parameter))
@@ -460,9 +446,6 @@ def test_moments_go_to_where_their_parameters_are_or_go(directory: Path, live: s
     assert_moments_are_where_their_parameters_are(optimizer)
     assert len(torchax_backend.buffer(fresh[0].weight).sharding.device_set) == 4  # type: ignore[index]
     assert [bits(p) for p in fresh.parameters()] == [bits(p) for p in model.parameters()]
-
-
-# --- wrappers ----------------------------------------------------------------------------------
 
 
 class Wrapping(Optimizer):

@@ -88,9 +88,7 @@ class GrainLoader(GrainDataset):
         source: Any = range(SIZE)
         sampler = grain.samplers.IndexSampler(SIZE, shuffle=True, seed=3, num_epochs=None)
         loader: Any = grain.DataLoader(
-            data_source=source,
-            sampler=sampler,
-            operations=[grain.transforms.Batch(BATCH)],
+            data_source=source, sampler=sampler, operations=[grain.transforms.Batch(BATCH)]
         )
         self.attached = iter(loader)
 

@@ -248,9 +248,7 @@ class InPlaceBox(Box):
         self.state.update(state)
 
 
-def test_an_objects_state_comes_back_as_it_was_and_may_be_changed_in_place(
-    directory: Path,
-) -> None:
+def test_an_objects_state_comes_back_as_it_was_and_may_be_changed_in_place(directory: Path) -> None:
     with torchax_backend.native_torch():
         count = torch.tensor(2**40)
     state = {

@@ -36,9 +36,6 @@ def said(error: CheckpointError, *words: str) -> None:
     assert [word for word in words if word not in str(error)] == [], str(error)
 
 
-# --- what cannot be attached -------------------------------------------------------------------
-
-
 def prepared_by_accelerate() -> nn.Module:
     model: Any = nn.Linear(2, 2)
     model._is_accelerate_prepared = True  # accelerate 1.15, Accelerator.prepare_model
@@ -158,9 +155,6 @@ def test_wrong_rules_a_second_attach_and_a_save_of_nothing_are_refused(directory
         assert ckpt.save(2, state={"w": 1}, force=True)
 
 
-# --- what cannot be saved ----------------------------------------------------------------------
-
-
 def add_function(model: Any, optimizer: Any) -> None:
     optimizer.param_groups[0]["schedule"] = lambda step: step
 
@@ -199,8 +193,6 @@ def test_what_cannot_be_saved_is_named(directory: Path) -> None:
         said(caught.value, *words)
         assert ckpt.all_steps() == []
 
-
-# --- steps -------------------------------------------------------------------------------------
 
 USES_OF_STEPS: dict[str, Callable[[TorchaxCheckpointer, Any], Any]] = {
     "save": lambda ckpt, step: ckpt.save(step, force=True),
@@ -277,9 +269,6 @@ def test_a_step_that_is_not_there_comes_with_those_that_are(directory: Path) -> 
             assert isinstance(caught.value, FileNotFoundError)
 
 
-# --- directories -------------------------------------------------------------------------------
-
-
 def test_a_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "run"
     file.write_text("mine")
@@ -302,9 +291,6 @@ def test_a_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
 def test_what_is_no_path_of_a_run_is_refused(place: Any, message: str) -> None:
     with pytest.raises(DirectoryError, match=message):
         TorchaxCheckpointer(place)
-
-
-# --- a checkpoint of something else ------------------------------------------------------------
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_every_difference_at_once(

@@ -16,6 +16,7 @@ from etils import epath
 from support import PROGRAMS
 from support.events import names, recorded
 from support.processes import run_python
+from support.waiting import wait_until
 
 from torchax_ckpt import TorchaxCheckpointer
 from torchax_ckpt.telemetry import journal, recorder
@@ -23,9 +24,6 @@ from torchax_ckpt.telemetry.events import Event
 from torchax_ckpt.telemetry.journal import FOLDER, Journal, read_events
 
 STATE = {"w": np.arange(3)}
-
-
-# --- the journal ---
 
 
 def test_a_medium_that_refuses_events_harms_nothing(
@@ -60,6 +58,7 @@ def test_what_stands_still_holds_up_neither_saves_nor_close_for_long(
     assert ckpt.all_steps() == [1, 2, 3]
     assert "still being delivered or written" in caplog.text
     opened.set()
+    wait_until(lambda: "events" not in {thread.name for thread in threading.enumerate()})
 
 
 def test_lines_are_written_once_the_medium_takes_them_again(
@@ -150,9 +149,6 @@ def test_without_close_everything_is_still_told_and_written(how: str, directory:
     (run,) = recorded(directory)
     assert [event.name for event in run][-2:] == ["durable", "closed"]
     assert result.stdout.split()[-2:] == ["durable", "closed"]
-
-
-# --- what is read ---
 
 
 def test_lines_that_are_no_events_and_values_of_another_form_are_left_out() -> None:

@@ -30,9 +30,6 @@ from torchax_ckpt.telemetry.stats import Quantiles
 STATE = {"w": np.arange(3)}
 
 
-# --- what is told and written ---
-
-
 def test_everything_that_happens_is_told_and_written_in_its_order(
     directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -152,9 +149,6 @@ def test_each_of_several_processes_is_told_and_one_writes(directory: Path) -> No
     assert [event.name for event in run] == first["told"]
 
 
-# --- the hook ---
-
-
 @pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
 def test_what_the_hook_raises_is_logged_once_and_harms_nothing(
     error: type[BaseException], directory: Path, caplog: pytest.LogCaptureFixture
@@ -191,20 +185,15 @@ def test_an_event_that_cannot_be_written_is_left_out(
 
 
 def test_rules_of_numpys_numbers_are_noted_as_others_are(directory: Path) -> None:
-    rules: list[policies.PreservationPolicy] = [
-        policies.LatestN(np.int64(3)),
-        policies.CustomSteps([np.int64(5)]),
-        policies.EveryNSeconds(np.float64(60)),
-        policies.LatestN(object()),
-    ]
-    noted = [rule for policy in rules for rule in described(policy)]
-    assert json.loads(json.dumps(noted)) == [
-        {"rule": "LatestN", "n": 3},
-        {"rule": "CustomSteps", "steps": [5]},
-        {"rule": "EveryNSeconds", "interval_secs": 60.0},
-        {"rule": "LatestN"},
-    ]
-    with TorchaxCheckpointer(directory, preservation_policy=rules[0]) as ckpt:
+    latest = policies.LatestN(np.int64(3))
+    for policy, noted in (
+        (latest, {"rule": "LatestN", "n": 3}),
+        (policies.CustomSteps([np.int64(5)]), {"rule": "CustomSteps", "steps": [5]}),
+        (policies.EveryNSeconds(np.float64(60)), {"rule": "EveryNSeconds", "interval_secs": 60.0}),
+        (policies.LatestN(object()), {"rule": "LatestN"}),
+    ):
+        assert json.loads(json.dumps(described(policy))) == [noted]
+    with TorchaxCheckpointer(directory, preservation_policy=latest) as ckpt:
         ckpt.save(1, state=STATE)
     (run,) = recorded(directory)
     assert run[0].values["keeps"] == [{"rule": "LatestN", "n": 3}]
@@ -246,9 +235,6 @@ def test_a_hook_may_ask_and_close(directory: Path) -> None:
     assert ckpt._telemetry._task is not None
     assert ckpt._telemetry._task.ended.wait(30)
     assert asked == [(1, [1])]
-
-
-# --- counts and quantiles ---
 
 
 def test_stats_count_and_give_quantiles(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

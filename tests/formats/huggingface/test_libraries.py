@@ -200,9 +200,6 @@ def test_a_model_on_meta_starts_from_a_folder_with_its_ties_and_positions(
     assert array.sharding == rule("", array)
 
 
-# --- adapters ---
-
-
 def adapters() -> Any:
     import peft
 

@@ -135,9 +135,6 @@ def test_a_step_is_found_by_its_metric(directory: Path, tmp_path: Path) -> None:
         assert run_json("export", directory, text, out, "--at", "state")["step"] == step
 
 
-# --- adapters ---
-
-
 class Adapted(Described):
     """A layer with two adapters, ``default`` and ``b``."""
 
