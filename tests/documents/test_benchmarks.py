@@ -132,16 +132,6 @@ def test_a_loop_says_what_its_own_circumstances_ask_for(tmp_path: Path) -> None:
     )
 
 
-def test_declined_saves_have_verdicts(tmp_path: Path) -> None:
-    times = {
-        "a": {"median": 20e-6, "90th percentile": 1.0},
-        "b": {"median": 21e-6, "90th percentile": 1.0},
-    }
-    page = written({"declined": {"taken": CPU, "times": times}}, tmp_path)
-    assert cells(page, "a")[0] == "20.0 us (target 20.0 us: met)"
-    assert cells(page, "b")[0] == "21.0 us (target 20.0 us: missed)"
-
-
 def test_the_page_shows_the_figures_that_are_kept(tmp_path: Path) -> None:
     marked = re.compile(r"<!-- results -->.*<!-- end of results -->", re.DOTALL)
     page = marked.search((BENCHMARKS / "README.md").read_text())

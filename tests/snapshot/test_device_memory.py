@@ -25,9 +25,8 @@ from support.training import P, fsdp_mesh
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
 from torchax_ckpt.errors import OutOfMemoryError
-from torchax_ckpt.runtime import host_memory
 from torchax_ckpt.snapshot import planner, stacking
-from torchax_ckpt.snapshot.device_memory import DeviceMemory, free_device_bytes
+from torchax_ckpt.snapshot.device_memory import DeviceMemory
 from torchax_ckpt.snapshot.device_sizes import Needed, bytes_on_devices
 from torchax_ckpt.snapshot.snapshotter import Snapshot, Snapshotter
 
@@ -90,12 +89,6 @@ class Watched(DeviceMemory):
 
 def take(snapshotter: Snapshotter) -> Snapshot:
     return donated(snapshotter, start())
-
-
-def test_free_memory_is_known_here() -> None:
-    free = free_device_bytes(jax.devices()[0])
-    assert free is not None
-    assert free > 2**20
 
 
 @pytest.mark.parametrize("layout", ["auto", "flat"])
@@ -296,17 +289,3 @@ def test_a_process_without_memory_costs_no_save_where_it_need_not(
 ) -> None:
     steps = list(range(1, len(fulls) + 1))
     assert saved_while_full(mode, fulls, directory, host_bytes) == ({}, steps, stacked)
-
-
-def test_what_is_free_of_a_host_counts_as_it_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory of a host is given back: what is missing of it is somebody's."""
-    free = 7 * 8 * UNIT
-    monkeypatch.setattr(host_memory, "available_host_bytes", lambda: free)
-    memory = DeviceMemory()
-    arrays = list(start().values())
-    assert memory.holds(bytes_on_devices(arrays))
-    copies = [jnp.copy(array) for array in arrays]
-    memory.record_copies(copies)
-    del copies
-    free = 3 * 8 * UNIT
-    assert not memory.holds(bytes_on_devices(arrays))

@@ -155,19 +155,6 @@ def test_arrays_that_are_deleted_at_once_are_stored_as_they_were(layout: Any) ->
             assert row.tobytes() == expected[member].tobytes(), member
 
 
-def test_memory_for_an_offload_is_known_before() -> None:
-    leaves = {
-        "rows": jax.device_put(np.zeros((16, 4), np.float32), ROWS),
-        "whole": jax.device_put(np.zeros(6, np.float32), WHOLE),
-        "large": jax.device_put(np.zeros((1 << 18) + 8, np.float32), WHOLE),
-    }
-    needed = needed_to_offload(leaves)
-    # Small leaves are offloaded from each device, large ones from one.
-    assert needed.pinned_bytes == 256 + 8 * 24 + (1 << 20) + 32
-    assert needed.ordinary_bytes == 256 + 24 + (1 << 20) + 32
-    assert not any(needed.devices.values())
-
-
 def sizes(*kib: int) -> dict[str, jax.Array]:
     """Leaves that take so many KiB of each device."""
     return {

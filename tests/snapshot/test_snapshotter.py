@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import re
 import sys
 import threading
 import time
@@ -18,11 +19,12 @@ from jax.sharding import NamedSharding
 from support.device_memory import limited
 from support.training import P, fsdp_mesh
 
-from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies, torchax_backend
 from torchax_ckpt.errors import DonatedBufferError, SaveError
 from torchax_ckpt.options import Layout, SnapshotMode
+from torchax_ckpt.snapshot import move_shards
 from torchax_ckpt.snapshot.planner import Planner
-from torchax_ckpt.snapshot.sharding import shards_of
+from torchax_ckpt.snapshot.sharding import replicas, shards_of
 from torchax_ckpt.snapshot.snapshotter import Snapshot, Snapshotter
 from torchax_ckpt.storage.writing import array_writer, fetching
 
@@ -169,30 +171,22 @@ def test_a_reference_donated_before_it_was_looked_at_fails_that_save(
     assert_as_it_was(ckpt, 2)
 
 
-def test_auto_notices_donation_without_losing_a_save(caplog: pytest.LogCaptureFixture) -> None:
-    snapshotter = Snapshotter("auto", "auto")
-    with caplog.at_level(logging.INFO, logger="torchax_ckpt"):
-        state = start()
-        names = [f"state/{n}" for n in state]
-        ways = []
-        for _ in range(3):
-            ways.append(snapshotter.take(names, list(state.values())).way)
-            state = double(state)
-    assert ways == ["copy", "copy", "copy"]
-    assert caplog.text.count("snapshots are taken by copy: the program donates") == 1
-
-
-def test_auto_goes_on_with_references_if_nothing_was_donated_and_back_if_it_is() -> None:
+@pytest.mark.parametrize(("step_fn", "later"), [(double, "copy"), (fresh, "reference")])
+def test_auto_copies_while_the_program_donates(
+    step_fn: Any, later: str, caplog: pytest.LogCaptureFixture
+) -> None:
     snapshotter = Snapshotter("auto", "auto")
     state = start()
     names = [f"state/{n}" for n in state]
     ways = []
-    for _ in range(3):
+    with caplog.at_level(logging.INFO, logger="torchax_ckpt"):
+        for _ in range(3):
+            ways.append(snapshotter.take(names, list(state.values())).way)
+            state = step_fn(state)
+        snapshotter.donated()
         ways.append(snapshotter.take(names, list(state.values())).way)
-        state = fresh(state)
-    snapshotter.donated()
-    ways.append(snapshotter.take(names, list(state.values())).way)
-    assert ways == ["copy", "reference", "reference", "copy"]
+    assert ways == ["copy", later, later, "copy"]
+    assert caplog.text.count("snapshots are taken by copy: the program donates") == 1
 
 
 @pytest.mark.parametrize(
@@ -219,7 +213,7 @@ def test_the_way_of_snapshots_is_said_once(
     assert reason in said
 
 
-def test_a_transfer_holds_the_training_thread_until_everything_is_fetched(
+def test_a_transfer_holds_the_training_thread_until_everything_is_fetched_or_failed(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
@@ -228,24 +222,18 @@ def test_a_transfer_holds_the_training_thread_until_everything_is_fetched(
     def late_write(*args: Any, **kwargs: Any) -> Any:
         time.sleep(0.3)
         order.append("transferring")
+        if order.count("transferring") == 2:
+            raise OSError("no")
         return write(*args, **kwargs)
 
     monkeypatch.setattr(array_writer, "write_arrays", late_write)
-    with TorchaxCheckpointer(directory, options=CheckpointOptions(snapshot="transfer")) as ckpt:
-        ckpt.save(1, state=start())
-        order.append("returned")
-    assert order == ["transferring", "returned"]
-
-
-def test_a_failed_transfer_does_not_hang(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise OSError("no")
-
-    monkeypatch.setattr(array_writer, "write_arrays", fail)
     ckpt = TorchaxCheckpointer(directory, options=CheckpointOptions(snapshot="transfer"))
-    assert ckpt.save(1, state=start())
+    for step in (1, 2):
+        assert ckpt.save(step, state=start(), force=True)
+        order.append("returned")
     with pytest.raises(SaveError):
         ckpt.close()
+    assert order == ["transferring", "returned"] * 2
 
 
 @pytest.mark.parametrize(
@@ -316,3 +304,49 @@ def test_threads_that_ask_for_shards_at_the_same_time_are_each_given_all() -> No
         thread.join()
     assert counts == [8] * len(counts)
     assert len(counts) == 20 * 64 * 2
+
+
+# --- programs that run on devices ---
+
+
+def compiled_in(messages: list[str]) -> set[str]:
+    """The names of the functions that JAX has compiled."""
+    found = (re.match(r"Compiling (?:jit\()?([\w<>]+)", message) for message in messages)
+    return {match[1] for match in found if match}
+
+
+@pytest.mark.parametrize("mode", ["copy", "offload", "reference", "transfer"])
+def test_saving_and_restoring_compile_nothing_else(
+    mode: Any, directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Of shapes that nothing else here compiles programs for.
+    width = {"copy": 37, "reference": 41, "transfer": 43, "offload": 47}[mode]
+    rows = NamedSharding(fsdp_mesh(), P("fsdp"))
+    state: dict[str, Any] = {
+        f"{dtype}.{i}": jax.device_put(np.zeros((8, width), dtype), rows)
+        for dtype in ("float32", "bfloat16", "bool", "int8", "complex64", "float8_e8m0fnu")
+        for i in range(2)
+    }
+    state["scalar"] = jax.device_put(np.float32(1))
+    state["key"] = jax.random.split(jax.random.key(0), width)
+    options = CheckpointOptions(snapshot=mode)
+    onto = {
+        **state,
+        "float32.0": jax.device_put(state["float32.0"], NamedSharding(fsdp_mesh(), P())),
+    }
+    torchax_backend.check_internals()  # runs once in a process, when the first checkpointer is made
+    jax.config.update("jax_log_compiles", True)  # jax.log_compiles() is for one thread
+    try:
+        with TorchaxCheckpointer(directory, options=options) as ckpt:
+            ckpt.save(1, state=state, metrics={"loss": state["scalar"]})
+            ckpt.wait_until_finished()
+            ckpt.load(1, onto)
+        final = NamedSharding(fsdp_mesh(), P())
+        leaves: dict[str, Any] = {"scalar": jax.device_put(np.float32(1), replicas(final)[0])}
+        target = jax.ShapeDtypeStruct((), np.float32, sharding=final)
+        move_shards.sum_over_replicas(leaves, {"scalar": target})
+    finally:
+        jax.config.update("jax_log_compiles", False)
+    found = compiled_in(caplog.messages)
+    assert ("checkpoint_offload" if mode == "offload" else "checkpoint_stack") in found
+    assert {name for name in found if not name.startswith("checkpoint_")} == set()

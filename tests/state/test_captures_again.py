@@ -75,20 +75,9 @@ class Program:
                 self.add_state(parameter)
             case "empty state":
                 state[parameter] = {}
-            case "state: narrow":
-                state[parameter]["exp_avg"] = on_device(parameter, value, jnp.bfloat16)
-            case "state: weak":
-                shape = tuple(parameter.shape)
-                weak = jax.jit(lambda: jnp.broadcast_to(jnp.asarray(1.5), shape))()
-                state[parameter]["exp_avg"] = torchax_backend.wrap(weak)
-            case "state: wide counter":
-                state[parameter]["step"] = scalar(value, torch.float64)
-            case "state: counter that is no tensor":
-                state[parameter]["step"] = value
-            case "state: vector on the host":
-                with torchax_backend.native_torch():
-                    vector = torch.arange(self.choose.randrange(1, 4), dtype=torch.float32)
-                state[parameter]["exp_avg_sq"] = vector
+            case "state: odd entry":
+                key, entry = self.choose.choice(self.odd_entries(parameter, value))
+                state[parameter][key] = entry
             case "state: other keys":
                 key = self.choose.choice(["max_exp_avg_sq", "extra"])
                 state[parameter][key] = state[parameter].pop("exp_avg_sq")
@@ -106,6 +95,17 @@ class Program:
                 self.model[0], self.model[1] = self.model[1], self.model[0]
         return kind
 
+    def odd_entries(self, parameter: torch.Tensor, value: float) -> list[tuple[str, Any]]:
+        """Entries of other dtypes and kinds than AdamW's."""
+        shape = tuple(parameter.shape)
+        weak = jax.jit(lambda: jnp.broadcast_to(jnp.asarray(1.5), shape))()
+        with torchax_backend.native_torch():
+            vector = torch.arange(self.choose.randrange(1, 4), dtype=torch.float32)
+        narrow = on_device(parameter, value, jnp.bfloat16)
+        moments = [("exp_avg", narrow), ("exp_avg", torchax_backend.wrap(weak))]
+        counters = [("step", scalar(value, torch.float64)), ("step", value)]
+        return [*moments, *counters, ("exp_avg_sq", vector)]
+
     def swap(self, old: torch.Tensor) -> None:
         """Replaces a parameter by another one, also in the optimizer."""
         new = torch.nn.Parameter(on_device(old, number(self.choose)))
@@ -121,10 +121,8 @@ class Program:
 
 
 CHANGES = (
-    "step", "write", "drop state", "move state to the end", "empty state", "state: narrow",
-    "state: weak", "state: wide counter", "state: counter that is no tensor",
-    "state: vector on the host", "state: other keys", "reorder", "regroup", "swap",
-    "exchange layers",
+    "step", "write", "drop state", "move state to the end", "empty state",
+    *["state: odd entry"] * 5, "state: other keys", "reorder", "regroup", "swap", "exchange layers",
 )  # fmt: skip
 
 
