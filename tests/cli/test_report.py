@@ -211,19 +211,6 @@ HOSTILE = [
 ]
 
 
-def hostile_run(directory: Path) -> None:
-    events = [
-        Event("started", BEGAN, None, {"host": "".join(HOSTILE)[:900], "keeps": [
-            {"rule": HOSTILE[0]}, {"rule": "BestN", "metric": HOSTILE[1], "mode": "min", "n": 1},
-            {"rule": "EveryNSteps", "interval_steps": 0}, {"rule": ["x"]}, {"rule": "LatestN",
-            "n": {"a": "<b>"}}, {"rule": "LatestDuration", "duration_secs": 1e300},
-        ]}),
-        *[Event("failed", BEGAN + i, i, {"error": text}) for i, text in enumerate(HOSTILE)],
-    ]  # fmt: skip
-    pairs = [[Event("saving", e.time_secs - 0.5, e.step), e] for e in events[1:]]
-    synthetic.write(directory, [[events[0], *itertools.chain(*pairs)]])
-
-
 @pytest.fixture
 def hostile(directory: Path) -> Path:
     """A step and events whose every text is an attack."""
@@ -233,7 +220,16 @@ def hostile(directory: Path) -> Path:
     path = Path(ckpt.directory)
     for file in (path / FOLDER).iterdir():
         file.unlink()
-    hostile_run(path)
+    keeps = [
+        {"rule": HOSTILE[0]}, {"rule": "BestN", "metric": HOSTILE[1], "mode": "min", "n": 1},
+        {"rule": "EveryNSteps", "interval_steps": 0}, {"rule": ["x"]},
+        {"rule": "LatestN", "n": {"a": "<b>"}}, {"rule": "LatestDuration", "duration_secs": 1e300},
+    ]  # fmt: skip
+    events = [Event("started", BEGAN, None, {"host": "".join(HOSTILE)[:900], "keeps": keeps})]
+    for step, text in enumerate(HOSTILE):
+        events.append(Event("saving", BEGAN + step - 0.5, step))
+        events.append(Event("failed", BEGAN + step, step, {"error": text}))
+    synthetic.write(path, [events])
     return path
 
 

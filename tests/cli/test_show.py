@@ -105,7 +105,7 @@ def test_shells_complete_commands(shell: str) -> None:
     assert "verify" in run_python(program, env=env, fresh=True).stdout
 
 
-@pytest.mark.parametrize("missing", ["jinja2", "rich", "safetensors", "typer"])
+@pytest.mark.parametrize("missing", ["safetensors", "typer"])
 def test_without_the_extra_one_line_says_what_to_install(missing: str) -> None:
     program = f"""
         import sys

@@ -162,18 +162,6 @@ def test_peers_save_what_a_functional_state_was_before_a_step_donated_it(
     assert_trees_identical(jax.tree.map(np.array, restored), expected)
 
 
-def test_a_state_is_trained_as_its_suffix_says() -> None:
-    states = importlib.import_module("states")
-    for name, donates in (("tiny", False), ("tiny-donated", True), ("tiny-functional", True)):
-        training = states.training(name)
-        before = [a for a in jax.tree.leaves(training.arrays()) if isinstance(a, jax.Array)]
-        training.update()
-        assert (training.module is None) == name.endswith("functional")
-        assert [a.is_deleted() for a in before] == [donates] * len(before)
-    with pytest.raises(ValueError, match="tiny-lost: expected tiny, tiny-donated or tiny-func"):
-        states.training("tiny-lost")
-
-
 @pytest.mark.long
 @pytest.mark.slow
 def test_the_measurements_run(tmp_path: Path) -> None:

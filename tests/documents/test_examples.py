@@ -104,28 +104,21 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.mark.parametrize(
-    "example",
-    [
-        pytest.param(DIGITS, marks=[pytest.mark.slow, pytest.mark.long], id="digits"),
-        pytest.param(GPT, marks=pytest.mark.slow, id="gpt"),
-        pytest.param(LIGHTNING, marks=[pytest.mark.slow, pytest.mark.long], id="lightning"),
-    ],
-)
-def test_a_check_without_libtpu_says_what_to_install(tmp_path: Path, example: Path) -> None:
+@pytest.mark.slow
+def test_a_check_without_libtpu_or_of_a_product_says_what_helps(tmp_path: Path) -> None:
     directory = tmp_path / "run"
-    outcome = run(
-        *("-c", WITHOUT_LIBTPU, example, "--directory", directory, "--check-topology", "v5e:2x4")
+    without = run(
+        *("-c", WITHOUT_LIBTPU, GPT, "--directory", directory, "--check-topology", "v5e:2x4")
     )
-    assert outcome.returncode == 1
-    last = outcome.output.splitlines()[-1]
-    assert last.startswith("--check-topology: libtpu is not installed: "), outcome.output
-    assert "pip install 'torchax-ckpt[tpu-check]'" in last
-    outcome = train(example, directory, "--check-topology", "v5litepod-8")
-    assert outcome.returncode == 1
-    last = outcome.output.splitlines()[-1]
-    assert last.startswith("--check-topology: unknown TPU topology: "), outcome.output
-    assert "give v5e:2x4" in last
+    product = train(GPT, directory, "--check-topology", "v5litepod-8")
+    for outcome, begins, has in (
+        (without, "libtpu is not installed: ", "pip install 'torchax-ckpt[tpu-check]'"),
+        (product, "unknown TPU topology: ", "give v5e:2x4"),
+    ):
+        assert outcome.returncode == 1
+        last = outcome.output.splitlines()[-1]
+        assert last.startswith(f"--check-topology: {begins}"), outcome.output
+        assert has in last
     assert not directory.exists()
 
 

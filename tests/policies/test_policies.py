@@ -207,15 +207,6 @@ def test_continuous_initial_and_preemption_policies() -> None:
     assert not decide(preemption, 1, [])
 
 
-def test_the_interval_counts_from_the_last_save(directory: Path) -> None:
-    policy = policies.ContinuousCheckpointingPolicy(minimum_interval_secs=3600)
-    with TorchaxCheckpointer(directory, save_decision_policy=policy) as ckpt:
-        assert [ckpt.save(step, state=STATE) for step in (1, 2, 3)] == [True, False, False]
-        ckpt.wait_until_finished()
-        assert not ckpt.save(4, state=STATE)
-        assert ckpt.save(5, state=STATE, force=True)
-
-
 def optimal(mtbf_secs: float, blocking_secs: float, durable_secs: float) -> Any:
     policy = policies.OptimalIntervalPolicy(mtbf_secs=mtbf_secs)
     policy.observe_save(blocking_secs=blocking_secs, durable_secs=durable_secs)

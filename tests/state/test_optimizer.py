@@ -63,15 +63,11 @@ def refused(directory: Path, *attached: Any) -> MismatchError:
 
 
 OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
-    "SGD": (torch.optim.SGD, {}),
-    "SGD-momentum": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    "SGD": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
     "AdamW": (torch.optim.AdamW, {"betas": (0.8, 0.95)}),
-    "Adam": (torch.optim.Adam, {"weight_decay": 0.1}),
     "Adam-capturable": (torch.optim.Adam, {"capturable": True}),
-    "RMSprop": (torch.optim.RMSprop, {}),
-    "RMSprop-centered": (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
+    "RMSprop": (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
     "Adagrad": (torch.optim.Adagrad, {"lr_decay": 0.1}),
-    "Adadelta": (torch.optim.Adadelta, {}),
     "NAdam": (torch.optim.NAdam, {}),
     "RAdam": (torch.optim.RAdam, {}),
     "ASGD": (torch.optim.ASGD, {}),

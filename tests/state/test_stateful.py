@@ -1,4 +1,4 @@
-"""Schedulers, loaders and users' own objects: whatever has state_dict and load_state_dict."""
+"""Schedulers, loaders, users' own objects and random state: whatever keeps a state of its own."""
 
 from __future__ import annotations
 
@@ -15,15 +15,20 @@ import numpy as np
 import pytest
 import torch
 import torchax
-from support.compare import assert_trees_identical, copied, training_state
+from support.compare import assert_trees_identical, bits, copied, training_state
 from support.models import Box, WithExtraState
 from support.strategies import fingerprint
 from support.training import fsdp_mesh, fsdp_rule, mlp, resume, save
 from torch.optim import lr_scheduler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from torchax_ckpt import TorchaxCheckpointer, policies, torchax_backend
-from torchax_ckpt.errors import AttachError, MismatchError, UnsupportedLeafError
+from torchax_ckpt import RandomState, TorchaxCheckpointer, policies, torchax_backend
+from torchax_ckpt.errors import (
+    AttachError,
+    CorruptCheckpointError,
+    MismatchError,
+    UnsupportedLeafError,
+)
 
 pytestmark = [
     # DataLoader itself warns under torch 2.12 (set_vital), with torchax (randperm's int64) and with
@@ -115,13 +120,6 @@ def test_schedules_of_tensor_learning_rates_come_back_by_position(directory: Pat
 
 
 # --- loaders -----------------------------------------------------------------------------------
-
-
-def seed_all(seed: int) -> None:
-    torch.manual_seed(seed)
-    torchax.default_env().manual_seed(seed)
-    np.random.seed(seed)
-    random.seed(seed)
 
 
 def shuffled(num_workers: int = 0, generator_seed: int | None = None) -> StatefulDataLoader[int]:
@@ -395,3 +393,127 @@ def test_what_refuses_a_state_leaves_everything_as_it_was(
     assert isinstance(caught.value.__cause__, RuntimeError)
     assert caught.value.step == 1
     assert_trees_identical(state_of(model, optimizer, scheduler, kept), before)
+
+
+# --- random state ---
+
+KEYS = {
+    "typed": lambda seed: jax.random.key(seed),
+    "typed-rbg": lambda seed: jax.random.key(seed, impl="rbg"),
+    "raw": lambda seed: jax.random.PRNGKey(seed),
+}
+
+
+@pytest.fixture(autouse=True)
+def _raw_key_afterwards() -> Iterator[None]:
+    yield
+    torchax.default_env().manual_seed(0)
+
+
+def seed_all(seed: int, key: str = "raw") -> None:
+    torch.manual_seed(seed)
+    torchax_backend.set_prng_key(KEYS[key](seed))
+    np.random.seed(seed)
+    random.seed(seed)
+
+
+def drawn() -> list[Any]:
+    """Draws from every source; an odd number of normals leaves half a pair in the generators."""
+    with torchax_backend.native_torch():
+        native = torch.randn(3).tolist()
+    return [
+        native,
+        bits(torch.rand(3, device="jax")),
+        np.random.standard_normal(3).tolist(),
+        [random.gauss(0, 1), random.random(), random.getrandbits(70)],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("saved", "live"), [("typed", "raw"), ("typed-rbg", "typed"), ("raw", "typed-rbg")]
+)
+def test_draws_after_restoring_are_the_draws_after_saving(
+    directory: Path, saved: str, live: str
+) -> None:
+    seed_all(1, saved)
+    drawn()
+    save(directory, mlp())
+    key, want = torchax_backend.prng_key(), [drawn() for _ in range(3)]
+    seed_all(2, live)
+    drawn()
+    resume(directory, mlp())
+    assert_trees_identical(torchax_backend.prng_key(), key)
+    assert [drawn() for _ in range(3)] == want
+
+
+def test_attaching_and_saving_draw_nothing(directory: Path) -> None:
+    model = mlp()
+    seed_all(1)
+    want = [drawn(), drawn()]
+    seed_all(1)
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(model)
+        assert drawn() == want[0]
+        ckpt.save(1, force=True)
+        assert drawn() == want[1]
+
+
+@pytest.mark.parametrize("with_loader", [False, True])
+def test_without_rng_the_live_random_state_is_left_alone(
+    directory: Path, with_loader: bool
+) -> None:
+    def loader() -> Any:
+        return StatefulDataLoader(list(range(4)), shuffle=True, collate_fn=list)
+
+    save(directory, mlp(), dataloader=loader() if with_loader else None)
+    fresh = loader() if with_loader else None  # draws a seed
+    seed_all(2)
+    mlp()  # as the resumed run makes one
+    want = drawn()
+    seed_all(2)
+    resume(directory, mlp(), dataloader=fresh, rng=False)
+    assert drawn() == want
+
+
+def test_without_rng_none_is_saved_and_a_run_that_wants_it_is_told(directory: Path) -> None:
+    save(directory, mlp(), rng=False)
+    with TorchaxCheckpointer(directory) as ckpt:
+        assert list(ckpt.load()) == ["model"]
+        with pytest.raises(MismatchError) as caught:
+            ckpt.attach(mlp())
+    assert caught.value.missing == ("rng",)
+
+
+def test_every_save_holds_the_kind_of_key_there_was_then(directory: Path) -> None:
+    wants: list[Any] = []
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(mlp())
+        for step, kind in enumerate(KEYS):
+            torchax_backend.set_prng_key(KEYS[kind](step))
+            wants.append(torchax_backend.prng_key())
+            ckpt.save(step, force=True)
+        for step, key in enumerate(wants):
+            ckpt.restore(step)
+            assert_trees_identical(torchax_backend.prng_key(), key)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_random_state_can_be_put_back_at_any_time(key: str) -> None:
+    seed_all(3, key)
+    drawn()
+    before = RandomState().state_dict()
+    first = drawn()
+    assert drawn() != first
+    RandomState().load_state_dict(before)
+    assert drawn() == first
+    RandomState().load_state_dict(before)  # what was drawn has not changed it
+    assert drawn() == first
+
+
+def test_random_state_that_a_generator_refuses_changes_nothing() -> None:
+    before = RandomState().state_dict()
+    seed_all(4)
+    now = RandomState().state_dict()
+    with pytest.raises(CorruptCheckpointError, match="rng/python"):
+        RandomState().load_state_dict({**before, "python": (3, (1, 2), None)})
+    assert_trees_identical(RandomState().state_dict(), now)
