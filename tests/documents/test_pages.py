@@ -109,7 +109,7 @@ def public_names() -> Iterator[str]:
 @pytest.mark.slow
 def test_the_site_builds_and_its_reference_has_every_public_name(tmp_path: Path) -> None:
     """The pages as HTML, from scratch, where any warning is an error."""
-    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", DOCS, tmp_path]
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", str(DOCS), str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     pages = {page.stem: page.read_text() for page in (tmp_path / "api").glob("*.html")}

@@ -281,8 +281,9 @@ def test_ties_that_no_release_writes_are_damage(
 ) -> None:
     directory = shutil.copytree(trained[0], tmp_path / "run")
     path = directory / "3" / "manifest" / "data.json"
-    for ties in (5, [["a"]], [["head.weight", 3]], [["a", "not there"]]):
-        edit_json(path, lambda manifest, ties=ties: manifest["document"]["model"].update(ties=ties))
+    wrong: list[Any] = [5, [["a"]], [["head.weight", 3]], [["a", "not there"]]]
+    for ties in wrong:
+        edit_json(path, lambda m, ties=ties: m["document"]["model"].update(ties=ties))  # type: ignore[misc]
         with pytest.raises(CorruptCheckpointError, match="tie"):
             load_torch_state_dict(directory)
 

@@ -37,10 +37,14 @@ def read(raw: Any) -> Manifest:
     return Manifest.from_json(raw, path="runs/5/manifest")
 
 
+OTHERS: list[Any] = [None, [], 5, "torchax_ckpt", {}, {"format": "other"}]
+DTYPES: list[Any] = [None, {}, "float33", "f4,,", "O"]
+
+
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        *((raw, "torchax_ckpt") for raw in (None, [], 5, "torchax_ckpt", {}, {"format": "other"})),
+        *((raw, "torchax_ckpt") for raw in OTHERS),
         *(({**EMPTY, "version": v}, rf"version.*{v!r}") for v in (VERSION + 1, -1, None, "0")),
         *(
             ({**EMPTY, part: value}, "")
@@ -71,7 +75,7 @@ def test_what_is_no_manifest_of_this_version_is_refused_by_path(raw: Any, messag
     [
         *({"array": array} for array in (5, ["a"])),
         *({"kind": kind} for kind in (None, "zebra", "key")),  # a key needs an impl
-        *({"dtype": dtype} for dtype in (None, {}, "float33", "f4,,", "O")),
+        *({"dtype": dtype} for dtype in DTYPES),
         *({"shape": shape} for shape in (None, 2, [-1], [2.0], [True], ["2"])),
         *({"whole": whole} for whole in (True, [-1], [2, 2, 2])),
         *(dict.fromkeys([key], "absent") for key in ("kind", "dtype", "shape")),

@@ -165,8 +165,8 @@ def wrong(x: Any) -> Any:
     ],
 )
 def test_an_argument_that_makes_no_plan_is_named(change: dict[str, Any], said: str) -> None:
-    given = {"topology": "v5e:2x4", "step": jax.jit(shifted), "argument": LEAF, "state": [LEAF]}
-    given |= change
+    given: dict[str, Any] = {"topology": "v5e:2x4", "step": jax.jit(shifted), "argument": LEAF}
+    given |= {"state": [LEAF], **change}
     arguments = [given[name] for name in ("topology", "step", "argument")]
     with pytest.raises((PlanError, ValueError), match=said) as caught:
         step_on_topology(*arguments, state=given["state"])

@@ -85,13 +85,10 @@ def test_the_newest_step_is_published_once_it_is_far_enough_past_the_last(
     for step in (200, 300, 400):
         shutil.move(run / str(step), run.parent)
     assert publish(run, out, every=150) is None  # 100 is not 150 past 0
-    shutil.move(run.parent / "200", run)
-    assert publish(run, out, every=150) == 200
-    assert publish(run, out, every=150) is None
-    shutil.move(run.parent / "300", run)
-    assert publish(run, out, every=150) is None
-    shutil.move(run.parent / "400", run)
-    assert publish(run, out, every=150) == 400
+    for step, expected in ((200, 200), (300, None), (400, 400)):
+        shutil.move(run.parent / str(step), run)
+        assert publish(run, out, every=150) == expected
+        assert publish(run, out, every=150) is None
     assert in_out(out) == ["step-200", "step-400"]
     assert (out / "latest").read_text() == "step-400\n"
     assert [step_in(out / name) for name in in_out(out)] == [200, 400]

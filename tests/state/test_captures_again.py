@@ -21,10 +21,6 @@ from torchax_ckpt.state.stateful import StatefulComponent
 from torchax_ckpt.state.training_state import TrainingState
 
 
-def number(choose: random.Random) -> float:
-    return choose.randrange(1 << 16)
-
-
 def on_device(parameter: torch.Tensor, value: float, dtype: Any = jnp.float32) -> torch.Tensor:
     return torchax_backend.wrap(jnp.full(tuple(parameter.shape), value, dtype))
 
@@ -50,15 +46,15 @@ class Program:
 
     def add_state(self, parameter: torch.Tensor) -> None:
         self.optimizer.state[parameter] = {
-            "step": scalar(number(self.choose)),
-            "exp_avg": on_device(parameter, number(self.choose)),
-            "exp_avg_sq": on_device(parameter, number(self.choose)),
+            "step": scalar(self.choose.randrange(1 << 16)),
+            "exp_avg": on_device(parameter, self.choose.randrange(1 << 16)),
+            "exp_avg_sq": on_device(parameter, self.choose.randrange(1 << 16)),
         }
 
     def change(self, *kinds: str) -> str:
         """Makes one change of these kinds, or of any kind; returns its kind."""
         kind = self.choose.choice(kinds or CHANGES)
-        parameter, value = self.choose.choice(self.parameters), number(self.choose)
+        parameter, value = self.choose.choice(self.parameters), self.choose.randrange(1 << 16)
         state, groups = self.optimizer.state, self.optimizer.param_groups
         if kind.startswith("state: "):
             self.add_state(parameter)
@@ -108,7 +104,7 @@ class Program:
 
     def swap(self, old: torch.Tensor) -> None:
         """Replaces a parameter by another one, also in the optimizer."""
-        new = torch.nn.Parameter(on_device(old, number(self.choose)))
+        new = torch.nn.Parameter(on_device(old, self.choose.randrange(1 << 16)))
         for module in self.model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is old:

@@ -175,18 +175,17 @@ def donate(model: Any, optimizer: Any) -> None:
 
 
 def test_what_cannot_be_saved_is_named(directory: Path) -> None:
-    function = lambda x: x  # noqa: E731
     for spoil, words in (
         (add_function, ("optimizer/param_groups/0/schedule", "function")),
         (add_state_of_a_stranger, ("optimizer/state", "not a parameter of an attached module")),
         (replace_layer, ("optimizer", "param_groups[0]['params'][2]")),
         (donate, ("model/2.weight", "donated", "save(step, state=...)")),
         (
-            lambda model, _: setattr(model[3], "extra", {"scale": 1, "activation": [function]}),
+            lambda model, _: setattr(model[3], "extra", {"scale": 1, "activation": [mlp]}),
             ("model/3/_extra_state/activation/0", "function cannot be stored"),
         ),
     ):
-        model = mlp().append(WithExtraState(2, 2).to("jax"))
+        model: Any = nn.Sequential(*mlp().children(), WithExtraState(2, 2)).to("jax")
         optimizer = sgd(model)
         with TorchaxCheckpointer(directory) as ckpt:
             ckpt.attach(model, optimizer)
