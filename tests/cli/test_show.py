@@ -99,8 +99,8 @@ def test_commands_that_compute_nothing_import_neither_torch_nor_jax(
 def test_shells_complete_commands(shell: str) -> None:
     typed = "torchax-ckpt ver"
     env = {"COMP_WORDS": typed, "COMP_CWORD": "1", "_TYPER_COMPLETE_ARGS": typed}
-    env |= {"_TYPER_COMPLETE_FISH_ACTION": "get-args"}
-    env |= {"_TORCHAX_CKPT_COMPLETE": f"complete_{shell}"}
+    fish = {"_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    env |= {"_TORCHAX_CKPT_COMPLETE": f"complete_{shell}", **fish}
     program = "from torchax_ckpt.__main__ import main; main()"
     assert "verify" in run_python(program, env=env, fresh=True).stdout
 

@@ -129,9 +129,7 @@ def test_plain_values_and_empty_containers_come_back_as_they_were(directory: Pat
     assert fingerprint(load(directory)) == fingerprint(state)
 
 
-def test_a_single_value_or_a_state_without_stored_arrays_can_be_the_whole_state(
-    directory: Path,
-) -> None:
+def test_a_single_value_or_no_array_can_be_the_whole_state(directory: Path) -> None:
     leaves = [make_leaf(kind, "float32", (2, 3), 1) for kind in ("jax", "torchax", "torch")]
     leaves += [make_leaf("numpy_scalar", "float32", (), 1), make_leaf("key", "rbg", (2,), 1)]
     plain = [{}, [], (), 0, "text", [None], {"a": []}, np.zeros((0, 2))]
