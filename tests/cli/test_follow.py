@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -49,31 +48,19 @@ def test_once_publishes_what_is_due(saved: Path, tmp_path: Path) -> None:
     assert (out / "latest").read_text() == "step-20\n"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--every", 1, "--best", "loss"), "every and best exclude each other"),
-        (("--best", "loss:low"), "expected METRIC, METRIC:min or METRIC:max, found 'loss:low'"),
-        (("--at", "state"), "without which transformers cannot load a folder: save the config"),
-    ],
-)
-def test_wrong_usage_is_said(
-    saved: Path, tmp_path: Path, arguments: tuple[object, ...], said: str
-) -> None:
-    out = tmp_path / "out"
-    assert said in run("follow", saved, out, *arguments, "--once", code=exit_codes.USAGE)
-    assert not list(out.glob("step-*"))
-
-
-def test_places_that_cannot_be_are_refused(saved: Path, tmp_path: Path) -> None:
-    said = run("follow", saved, "gs://bucket/out", code=exit_codes.USAGE)
-    assert "expected a folder on this host" in said
-    said = run("follow", saved, saved / "out", code=exit_codes.USAGE)
-    assert "outside of the run's directory" in said
-    said = run("follow", tmp_path / "none", tmp_path / "out", "--once", code=exit_codes.USAGE)
-    assert "no such directory" in said
-    said = run("follow", saved, tmp_path.parent, "--once", *WEIGHTS, code=exit_codes.UNAVAILABLE)
-    assert "expected a new or empty folder" in said
+def test_wrong_usage_is_said(saved: Path, tmp_path: Path) -> None:
+    out, usage = tmp_path / "out", exit_codes.USAGE
+    no_config = "without which transformers cannot load a folder: save the config"
+    taken = "expected a new or empty folder"
+    for words, code, said in (
+        ((saved, out, "--best", "loss:low"), usage, "or METRIC:max, found 'loss:low'"),
+        ((saved, out, "--at", "state"), usage, no_config),
+        ((saved, saved / "out"), usage, "outside of the run's directory"),
+        ((tmp_path / "none", out), usage, "no such directory"),
+        ((saved, tmp_path.parent, *WEIGHTS), exit_codes.UNAVAILABLE, taken),
+    ):
+        assert said in run("follow", *words, "--once", code=code)
+        assert not list(out.glob("step-*"))
 
 
 SLOWLY = """
@@ -120,9 +107,3 @@ def test_it_waits_for_a_run_goes_on_and_ends_with_a_signal(saved: Path, tmp_path
         assert started.process.wait(60) == exit_codes.TERMINATED
     assert sorted(os.listdir(out)) == [CONTROL]
     assert os.listdir(out / CONTROL) == ["lock"]
-
-
-def test_a_line_of_json_per_folder(saved: Path, tmp_path: Path) -> None:
-    said = run("follow", saved, tmp_path / "out", *WEIGHTS, "--once", "--json")
-    assert said.count("\n") == 1
-    assert json.loads(said)["step"] == 20

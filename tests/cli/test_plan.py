@@ -5,19 +5,21 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from support import synthetic
-from support.commands import WITHOUT_TORCH_AND_JAX, run, run_json
-from support.processes import run_python
+from support.commands import run, run_json
 from typer.testing import CliRunner
 
 from torchax_ckpt import LocalTier, TorchaxCheckpointer, planning
 from torchax_ckpt.cli import exit_codes
 from torchax_ckpt.cli.app import app
+from torchax_ckpt.cli.exit_codes import UsageError
+from torchax_ckpt.cli.quantities import parsed_count, parsed_secs, parsed_size
 from torchax_ckpt.telemetry.events import Event
 
 TIMES = ("--blocking", "1s", "--durable", "2min", "--slowdown", 0.05, "--restart", "5min")
@@ -51,15 +53,6 @@ def test_a_plan_says_what_the_library_says() -> None:
     assert run_json(*LARGE, "--mtbf", "2.5h")["mtbf_secs"] == 9000
 
 
-def test_a_plan_from_parameters_needs_neither_torch_nor_jax(directory: Path) -> None:
-    program = WITHOUT_TORCH_AND_JAX + (
-        "from torchax_ckpt.__main__ import main\n"
-        f"sys.argv = {['torchax-ckpt', *map(str, LARGE)]!r}\n"
-        "main()\n"
-    )
-    assert "best interval" in run_python(program, fresh=True).stdout
-
-
 def test_a_table_for_people() -> None:
     said = dict(re.split(r" {2,}", line.strip()) for line in run(*LARGE).splitlines()[1:])
     assert said["one checkpoint"] == "840 GB"
@@ -72,7 +65,7 @@ def test_a_table_for_people() -> None:
     assert re.search(r"best interval +30 s, which is to save continuously", often)
 
 
-def test_a_plan_from_what_a_run_has_recorded(directory: Path) -> None:
+def test_a_plan_from_what_a_run_has_recorded(directory: Path, tmp_path: Path) -> None:
     synthetic.three_runs(directory)
     said = run_json("plan", "--run", directory, "--chips", 64)
     assert said["measured"] == ["blocking_secs", "durable_secs", "num_bytes", "restore_secs"]
@@ -82,6 +75,11 @@ def test_a_plan_from_what_a_run_has_recorded(directory: Path) -> None:
     # What is said counts.
     assert run_json("plan", "--run", directory, "--durable", "60")["durable_secs"] == 60
     assert "(measured)" in run("plan", "--run", directory)
+    # What a local tier restored says nothing of the durable one.
+    told = synthetic.run(first=25, last=500, at_secs=synthetic.BEGAN_SECS)
+    local = Event("restored", told[0].time_secs - 1, 25, {"secs": 0.1, "tier": "local"})
+    synthetic.write(tmp_path / "local", [[local] * 3 + told])
+    assert run_json("plan", "--run", tmp_path / "local")["restore_secs"] == 21.5
 
 
 def test_what_saves_did_not_write_is_not_counted_as_written(directory: Path) -> None:
@@ -93,16 +91,6 @@ def test_what_saves_did_not_write_is_not_counted_as_written(directory: Path) -> 
     assert said["write_bytes_per_sec_and_host"] * said["hosts"] == 50
     said = run_json("plan", "--run", directory, "--params", "1B")
     assert said["write_bytes_per_sec_and_host"] * said["hosts"] == 6e9
-
-
-def test_what_a_local_tier_restored_says_nothing_of_the_durable_one(directory: Path) -> None:
-    told = synthetic.run(first=25, last=500, at_secs=synthetic.BEGAN_SECS)
-    local = [
-        Event("restored", told[0].time_secs - back, 25, {"secs": 0.1, "tier": "local"})
-        for back in (1, 2, 3)
-    ]
-    synthetic.write(directory, [[*local, *told]])
-    assert run_json("plan", "--run", directory)["restore_secs"] == 21.5
 
 
 @pytest.fixture(scope="module")
@@ -205,3 +193,31 @@ def test_wrong_use_is_told(
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
     filled = args.format(tmp=tmp_path, saved=saved).split()
     assert message in run("plan", *filled, code=exit_codes.USAGE)
+
+
+@pytest.mark.parametrize(
+    ("parsed", "texts"),
+    [
+        (parsed_size, {"5GB": 5 * 10**9, "1.5 MiB": 3 << 19, "600": 600, "2k": 2000}),
+        (parsed_secs, {"90": 90, "1.5 min": 90, "200ms": 0.2, "12h": 43_200, "365d": 31_536_000}),
+        (parsed_count, {"70B": 70 * 10**9, "124e6": 124 * 10**6, "1_000": 1000, "1.5k": 1500}),
+    ],
+)
+def test_quantities_are_read(parsed: Callable[[str, str], float], texts: dict[str, float]) -> None:
+    assert {text: parsed(text, "--option") for text in texts} == texts
+
+
+@pytest.mark.parametrize(
+    ("parsed", "texts"),
+    [
+        (parsed_size, ["", "GB", "-1", "0", "0.1", "5XB", "nan"]),
+        (parsed_secs, ["", "soon", "-1", "5 weeks", "1e400"]),
+        (parsed_count, ["", "many", "_", "1e400"]),
+    ],
+)
+def test_what_is_no_quantity_is_refused(
+    parsed: Callable[[str, str], float], texts: list[str]
+) -> None:
+    for text in texts:
+        with pytest.raises(UsageError, match="^plan: --option: expected a "):
+            parsed(text, "plan: --option")

@@ -107,14 +107,9 @@ def test_what_a_later_run_goes_back_to_is_no_loss_of_the_one_before() -> None:
     fresh = [Event("saving", 11.0, 1), Event("restored", 12.0, 1)]
     runs = runs_of({"a": first, "b": fresh}, is_running=False)
     assert [run.lost_steps for run in runs] == [None, None]
-
-
-def test_the_newest_run_may_still_run() -> None:
-    events = {"a": [Event("started", 1.0), Event("saving", 2.0, 5)]}
-    (still,) = runs_of(events, is_running=True)
-    assert (still.is_running, still.saves[0].outcome) == (True, "in flight")
-    (killed,) = runs_of(events, is_running=False)
-    assert (killed.is_running, killed.saves[0].outcome) == (False, "cut off")
+    for is_running, outcome in ((True, "in flight"), (False, "cut off")):
+        (newest,) = runs_of({"a": first}, is_running=is_running)
+        assert (newest.is_running, newest.saves[0].outcome) == (is_running, outcome)
 
 
 def test_storage_over_time_is_what_the_events_say() -> None:
@@ -158,17 +153,6 @@ def test_a_real_run_is_reported(directory: Path) -> None:
     assert re.search(r"2 .* BestN\(loss, min, 1\) +loss=0.1", run("ls", directory))
 
 
-def test_what_is_no_report_is_not_overwritten(three_runs: Path, tmp_path: Path) -> None:
-    out = tmp_path / "notes.html"
-    out.write_text("notes")
-    assert "is not a report" in run("report", three_runs, out, code=exit_codes.UNAVAILABLE)
-    assert out.read_text() == "notes"
-    assert "expected the name" in run("report", three_runs, tmp_path, code=exit_codes.USAGE)
-    out.unlink()
-    run("report", three_runs, out)
-    run("report", three_runs, out)  # this one is
-
-
 def test_a_directory_without_events_is_reported_too(directory: Path) -> None:
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.save(1, state={"w": np.arange(3)})
@@ -180,60 +164,38 @@ def test_a_directory_without_events_is_reported_too(directory: Path) -> None:
     assert run_json("ls", directory)["steps"][0]["kept_by"] is None
 
 
-def test_events_of_earlier_forms_are_reported_as_far_as_they_go(directory: Path) -> None:
-    lines = [
-        b'{"at":1.5,"event":"started","pid":1,"steps":[1,2]}',
-        b'{"at":2.5,"event":"saving","step":3}',
-        b'{"at":3.5,"event":"durable","step":3,"num_bytes":9,"linked_bytes":4,"linked":[[1,4]]}',
-        b'{"at":4.5,"event":"deleted","steps":[1]}',
-    ]
-    (directory / FOLDER).mkdir(parents=True)
-    (directory / FOLDER / f"{1:019d}-{'0' * 8}.jsonl").write_bytes(b"\n".join(lines))
-    out = directory.parent / "page.html"
-    (of_run,) = run_json("report", directory, out)["runs"]
-    assert (of_run["num_bytes"], of_run["new_bytes"]) == ({"p50": 9.0, "p90": 9.0}, None)
-    text = Document(out.read_text()).text
-    assert "durable saves 1" in text
-    assert "What all steps took together is not known" in text
-
-
-def test_reporting_changes_nothing(three_runs: Path) -> None:
-    before = {p: p.stat().st_mtime_ns for p in [three_runs, *three_runs.rglob("*")]}
-    reported(three_runs)
-    assert {p: p.stat().st_mtime_ns for p in [three_runs, *three_runs.rglob("*")]} == before
-
-
 # --- the page ---
 
 
-def test_the_page_says_in_words_what_it_draws(three_runs: Path) -> None:
-    _, document = reported(three_runs)
+def test_the_page_says_in_words_what_it_draws_and_changes_nothing(
+    three_runs: Path, tmp_path: Path
+) -> None:
+    before = {p: p.stat().st_mtime_ns for p in [three_runs, *three_runs.rglob("*")]}
+    out, document = reported(three_runs)
+    assert {p: p.stat().st_mtime_ns for p in [three_runs, *three_runs.rglob("*")]} == before
     assert document.tags.count("svg") == 3
     labels = [value for name, value in document.attributes if name == "aria-label"]
     assert any("3 programs, 122 saves, 119 durable, 3 failed or cut off" in x for x in labels if x)
     assert document.attributes.count(("role", "img")) == len(labels) == 3
     assert ("lang", "en") in document.attributes
     assert document.tags.count("title") > 6
-    assert "done again 50 steps" in document.text
-    assert "No space left on device" in document.text
-
-
-def test_each_lane_has_a_mark_for_all_that_happened(three_runs: Path) -> None:
+    said = ("done again 50 steps", "deleted: step 25", "restored: step 975", "No space left on dev")
+    assert [text for text in said if text not in document.text] == []
     events = [e for of_run in read_events(epath.Path(three_runs)).values() for e in of_run]
-    _, document = reported(three_runs)
-    lanes = {
-        kind: document.attributes.count(("class", kind))
-        for kind in ("deleted", "restored", "failed")
-    }
-    # Cut off are the saves of two programs killed.
-    assert lanes == {
-        "deleted": sum(event.name == "deleted" for event in events),
-        "restored": 2,
-        "failed": 1 + 2,
-    }
-    assert lanes["deleted"] > 100
-    for said in ("deleted: step 25", "restored: step 975", "No space left on device"):
-        assert said in document.text
+    marks = {"deleted": sum(event.name == "deleted" for event in events), "restored": 2}
+    marks["failed"] = 1 + 2  # a failure, and the saves that two kills cut off
+    assert {kind: document.attributes.count(("class", kind)) for kind in marks} == marks
+    assert marks["deleted"] > 100
+
+    sentence = "The oldest events were not kept"
+    assert sentence not in document.text
+    first = min((three_runs / FOLDER).iterdir())
+    first.write_bytes(first.read_bytes()[1000:])
+    assert sentence in reported(three_runs)[1].text  # over the report that is there
+    out.write_text("notes")
+    assert "is not a report" in run("report", three_runs, out, code=exit_codes.UNAVAILABLE)
+    assert out.read_text() == "notes"
+    assert "expected the name" in run("report", three_runs, tmp_path, code=exit_codes.USAGE)
 
 
 HOSTILE = [
@@ -249,19 +211,6 @@ HOSTILE = [
 ]
 
 
-def hostile_run(directory: Path) -> None:
-    events = [
-        Event("started", BEGAN, None, {"host": "".join(HOSTILE)[:900], "keeps": [
-            {"rule": HOSTILE[0]}, {"rule": "BestN", "metric": HOSTILE[1], "mode": "min", "n": 1},
-            {"rule": "EveryNSteps", "interval_steps": 0}, {"rule": ["x"]}, {"rule": "LatestN",
-            "n": {"a": "<b>"}}, {"rule": "LatestDuration", "duration_secs": 1e300},
-        ]}),
-        *[Event("failed", BEGAN + i, i, {"error": text}) for i, text in enumerate(HOSTILE)],
-    ]  # fmt: skip
-    pairs = [[Event("saving", e.time_secs - 0.5, e.step), e] for e in events[1:]]
-    synthetic.write(directory, [[events[0], *itertools.chain(*pairs)]])
-
-
 @pytest.fixture
 def hostile(directory: Path) -> Path:
     """A step and events whose every text is an attack."""
@@ -271,7 +220,16 @@ def hostile(directory: Path) -> Path:
     path = Path(ckpt.directory)
     for file in (path / FOLDER).iterdir():
         file.unlink()
-    hostile_run(path)
+    keeps = [
+        {"rule": HOSTILE[0]}, {"rule": "BestN", "metric": HOSTILE[1], "mode": "min", "n": 1},
+        {"rule": "EveryNSteps", "interval_steps": 0}, {"rule": ["x"]},
+        {"rule": "LatestN", "n": {"a": "<b>"}}, {"rule": "LatestDuration", "duration_secs": 1e300},
+    ]  # fmt: skip
+    events = [Event("started", BEGAN, None, {"host": "".join(HOSTILE)[:900], "keeps": keeps})]
+    for step, text in enumerate(HOSTILE):
+        events.append(Event("saving", BEGAN + step - 0.5, step))
+        events.append(Event("failed", BEGAN + step, step, {"error": text}))
+    synthetic.write(path, [events])
     return path
 
 
@@ -307,60 +265,54 @@ def test_an_odd_lease_is_no_sign_of_life(three_runs: Path) -> None:
     assert "The last program has closed it" in reported(three_runs)[1].text
 
 
-@pytest.mark.slow
-def test_a_very_long_run_makes_a_small_page(directory: Path) -> None:
-    events = synthetic.run(
-        first=0, last=100_000, at_secs=BEGAN, step_secs=0.5, durable_secs=1.0, every=4
-    )
-    assert sum(event.name == "durable" for event in events) == 25_000
-    synthetic.write(directory, [events])
+@pytest.mark.parametrize(
+    ("events", "said"),
+    [
+        pytest.param(
+            lambda: [
+                synthetic.run(
+                    first=0, last=100_000, at_secs=BEGAN, step_secs=0.5, durable_secs=1.0, every=4
+                )
+            ],
+            "durable saves 25,000",
+            marks=pytest.mark.slow,
+        ),
+        (
+            lambda: [
+                synthetic.run(first=i, last=i + 10, at_secs=BEGAN + 10 * i, every=5, end="killed")
+                for i in range(0, 5000, 10)
+            ],
+            "and 450 more",
+        ),
+    ],
+)
+def test_a_very_long_run_and_many_restarts_make_a_small_page(
+    events: Any, said: str, directory: Path
+) -> None:
+    synthetic.write(directory, events())
     out, document = reported(directory)
     assert out.stat().st_size < 400_000
     assert len(document.tags) < 3000
-    assert "durable saves 25,000" in document.text
+    assert said in document.text
 
 
-def test_a_page_says_that_its_oldest_events_are_gone(three_runs: Path) -> None:
-    sentence = "The oldest events were not kept"
-    assert sentence not in reported(three_runs)[1].text
-    first = min((three_runs / FOLDER).iterdir())
-    first.write_bytes(first.read_bytes()[1000:])
-    assert sentence in reported(three_runs)[1].text
-
-
-def test_many_restarts_make_a_small_page(directory: Path) -> None:
-    events = [
-        synthetic.run(
-            first=i * 10, last=i * 10 + 10, at_secs=BEGAN + i * 100, every=5, end="killed"
+def test_odd_events_are_drawn_too(tmp_path: Path) -> None:
+    gaps = (0.0, 0.0, 1e-9, 1e15)
+    for number, events in enumerate(
+        (
+            [Event("closed", BEGAN)],
+            [Event("saving", BEGAN, 0)],
+            [Event("saving", 0.0, 1), Event("durable", 2.5e11, 1, {"num_bytes": 2**62})],
+            [Event("saving", 1.0, 2**62), Event("durable", 1.0, 2**62, {"durable_secs": 1e18})],
+            [Event("restored", BEGAN, 3), Event("reached", BEGAN + 1e-6, 3)],
+            [Event("saving", BEGAN + i, i, {"interval_secs": g}) for i, g in enumerate(gaps)],
+            [Event("saving", BEGAN, 1, {"interval_secs": 5e-324})],
         )
-        for i in range(500)
-    ]
-    synthetic.write(directory, events)
-    out, document = reported(directory)
-    assert out.stat().st_size < 400_000
-    assert "and 450 more" in document.text
-
-
-@pytest.mark.parametrize(
-    "events",
-    [
-        [Event("closed", BEGAN)],
-        [Event("saving", BEGAN, 0)],
-        [Event("saving", 0.0, 1), Event("durable", 2.5e11, 1, {"num_bytes": 2**62})],
-        [Event("saving", 1.0, 2**62), Event("durable", 1.0, 2**62, {"durable_secs": 1e18})],
-        [Event("restored", BEGAN, 3), Event("reached", BEGAN + 1e-6, 3)],
-        [
-            Event("saving", BEGAN + i, i, {"interval_secs": gap})
-            for i, gap in enumerate((0.0, 0.0, 1e-9, 1e15))
-        ],
-        [Event("saving", BEGAN, 1, {"interval_secs": 5e-324})],
-    ],
-)
-def test_odd_events_are_drawn_too(events: list[Event], directory: Path) -> None:
-    synthetic.write(directory, [events])
-    _, document = reported(directory)
-    assert "svg" in document.tags
-    assert not [v for _, v in document.attributes if v and re.search(r"\b(nan|inf)\b", v)]
+    ):
+        synthetic.write(tmp_path / str(number), [events])
+        _, document = reported(tmp_path / str(number))
+        assert "svg" in document.tags
+        assert not [v for _, v in document.attributes if v and re.search(r"\b(nan|inf)\b", v)]
 
 
 # --- in a browser ---

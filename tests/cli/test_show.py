@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import json
 import os
 import pty
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 import termios
 import time
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from support import ROOT, TESTS
 from support.commands import run, run_json
 from support.damage import damage
 from support.processes import run_python
-from support.training import mlp
 from typer.testing import CliRunner
 
 from torchax_ckpt import TorchaxCheckpointer
@@ -72,12 +70,6 @@ def unchanged(saved: Path) -> Iterator[None]:
 # --- how it starts and ends ---
 
 
-def test_the_command_is_installed() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    module, _, name = project["scripts"]["torchax-ckpt"].partition(":")
-    assert callable(getattr(importlib.import_module(module), name))
-
-
 def test_commands_that_compute_nothing_import_neither_torch_nor_jax(
     copy: Path, tmp_path: Path
 ) -> None:
@@ -103,27 +95,17 @@ def test_commands_that_compute_nothing_import_neither_torch_nor_jax(
     assert "state/w" in result.stdout
 
 
-TYPED = {"_TYPER_COMPLETE_ARGS": "torchax-ckpt ver"}
-
-
-@pytest.mark.parametrize(
-    ("shell", "words"),
-    [
-        ("bash", {"COMP_WORDS": "torchax-ckpt ver", "COMP_CWORD": "1"}),
-        ("zsh", {"_TYPER_COMPLETE_ARGS": "torchax-ckpt ver"}),
-        (
-            "fish",
-            {"_TYPER_COMPLETE_ARGS": "torchax-ckpt ver", "_TYPER_COMPLETE_FISH_ACTION": "get-args"},
-        ),
-    ],
-)
-def test_shells_complete_commands(shell: str, words: dict[str, str]) -> None:
-    env = {"_TORCHAX_CKPT_COMPLETE": f"complete_{shell}", **words}
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_commands(shell: str) -> None:
+    typed = "torchax-ckpt ver"
+    env = {"COMP_WORDS": typed, "COMP_CWORD": "1", "_TYPER_COMPLETE_ARGS": typed}
+    fish = {"_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    env |= {"_TORCHAX_CKPT_COMPLETE": f"complete_{shell}", **fish}
     program = "from torchax_ckpt.__main__ import main; main()"
     assert "verify" in run_python(program, env=env, fresh=True).stdout
 
 
-@pytest.mark.parametrize("missing", ["jinja2", "rich", "safetensors", "typer"])
+@pytest.mark.parametrize("missing", ["safetensors", "typer"])
 def test_without_the_extra_one_line_says_what_to_install(missing: str) -> None:
     program = f"""
         import sys
@@ -136,7 +118,7 @@ def test_without_the_extra_one_line_says_what_to_install(missing: str) -> None:
     assert result.stderr == 'torchax-ckpt needs its extra: pip install "torchax-ckpt[cli]"\n'
 
 
-def test_every_exit_code_is_stated_in_help_and_manual() -> None:
+def test_every_exit_code_is_stated_in_help_and_manual(monkeypatch: pytest.MonkeyPatch) -> None:
     manual = (ROOT / "docs/command-line.md").read_text()
     for name, code in vars(exit_codes).items():
         if name.isupper() and isinstance(code, int):
@@ -145,9 +127,6 @@ def test_every_exit_code_is_stated_in_help_and_manual() -> None:
     for command in app.registered_commands:
         assert "Exit codes: 0" in run(command.name, "--help")
         assert f"torchax-ckpt {command.name} " in manual
-
-
-def test_help_shows_the_stars_of_a_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     assert "'transformer.h.*=layers.*'" in run("export", "--help")
 
@@ -177,18 +156,15 @@ def test_wrong_use_is_told_and_ends_with_2(
     assert message in run(*filled, code=exit_codes.USAGE)
 
 
-def test_what_cannot_be_read_now_ends_with_3(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_read_now_ends_with_3_and_errors_of_the_command_with_1(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(self: Any) -> Any:
         raise DirectoryError("cannot read it:\nInput/output error")
 
     monkeypatch.setattr(run_directory.RunDirectory, "steps", fail)
     said = run("ls", saved, code=exit_codes.UNAVAILABLE)
     assert said == "torchax-ckpt: cannot read it: Input/output error\n"
-
-
-def test_an_error_of_the_command_itself_is_no_finding(
-    saved: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(run_directory.RunDirectory, "steps", lambda self: 1 / 0)
     result = CliRunner().invoke(app, ["ls", str(saved)])
     assert result.exit_code == exit_codes.FAILED
@@ -209,22 +185,6 @@ def test_ctrl_c_ends_a_command_with_130_and_without_a_word(saved: Path) -> None:
         main()
     """
     result = run_python(program, str(saved), check=False, fresh=True)
-    assert (result.returncode, result.stdout, result.stderr) == (exit_codes.INTERRUPTED, "", "")
-
-
-@pytest.mark.slow
-def test_ctrl_c_while_a_command_starts_is_as_quiet() -> None:
-    program = """
-        import os, signal, sys
-        from torchax_ckpt.__main__ import main
-        class Interrupted:
-            def find_spec(self, name, path, target=None):
-                if name == "torchax_ckpt.cli.app":
-                    os.kill(os.getpid(), signal.SIGINT)
-        sys.meta_path.insert(0, Interrupted())
-        main()
-    """
-    result = run_python(program, "--version", check=False)
     assert (result.returncode, result.stdout, result.stderr) == (exit_codes.INTERRUPTED, "", "")
 
 
@@ -252,7 +212,7 @@ def test_ctrl_c_in_a_callback_of_the_collector_is_not_lost() -> None:
 
 
 @pytest.mark.usefixtures("unchanged")
-def test_ls_lists_the_steps(saved: Path) -> None:
+def test_ls_lists_the_steps(saved: Path, tmp_path: Path) -> None:
     listed = run_json("ls", saved)
     assert listed["directory"] == str(saved)
     assert [step["step"] for step in listed["steps"]] == [1, 2]
@@ -260,20 +220,12 @@ def test_ls_lists_the_steps(saved: Path) -> None:
     assert not any(step["verified"] for step in listed["steps"])
     files = [p for p in (saved / "2").rglob("*") if p.is_file()]
     assert listed["steps"][1]["size_bytes"] == sum(p.stat().st_size for p in files)
-    table = run("ls", saved).splitlines()
-    assert table[0].split() == [
-        "step",
-        "age",
-        "size",
-        "shared",
-        "verified",
-        "kept",
-        "by",
-        "metrics",
-    ]
-    assert re.fullmatch(
-        r" *2 +\d+ s +[\d.]+ kB +0 B +no +LatestN\(3\), newest +loss=0.5 *", table[2]
-    )
+    head, _, newest, *_ = run("ls", saved).splitlines()
+    assert " ".join(head.split()) == "step age size shared verified kept by metrics"
+    row = r" *2 +\d+ s +[\d.]+ kB +0 B +no +LatestN\(3\), newest +loss=0.5 *"
+    assert re.fullmatch(row, newest)
+    assert run_json("ls", tmp_path)["steps"] == []
+    assert "no checkpoints" in run("ls", tmp_path)
 
 
 def test_ls_names_the_program_that_writes(directory: Path) -> None:
@@ -332,11 +284,6 @@ def test_ls_watch_lists_again_until_ctrl_c(copy: Path, monkeypatch: pytest.Monke
     assert "loss=1" not in result.output
 
 
-def test_ls_of_an_empty_directory_is_no_error(tmp_path: Path) -> None:
-    assert run_json("ls", tmp_path)["steps"] == []
-    assert "no checkpoints" in run("ls", tmp_path)
-
-
 # --- show ---
 
 
@@ -346,40 +293,25 @@ def test_show_lists_every_leaf(saved: Path) -> None:
     assert shown["step"] == 2
     assert shown["metrics"] == {"loss": 0.5}
     leaves = {leaf["name"]: leaf for leaf in shown["leaves"]}
-    assert leaves["state/w"] == {
-        "name": "state/w",
-        "kind": "numpy",
-        "dtype": "float32",
-        "shape": [64, 64],
-        "num_bytes": 64 * 64 * 4,
-        "stack": None,
-        "sharding": None,
-    }
+    form = {"kind": "numpy", "dtype": "float32", "shape": [64, 64], "num_bytes": 64 * 64 * 4}
+    assert leaves["state/w"] == {"name": "state/w", **form, "stack": None, "sharding": None}
     assert leaves["state/layers/1/b"]["stack"] == "state/layers/*/b"
     assert shown["num_bytes"] == sum(leaf["num_bytes"] for leaf in leaves.values())
     text = run("show", saved, 1)
     assert all(name in text for name in leaves)
+    assert run("show", f"{saved}/1") == text
+    assert run("verify", f"{saved}/1", "--read-only") == run("verify", saved, 1, "--read-only")
+    leaves = {
+        leaf["name"]: leaf for leaf in run_json("show", TESTS / "golden/v1/stacked")["leaves"]
+    }
+    assert leaves["state/dtypes/bfloat16"]["sharding"] == "(fsdp) on fsdp=8"
+    # In storage it is a row of a stack, whose first dim is no dim of the leaf.
+    assert leaves["state/layers/0/w"]["stack"] == "state/layers/*/w"
+    assert leaves["state/layers/0/w"]["sharding"] == "(fsdp) on fsdp=8"
 
 
-@pytest.mark.parametrize("command", ["show", "verify"])
-def test_a_step_may_be_given_as_a_path(command: str, saved: Path) -> None:
-    more = () if command == "show" else ("--read-only",)
-    assert run(command, f"{saved}/1", *more) == run(command, saved, 1, *more)
-
-
-def test_a_run_may_have_a_number_for_a_name(copy: Path) -> None:
-    copy = copy.rename(copy.with_name("2026"))
-    assert run_json("show", copy)["step"] == 2
-    beside = copy.with_name("run")  # where 2026 would be a step, were it one
-    shutil.move(copy, beside)
-    shutil.copytree(beside, beside / "2026")
-    assert run_json("show", beside / "2026")["directory"] == str(beside / "2026")
-
-
-def test_a_run_with_a_number_for_a_name_needs_nothing_of_what_is_above(
-    copy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As of a scheduler's job, among those of others."""
+def test_a_run_may_have_a_number_for_a_name(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a scheduler's job, among those of others, where nobody may look."""
     copy = copy.rename(copy.with_name("2026"))
     found = RunDirectory.found
 
@@ -391,6 +323,11 @@ def test_a_run_with_a_number_for_a_name_needs_nothing_of_what_is_above(
     monkeypatch.setattr(RunDirectory, "found", permitted)
     assert run_json("show", copy)["step"] == 2
     assert "permission denied" in run("show", copy.parent / "1", code=exit_codes.UNAVAILABLE)
+    monkeypatch.undo()
+    beside = copy.with_name("run")  # where 2026 would be a step, were it one
+    shutil.move(copy, beside)
+    shutil.copytree(beside, beside / "2026")
+    assert run_json("show", beside / "2026")["directory"] == str(beside / "2026")
 
 
 def test_show_filters_by_a_pattern(saved: Path) -> None:
@@ -399,15 +336,6 @@ def test_show_filters_by_a_pattern(saved: Path) -> None:
     total = run_json("show", saved)["num_leaves"]
     last = run("show", saved, "--filter", "state/layers/*").splitlines()[-1]
     assert last == f"step 2: 3 of {total} leaves, 72 B"
-
-
-def test_show_says_how_leaves_were_sharded() -> None:
-    golden = TESTS / "golden/v1/stacked"
-    leaves = {leaf["name"]: leaf for leaf in run_json("show", golden)["leaves"]}
-    assert leaves["state/dtypes/bfloat16"]["sharding"] == "(fsdp) on fsdp=8"
-    # In storage it is a row of a stack, whose first dim is no dim of the leaf.
-    assert leaves["state/layers/0/w"]["stack"] == "state/layers/*/w"
-    assert leaves["state/layers/0/w"]["sharding"] == "(fsdp) on fsdp=8"
 
 
 @pytest.mark.slow
@@ -470,6 +398,8 @@ def test_verify_finds_damage_and_names_it(copy: Path) -> None:
     assert result.exit_code == exit_codes.FOUND
     assert result.stderr.count("\n") == 1
     assert "state/w" in result.stderr
+    damage(copy / "2", b'"format"')
+    assert run_json("verify", copy, code=exit_codes.FOUND)["steps"][0]["ok"] is False
 
 
 def test_a_host_that_is_too_small_is_no_finding(
@@ -479,11 +409,6 @@ def test_a_host_that_is_too_small_is_no_finding(
     words = ("export", copy, "2", tmp_path / "out.pt", "--format", "pt", "--at", "state")
     assert "that this host can hold, 100 bytes" in run(*words, code=exit_codes.UNAVAILABLE)
     assert not (tmp_path / "out.pt").exists()
-
-
-def test_verify_of_a_damaged_manifest_is_a_finding_too(copy: Path) -> None:
-    damage(copy / "2", b'"format"')
-    assert run_json("verify", copy, code=exit_codes.FOUND)["steps"][0]["ok"] is False
 
 
 READING = {
@@ -511,30 +436,23 @@ def test_a_step_that_is_deleted_while_it_is_read_is_not_called_damaged(
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_verify_all_goes_on_where_a_step_is_deleted_meanwhile(
-    when: str, copy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    delete_when_read(1, when, monkeypatch)
-    result = CliRunner().invoke(app, ["verify", str(copy), "--all", "--json"])
-    assert result.exit_code == 0, result.output
-    assert [step["step"] for step in json.loads(result.stdout)["steps"]] == [2]
-    assert "step 1 was deleted meanwhile" in result.stderr
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("gone", [1, 2])
-def test_copy_goes_on_where_a_step_is_deleted_meanwhile(
+def test_commands_for_all_steps_go_on_where_one_is_deleted_meanwhile(
     gone: int, when: str, copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    beside = shutil.copytree(copy, tmp_path / "beside")
     delete_when_read(gone, when, monkeypatch)
-    result = CliRunner().invoke(app, ["copy", str(copy), str(tmp_path / "other"), "--json"])
-    assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["steps"] == [3 - gone]
-    assert f"step {gone} was deleted meanwhile" in result.stderr
+    other = tmp_path / "other"
+    for words in (["verify", str(beside), "--all"], ["copy", str(copy), str(other)]):
+        result = CliRunner().invoke(app, [*words, "--json"])
+        assert result.exit_code == 0, result.output
+        steps = json.loads(result.stdout)["steps"]
+        assert [s["step"] if isinstance(s, dict) else s for s in steps] == [3 - gone]
+        assert f"step {gone} was deleted meanwhile" in result.stderr
     monkeypatch.undo()
-    assert run_json("verify", tmp_path / "other")["steps"][0]["step"] == 3 - gone
-    assert [s["step"] for s in run_json("ls", tmp_path / "other")["steps"]] == [3 - gone]
-    assert not list(tmp_path.glob(f"other/*{gone}-*"))  # nothing is left of the copy
+    assert run_json("verify", other)["steps"][0]["step"] == 3 - gone
+    assert [s["step"] for s in run_json("ls", other)["steps"]] == [3 - gone]
+    assert not list(other.glob(f"*{gone}-*"))  # nothing is left of the copy
 
 
 def delete_when_read(step: int, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -565,11 +483,18 @@ def test_verify_says_when_a_step_cannot_be_marked(
     assert "cannot be marked" in result.stderr
 
 
-def test_attached_models_can_be_looked_at(directory: Path) -> None:
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.attach(mlp())
-        ckpt.save(1, force=True)
-    names = {leaf["name"] for leaf in run_json("show", directory)["leaves"]}
-    assert {"model/0.weight", "rng/torchax"} <= names
-    assert run_json("verify", directory)["steps"][0]["ok"]
-    assert os.path.exists(directory / "1" / MARK)
+# --- the ways to start the command line ---
+
+
+def test_the_package_itself_runs_the_command_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``python -m torchax_ckpt``, where no script of the environment is on the PATH."""
+    monkeypatch.setattr(sys, "argv", ["torchax_ckpt", "--version"])
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # main sets it, for this process too
+    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "localhost")
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("torchax_ckpt", run_name="__main__")
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("torchax-ckpt ")

@@ -44,24 +44,38 @@ def written(directory: Path, tmp_path: Path) -> Callable[[str, int], Any]:
     return evaluate
 
 
-def run(ckpt: TorchaxCheckpointer, steps: int = 6) -> None:
-    with ckpt:
-        for step in range(1, steps + 1):
-            ckpt.save(step, state={"w": np.full(3, step)})
-            ckpt.wait_until_finished()
+# What stands in the row, for this N -> the steps there are after six, by tier.
+KEPT: dict[str, tuple[int, dict[Any, list[int]]]] = {
+    "enable_checkpointing": (1, {"durable": [4, 5, 6]}),
+    "enable_continuous_checkpointing": (1, {"durable": [4, 5, 6]}),
+    "max_num_checkpoints_to_keep": (4, {"durable": [3, 4, 5, 6]}),
+    "checkpoint_period": (2, {"durable": [2, 4, 6]}),
+    "enable_emergency_checkpoint": (1, {"durable": [4, 5, 6], "local": [5, 6]}),
+    "local_checkpoint_directory": (1, {"durable": [], "local": [5, 6]}),
+    "local_checkpoint_period": (2, {"durable": [], "local": [4, 6]}),
+}
 
 
 def test_every_flag_stands_in_the_table_and_is_tested() -> None:
-    tested = {name.removeprefix("test_") for name in globals() if name.startswith("test_enable_")}
-    tested |= {"async_checkpointing", "max_num_checkpoints_to_keep", "checkpoint_period"}
-    tested |= {"local_checkpoint_directory", "local_checkpoint_period"}
-    assert set(ROWS) == tested
-    assert all(f"test_{flag}" in globals() for flag in ROWS)
+    tested = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
+    assert set(ROWS) <= tested | KEPT.keys()
+    assert KEPT.keys() <= set(ROWS)
 
 
-def test_enable_checkpointing(written: Any) -> None:
-    run(ckpt := written("enable_checkpointing"))
-    assert ckpt.latest_step() == 6
+@pytest.mark.parametrize("flag", KEPT)
+def test_what_stands_in_a_row_keeps_the_steps_that_the_flag_keeps(
+    flag: str, written: Any, directory: Path
+) -> None:
+    n, kept = KEPT[flag]
+    ckpt = written(flag, n)
+    if isinstance(ckpt, LocalTier):
+        never = policies.SpecificStepsPolicy(())
+        ckpt = TorchaxCheckpointer(directory, save_decision_policy=never, local=ckpt)
+    with ckpt:
+        for step in range(1, 7):
+            ckpt.save(step, state={"w": np.full(3, step)})
+            ckpt.wait_until_finished()
+    assert {tier: ckpt.all_steps(tier) for tier in kept} == kept
 
 
 def test_async_checkpointing(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,38 +98,6 @@ def test_async_checkpointing(directory: Path, monkeypatch: pytest.MonkeyPatch) -
         may_write.set()
         eval(wait, names)
         assert ckpt.all_steps() == [1]
-
-
-def test_enable_continuous_checkpointing(written: Any) -> None:
-    run(ckpt := written("enable_continuous_checkpointing"))
-    assert ckpt.all_steps() == [4, 5, 6]
-
-
-def test_max_num_checkpoints_to_keep(written: Any) -> None:
-    run(ckpt := written("max_num_checkpoints_to_keep", 4))
-    assert ckpt.all_steps() == [3, 4, 5, 6]
-
-
-def test_checkpoint_period(written: Any) -> None:
-    run(ckpt := written("checkpoint_period", 2))
-    assert ckpt.all_steps() == [2, 4, 6]
-
-
-def test_enable_emergency_checkpoint(written: Any) -> None:
-    run(ckpt := written("enable_emergency_checkpoint"))
-    assert (ckpt.latest_step("local"), ckpt.latest_step("durable")) == (6, 6)
-
-
-def test_local_checkpoint_directory(written: Any, directory: Path, tmp_path: Path) -> None:
-    run(TorchaxCheckpointer(directory, local=written("local_checkpoint_directory")))
-    assert (tmp_path / "ramdisk" / "6").is_dir()
-
-
-def test_local_checkpoint_period(written: Any, directory: Path) -> None:
-    never = policies.SpecificStepsPolicy(())
-    local = written("local_checkpoint_period", 2)
-    run(ckpt := TorchaxCheckpointer(directory, save_decision_policy=never, local=local))
-    assert (ckpt.all_steps("local"), ckpt.all_steps("durable")) == ([4, 6], [])
 
 
 @pytest.mark.slow

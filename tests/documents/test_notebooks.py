@@ -64,32 +64,27 @@ def test_a_notebook_runs_and_keeps_what_that_gives(
     assert outputs(execute.run(path, tmp_path)) == outputs(kept)
 
 
-def test_no_two_notebooks_write_to_one_run() -> None:
-    runs = [set(re.findall(r"runs/[\w{}-]+", path.read_text())) for path in execute.NOTEBOOKS]
-    assert sum(map(len, runs)) == len(set().union(*runs))
-
-
-@pytest.mark.parametrize("name", ["1-resume", "5-finetune"])
 def test_a_program_of_a_notebook_that_fails_shows_its_stderr(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    for program in ("train.py", "finetune.py"):
+    for name, program in (("1-resume", "train.py"), ("5-finetune", "finetune.py")):
         (tmp_path / program).write_text("raise SystemExit('no such base')")
-    notebook = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4)
-    (cell,) = (c for c in notebook.cells if "undisturbed = " in c.source)
-    with pytest.raises(RuntimeError, match="no such base"):
-        exec(cell.source, {})
+        notebook = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4)
+        (cell,) = (c for c in notebook.cells if "undisturbed = " in c.source)
+        with pytest.raises(RuntimeError, match="no such base"):
+            exec(cell.source, {})
 
 
-@pytest.mark.parametrize("path", execute.NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_is_small_and_says_nothing_of_the_machine(path: Path) -> None:
-    text = path.read_text()
-    assert len(text) <= MAX_BYTES
-    notebook = nbformat.read(path, as_version=4)
-    assert any(cell.get("outputs") for cell in notebook.cells), "no outputs are kept"
-    assert said_of_the_machine(notebook) == []
+def test_notebooks_are_small_and_say_nothing_of_the_machine() -> None:
+    for path in execute.NOTEBOOKS:
+        assert len(path.read_text()) <= MAX_BYTES
+        notebook = nbformat.read(path, as_version=4)
+        assert any(cell.get("outputs") for cell in notebook.cells), "no outputs are kept"
+        assert said_of_the_machine(notebook) == [], path
+    runs = [set(re.findall(r"runs/[\w{}-]+", path.read_text())) for path in execute.NOTEBOOKS]
+    assert sum(map(len, runs)) == len(set().union(*runs)), "two notebooks write to one run"
 
 
 def said_of_the_machine(notebook: nbformat.NotebookNode) -> list[str]:
@@ -116,8 +111,3 @@ def test_what_a_notebook_says_of_the_machine_is_found() -> None:
     cell.outputs = [nbformat.v4.new_output("stream", name="stderr", text="warned")]
     cell.metadata["execution"] = {"iopub.execute_input": "2026-11-21T23:00:00Z"}
     assert said_of_the_machine(notebook) == ["stderr", cell.id]
-
-
-def test_there_are_pictures_in_the_first_three() -> None:
-    drawn = [path.stem for path in execute.NOTEBOOKS if '"image/png"' in path.read_text()]
-    assert drawn == ["1-resume", "2-reshard", "3-how-often"]

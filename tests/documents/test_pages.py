@@ -33,7 +33,7 @@ DIRECTIVES = {"{toctree}", "{eval-rst}"}
 # SIGTERM is a notice to a whole process, and Lightning warns of loaders that are fine for a page:
 # these get a process of their own.
 SEPARATE = {"lightning", "preemption"}
-SLOW = {*SEPARATE, "command-line", "huggingface", "migration"}
+SLOW = {*SEPARATE, "command-line", "huggingface", "migration", "quickstart"}
 
 
 @pytest.mark.usefixtures("empty_folder")
@@ -59,34 +59,29 @@ def test_the_blocks_of_a_page_run_as_one_program(page: Path) -> None:
             run_commands(block["body"])
 
 
-@pytest.mark.parametrize(
-    "page", [*PAGES, *DOCS.glob("api/*.md"), ROOT / "README.md"], ids=lambda page: page.stem
-)
-def test_every_block_is_of_a_kind_that_is_tested(page: Path) -> None:
-    kinds = {block["kind"] for block in BLOCK.finditer(page.read_text())}
-    assert kinds <= KINDS | DIRECTIVES
+def test_every_block_is_of_a_kind_that_is_tested() -> None:
+    for page in (*PAGES, *DOCS.glob("api/*.md"), ROOT / "README.md"):
+        kinds = {block["kind"] for block in BLOCK.finditer(page.read_text())}
+        assert kinds <= KINDS | DIRECTIVES, page
 
 
 # What is indented is not run: a synopsis, whose arguments are names in capitals.
 SYNOPSIS = re.compile(r"torchax-ckpt ([a-z]+ )?[A-Z]+\b")
 
 
-@pytest.mark.parametrize(
-    "page",
-    [*PAGES, *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/gke/README.md"))],
-    ids=lambda page: str(page.relative_to(ROOT)),
-)
-def test_commands_that_are_not_run_are_synopses(page: Path) -> None:
-    indented = re.findall(r"^(?: {4}|\t)\s*(torchax-ckpt .*)$", page.read_text(), re.M)
-    assert not [line for line in indented if not SYNOPSIS.match(line)]
+def test_commands_that_are_not_run_are_synopses() -> None:
+    others = ("README.md", "CONTRIBUTING.md", "examples/gke/README.md")
+    for page in (*PAGES, *(ROOT / name for name in others)):
+        indented = re.findall(r"^(?: {4}|\t)\s*(torchax-ckpt .*)$", page.read_text(), re.M)
+        assert not [line for line in indented if not SYNOPSIS.match(line)], page
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "benchmarks/README.md"])
-def test_links_of_a_page_beside_the_site_lead_somewhere(name: str) -> None:
-    page = ROOT / name
-    links = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
-    assert links
-    assert not [link for link in links if not (page.parent / link).exists()]
+def test_links_of_a_page_beside_the_site_lead_somewhere() -> None:
+    for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md"):
+        page = ROOT / name
+        links = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
+        assert links
+        assert not [link for link in links if not (page.parent / link).exists()], page
 
 
 def test_the_readme_and_the_news_of_a_release_stay_short() -> None:
@@ -96,18 +91,6 @@ def test_the_readme_and_the_news_of_a_release_stay_short() -> None:
 
 
 # --- the site --------------------------------------------------------------------------------
-
-
-def build_site(out: Path) -> None:
-    """The pages as HTML, from scratch, where any warning is an error."""
-    result = subprocess.run(
-        [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", DOCS, out],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
 
 
 def public_names() -> Iterator[str]:
@@ -125,7 +108,10 @@ def public_names() -> Iterator[str]:
 
 @pytest.mark.slow
 def test_the_site_builds_and_its_reference_has_every_public_name(tmp_path: Path) -> None:
-    build_site(tmp_path)
+    """The pages as HTML, from scratch, where any warning is an error."""
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", str(DOCS), str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
     pages = {page.stem: page.read_text() for page in (tmp_path / "api").glob("*.html")}
     texts = {stem: html.unescape(re.sub(r"<[^>]+>", "", page)) for stem, page in pages.items()}
     described = set(re.findall(r'id="([^"]+)"', "".join(pages.values())))
@@ -137,3 +123,43 @@ def test_the_site_builds_and_its_reference_has_every_public_name(tmp_path: Path)
         assert "Return type:" not in text, stem
         assert "\nType:" not in text, stem
         assert not re.search("\N{EN DASH}\\s*\n", text), f"{stem}: an item without a description"
+
+
+# --- README and quickstart, in an empty folder ---
+
+README = ROOT / "README.md"
+QUICKSTART = ROOT / "docs" / "quickstart.md"
+
+
+def blocks(page: Path, kind: str) -> str:
+    """The blocks of this kind, one after the other."""
+    return "\n".join(b["body"] for b in BLOCK.finditer(page.read_text()) if b["kind"] == kind)
+
+
+def program(page: Path, folder: Path) -> str:
+    """The Python of a page, as a program that works in this folder."""
+    return f"import os; os.chdir({str(folder)!r})\n{blocks(page, 'python')}"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # it is, on purpose
+def test_the_readme_runs_and_runs_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for start in (0, 200):  # the second time everything resumes
+        result = run_python(program(README, tmp_path), fresh=True)
+        assert f"completed steps: {start}\n" in result.stdout
+        assert ", 200] 200 {'loss'" in result.stdout
+    assert {p.name for p in (tmp_path / "runs").iterdir()} == {"readme"}
+
+    monkeypatch.chdir(tmp_path)
+    run_commands(blocks(README, "sh"))
+    assert {p.name for p in (tmp_path / "runs").iterdir()} == {"readme", "kept", "imported"}
+    assert {p.name for p in tmp_path.iterdir()} == {"runs", "out", "out.pt", "report.html"}
+
+
+@pytest.mark.slow
+def test_the_programs_of_the_quickstart_run_and_run_again(tmp_path: Path) -> None:
+    for start in (0, 20):  # the second time everything resumes
+        result = run_python(program(QUICKSTART, tmp_path), fresh=True)
+        assert f"completed steps: {start}\n" in result.stdout
+    made = {"functional", "more", "own-loop", "quickstart"}
+    assert {p.name for p in (tmp_path / "runs").iterdir()} == made

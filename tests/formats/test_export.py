@@ -1,25 +1,27 @@
-"""Steps in other programs' forms: read back with the libraries those programs use."""
+"""Steps in other programs' forms, read with their libraries, and weights from elsewhere."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
+import safetensors.numpy
 import safetensors.torch
 import torch
-from support import PROGRAMS, TESTS
+from support import PROGRAMS
 from support.commands import run, run_json
 from support.damage import damage, edit_json
-from support.models import Plain, Tied, values
+from support.models import Plain, Tied, WithExtraState, live, plain, values
 from support.processes import run_python
-from support.training import before_enabling, save
+from support.training import before_enabling, resume, save
 
 from torchax_ckpt import (
-    CheckpointOptions,
     TorchaxCheckpointer,
     load_torch_state_dict,
     torchax_backend,
@@ -52,9 +54,6 @@ def without_alias(expected: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in expected.items() if name != "head.weight"}
 
 
-# --- safetensors ---
-
-
 def test_a_safetensors_file_holds_the_weights(
     trained: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,17 +81,14 @@ def test_shards_are_written_as_hugging_face_does(
     trained: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
     directory, expected = trained
-    out = tmp_path / "model"
+    out, name = tmp_path / "model", "model.safetensors.index.json"
     result = run_json("export", directory, 3, out, "--max-shard-size", "600")
-    index = json.loads((out / "model.safetensors.index.json").read_text())
+    index = json.loads((out / name).read_text())
     shards = sorted(set(index["weight_map"].values()))
-    assert len(shards) > 1
-    assert shards == [
-        f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)
-    ]
-    assert sorted(Path(path).name for path in result["files"]) == sorted(
-        [*shards, "model.safetensors.index.json"]
-    )
+    count = len(shards)
+    assert count > 1
+    assert shards == [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    assert sorted(Path(path).name for path in result["files"]) == sorted([*shards, name])
     loaded: dict[str, Any] = {}
     with before_enabling():
         for shard in shards:
@@ -108,16 +104,13 @@ def test_shards_are_written_as_hugging_face_does(
 
 
 def test_every_dtype_that_safetensors_has_comes_through(directory: Path, tmp_path: Path) -> None:
-    import ml_dtypes
-
     numbers = np.arange(12, dtype=np.float32).reshape(3, 4)
-    named = set(safetensors_io.NAMES_OF_DTYPES)
-    state = {name: numbers.astype(np.dtype(name)) for name in sorted(named)}
+    state = {name: numbers.astype(np.dtype(name)) for name in safetensors_io.NAMES_OF_DTYPES}
     state |= {"empty": np.zeros((0, 3), np.float32), "scalar": np.array(7, np.int64)}
     with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.save(1, state={"p": state, "odd": np.zeros(2, ml_dtypes.int4)}, force=True)
+        ckpt.save(1, state=state, force=True)
     out = tmp_path / "x.safetensors"
-    run("export", directory, 1, out, "--at", "state/p")
+    run("export", directory, 1, out, "--at", "state")
     with before_enabling():
         loaded = safetensors.torch.load_file(out)
         assert loaded.keys() == state.keys()
@@ -126,56 +119,6 @@ def test_every_dtype_that_safetensors_has_comes_through(directory: Path, tmp_pat
             assert octets == array.tobytes(), name
             assert tuple(loaded[name].shape) == array.shape
             assert name in ("empty", "scalar") or str(loaded[name].dtype) == f"torch.{name}"
-    said = run("export", directory, 1, tmp_path / "y", "--at", "state/odd", code=exit_codes.USAGE)
-    assert "state/odd: safetensors has no dtype int4" in said
-    assert not (tmp_path / "y").exists()
-
-
-def test_a_leaf_comes_together_from_the_chunks_of_its_devices(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    golden = TESTS / "golden/v1/flat"
-    out = tmp_path / "x.safetensors"
-    monkeypatch.setattr(read_arrays, "STREAMED_BYTES", 1)
-    run("export", golden, 3, out, "--at", "state/layers")
-    with TorchaxCheckpointer(golden, options=CheckpointOptions(read_only=True)) as ckpt:
-        expected = {f"{i}.w": layer["w"] for i, layer in enumerate(ckpt.load(3)["layers"])}
-    with before_enabling():
-        loaded = safetensors.torch.load_file(out)
-    assert {n: t.numpy().tobytes() for n, t in loaded.items()} == {
-        n: np.asarray(a).tobytes() for n, a in expected.items()
-    }
-
-
-def test_no_more_is_in_memory_than_was_allowed(
-    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    state = {f"w{i}": np.full((1 << 18,), i, np.float32) for i in range(8)}
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.save(1, state=state, force=True)
-    alive: list[int] = []
-    peak = 0
-
-    class Counted(read_arrays._Arrival):
-        def __init__(self, committed: Any, target: Any, piece: Any, store: Any, *pace: Any) -> None:
-            nonlocal peak
-            super().__init__(committed, target, piece, store, *pace)
-            alive.append(piece.nbytes)
-            peak = max(peak, sum(alive))
-
-        def fetch(self) -> Any:
-            alive.pop()
-            return super().fetch()
-
-    monkeypatch.setattr(read_arrays, "_Arrival", Counted)
-    bound = 3 << 20
-    out = tmp_path / "x.safetensors"
-    monkeypatch.setattr(read_arrays, "STREAMED_BYTES", bound)
-    run("export", directory, 1, out, "--at", "state")
-    assert 1 << 20 < peak <= bound
-    with before_enabling():
-        loaded = safetensors.torch.load_file(out)
-        assert all((loaded[name].numpy() == state[name]).all() for name in state)
 
 
 @pytest.fixture(scope="module")
@@ -246,9 +189,6 @@ def test_a_damaged_step_is_not_exported(directory: Path, tmp_path: Path) -> None
         load_torch_state_dict(directory, at="state")
 
 
-# --- torch's files and state dicts ---
-
-
 def test_a_torch_file_is_read_without_trust(
     trained: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -275,19 +215,12 @@ def test_a_state_dict_holds_plain_tensors(
     trained: tuple[Path, dict[str, Any]], is_enabled: bool
 ) -> None:
     directory, expected = trained
-
-    def check() -> None:
+    with contextlib.nullcontext() if is_enabled else before_enabling():
         loaded = load_torch_state_dict(directory)
         assert values(loaded) == expected
         assert all(type(tensor) is torch.Tensor for tensor in loaded.values())
         assert loaded["head.weight"] is loaded["embed.weight"]
         assert not any(torchax_backend.is_device_tensor(tensor) for tensor in loaded.values())
-
-    if is_enabled:
-        check()
-    else:
-        with before_enabling():
-            check()
 
 
 @pytest.mark.slow
@@ -322,34 +255,37 @@ def test_where_the_weights_are_must_be_known(directory: Path) -> None:
     assert "--at" in run("export", directory, 1, directory / "x", code=exit_codes.USAGE)
 
 
-def test_names_that_meet_and_dtypes_that_torch_lacks_are_refused(directory: Path) -> None:
-    import ml_dtypes
-
-    state = {"a": {"b.c": np.zeros(1), "b": {"c": np.ones(1)}}, "i": np.zeros(2, ml_dtypes.int4)}
+def test_names_and_dtypes_that_a_form_lacks_are_refused(directory: Path, tmp_path: Path) -> None:
+    state = {
+        "a": {"b.c": np.zeros(1), "b": {"c": np.ones(1)}},
+        "i": np.zeros(2, ml_dtypes.int4),
+        "reserved": {"__metadata__": np.zeros(1)},
+    }
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.save(1, state=state, force=True)
     with pytest.raises(UnsupportedLeafError, match=r"two leaves would be called 'b\.c'"):
         load_torch_state_dict(directory, at="state/a")
     with pytest.raises(UnsupportedLeafError, match="state/i: torch has no dtype int4"):
         load_torch_state_dict(directory, at="state/i")
+    for at, message in (
+        ("state/i", "state/i: safetensors has no dtype int4"),
+        ("state/reserved", "no tensor can have the name __metadata__"),
+    ):
+        out = tmp_path / "x"
+        assert message in run("export", directory, 1, out, "--at", at, code=exit_codes.USAGE)
+        assert not out.exists()
 
 
-@pytest.mark.parametrize("ties", [5, [["a"]], [["head.weight", 3]], [["a", "not there"]]])
 def test_ties_that_no_release_writes_are_damage(
-    ties: Any, trained: tuple[Path, dict[str, Any]], tmp_path: Path
+    trained: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
     directory = shutil.copytree(trained[0], tmp_path / "run")
     path = directory / "3" / "manifest" / "data.json"
-    edit_json(path, lambda manifest: manifest["document"]["model"].update(ties=ties))
-    with pytest.raises(CorruptCheckpointError, match="tie"):
-        load_torch_state_dict(directory)
-
-
-def test_a_name_that_safetensors_reserves_is_refused(directory: Path, tmp_path: Path) -> None:
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.save(1, state={"__metadata__": np.zeros(1)}, force=True)
-    said = run("export", directory, 1, tmp_path / "x", "--at", "state", code=exit_codes.USAGE)
-    assert "no tensor can have the name __metadata__" in said
+    wrong: list[Any] = [5, [["a"]], [["head.weight", 3]], [["a", "not there"]]]
+    for ties in wrong:
+        edit_json(path, lambda m, ties=ties: m["document"]["model"].update(ties=ties))  # type: ignore[misc]
+        with pytest.raises(CorruptCheckpointError, match="tie"):
+            load_torch_state_dict(directory)
 
 
 def test_wrong_use_of_export_is_told(trained: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
@@ -364,3 +300,134 @@ def test_wrong_use_of_export_is_told(trained: tuple[Path, dict[str, Any]], tmp_p
     ):
         assert message in run("export", directory, *args, code=exit_codes.USAGE)
     assert list(tmp_path.iterdir()) == []
+
+
+# --- weights from elsewhere ---
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    """A file that safetensors itself has written, and what is in the model."""
+    model = plain()
+    path = tmp_path / "weights.safetensors"
+    with before_enabling():
+        safetensors.torch.save_model(model, str(path))
+        return path, values(model.state_dict())
+
+
+def test_attach_goes_on_from_imported_weights(
+    source: tuple[Path, dict[str, Any]], directory: Path
+) -> None:
+    path, expected = source
+    result = run_json("import", path, directory)
+    assert result["step"] == 0
+    # Which of the names is the first is safetensors' choice.
+    assert {*result["ties"], *result["ties"].values()} == {"embed.weight", "head.weight"}
+    model = live()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with TorchaxCheckpointer(directory) as ckpt:
+        assert ckpt.attach(model, optimizer) == 0
+        assert values(model.state_dict()) == expected
+        assert model.head.weight is model.embed.weight
+        assert not optimizer.state
+        for _ in ckpt.steps(2):
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+    again = live()
+    assert resume(directory, again, torch.optim.AdamW(again.parameters(), lr=0.1)) == 2
+    assert values(again.state_dict()) == values(model.state_dict()) != expected
+
+
+def test_what_was_exported_is_imported_again(
+    source: tuple[Path, dict[str, Any]], directory: Path, tmp_path: Path
+) -> None:
+    path, expected = source
+    run("import", path, directory)
+    run("export", directory, 0, tmp_path / "hub", "--max-shard-size", "600")
+    index = tmp_path / "hub" / "model.safetensors.index.json"
+    for number, origin in enumerate((tmp_path / "hub", index)):
+        result = run_json("import", origin, tmp_path / f"run{number}")
+        assert len(result["files"]) > 1
+        assert values(load_torch_state_dict(tmp_path / f"run{number}")) == expected
+    assert run_json("verify", tmp_path / "run1", "--read-only")["steps"][0]["ok"]
+
+
+def test_ties_can_be_named(directory: Path, tmp_path: Path) -> None:
+    model = plain()
+    with before_enabling():
+        state = dict(model.state_dict())
+        del state["head.weight"]
+        (tmp_path / "hub").mkdir()
+        safetensors.torch.save_file(state, tmp_path / "hub" / "model.safetensors")
+    run("import", tmp_path / "hub", tmp_path / "untied")
+    with TorchaxCheckpointer(tmp_path / "untied") as ckpt, pytest.raises(MismatchError):
+        ckpt.attach(live())
+    run("import", tmp_path / "hub", directory, "--tie", "head.weight=embed.weight")
+    assert resume(directory, live()) == 0
+
+
+def test_modules_keep_their_extra_state(directory: Path, tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    arrays = {"weight": np.ones((2, 2), np.float32), "bias": np.ones(2, np.float32)}
+    safetensors.numpy.save_file(arrays, path)
+    run("import", path, directory)
+    model = WithExtraState(2, 2).to("jax")
+    assert resume(directory, model) == 0
+    assert model.extra == "live"
+    assert values(model.state_dict()).keys() == arrays.keys()
+
+
+def test_wide_integers_are_narrowed_only_where_they_fit(directory: Path, tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    safetensors.numpy.save_file({"count": np.array(7), "w": np.zeros((0, 3), np.float32)}, path)
+    run("import", path, directory)
+    loaded = load_torch_state_dict(directory)
+    assert loaded["count"].dtype == torch.int32
+    assert tuple(loaded["w"].shape) == (0, 3)
+    for name, array in (("big", np.array([2**40])), ("wide", np.zeros(2))):
+        safetensors.numpy.save_file({name: array}, path)
+        said = run("import", path, tmp_path / name, code=exit_codes.USAGE)
+        assert f"{name}: the tensor is {array.dtype}" in said
+        assert not (tmp_path / name).exists()
+
+
+def test_a_directory_with_steps_is_left_alone(
+    source: tuple[Path, dict[str, Any]], directory: Path
+) -> None:
+    run("import", source[0], directory)
+    before = sorted(directory.rglob("*"))
+    said = run("import", source[0], directory, code=exit_codes.UNAVAILABLE)
+    assert "expected a directory without checkpoints, found step 0" in said
+    assert sorted(directory.rglob("*")) == before
+    assert not (directory / "lease").exists()
+
+
+def test_damaged_files_and_an_index_that_does_not_fit_its_files_are_a_finding(
+    directory: Path, tmp_path: Path
+) -> None:
+    for name in "ab":
+        safetensors.numpy.save_file({"w": np.zeros(1, np.float32)}, tmp_path / name)
+    (tmp_path / "x.safetensors").write_bytes(b"")
+    run("import", tmp_path / "x.safetensors", directory, code=exit_codes.FOUND)
+    index = tmp_path / "model.safetensors.index.json"
+    for weight_map in (None, {"w": "gone"}, {"w": "a", "v": "a"}, {"w": "a", "v": "b"}):
+        index.write_text("[]" if weight_map is None else json.dumps({"weight_map": weight_map}))
+        for source in (tmp_path, index):
+            run("import", source, directory, code=exit_codes.FOUND)
+            assert not directory.exists()
+
+
+def test_wrong_use_of_import_is_told(
+    source: tuple[Path, dict[str, Any]], directory: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "none").mkdir()
+    for args, message, code in (
+        ((tmp_path / "nowhere",), "no such file", exit_codes.USAGE),
+        ((tmp_path / "none",), "model.safetensors: no such file", exit_codes.UNAVAILABLE),
+        ((source[0], "--tie", "a"), "ALIAS=NAME", exit_codes.USAGE),
+        ((source[0], "--tie", "a=gone"), "cannot be tied", exit_codes.USAGE),
+    ):
+        first, *rest = args
+        assert message in run("import", first, directory, *rest, code=code)
+    assert not directory.exists()

@@ -227,9 +227,10 @@ def test_no_more_is_read_than_a_file_describes_itself_in(tmp_path: Path) -> None
             open_files(tmp_path / name)
 
 
-@pytest.mark.parametrize(
-    "described",
-    [
+def test_a_tensor_beyond_its_storage_is_damage(tmp_path: Path) -> None:
+    path = archive(tmp_path / "w.pt", pickled_tensor())
+    assert arrays_in(path)["w"].tolist() == [[0] * 3] * 2
+    beyond: list[dict[str, Any]] = [
         {"begin": 1},
         {"size": (3, 3)},
         {"strides": (4, 1)},
@@ -241,15 +242,11 @@ def test_no_more_is_read_than_a_file_describes_itself_in(tmp_path: Path) -> None
         {"size": (1 << 35,), "strides": (1,), "num_elements": 1 << 40},
         {"num_elements": -6},
         {"key": "../../etc/passwd"},
-    ],
-    ids=str,
-)
-def test_a_tensor_beyond_its_storage_is_damage(described: dict[str, Any], tmp_path: Path) -> None:
-    path = archive(tmp_path / "w.pt", pickled_tensor())
-    assert arrays_in(path)["w"].tolist() == [[0] * 3] * 2
-    archive(path, pickled_tensor(**described))
-    with pytest.raises(CorruptCheckpointError, match=r"w\.pt"):
-        arrays_in(path)
+    ]
+    for described in beyond:
+        archive(path, pickled_tensor(**described))
+        with pytest.raises(CorruptCheckpointError, match=r"w\.pt"):
+            arrays_in(path)
 
 
 def test_files_are_damaged_at_every_byte(tmp_path: Path) -> None:

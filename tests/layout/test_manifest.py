@@ -9,16 +9,17 @@ from typing import Any
 
 import jax.numpy as jnp
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.damage import edit_json
-from support.strategies import trees
 
 from torchax_ckpt import TorchaxCheckpointer
 from torchax_ckpt.errors import CorruptCheckpointError
-from torchax_ckpt.layout.manifest import FORMAT, VERSION, Digests, Manifest, array_nodes
-from torchax_ckpt.layout.storage_plan import Plan
-from torchax_ckpt.state.pytree import Encoder, decode
+from torchax_ckpt.layout import unchanged
+from torchax_ckpt.layout.digests import Digests
+from torchax_ckpt.layout.manifest import FORMAT, VERSION, Manifest
+from torchax_ckpt.layout.unchanged import Database
+from torchax_ckpt.state.pytree import decode
 
 EMPTY: dict[str, Any] = {
     "format": FORMAT,
@@ -36,116 +37,57 @@ def read(raw: Any) -> Manifest:
     return Manifest.from_json(raw, path="runs/5/manifest")
 
 
-def manifest_of(tree: Any) -> Manifest:
-    encoder = Encoder()
-    document = {"state": encoder.encode(tree, ("state",))}
-    stacks: dict[str, tuple[str, ...]] = {}
-    for name, array in encoder.leaves.items():
-        if array.shape == ():
-            stack = f"host_scalars/{array.dtype.name}"
-            stacks[stack] = (*stacks.get(stack, ()), name)
-    empty = frozenset(n for n, a in encoder.leaves.items() if a.size == 0)
-    taken = {n: Digests((1,) * a.ndim, a.tobytes()) for n, a in encoder.leaves.items()}
-    versions = {"torch": "2", "jax": "0.1"}
-    return Manifest(document, Plan(stacks, empty), versions, taken)
-
-
-@given(trees())
-def test_a_manifest_reads_back_from_strict_json(tree: Any) -> None:
-    manifest = manifest_of(tree)
-    text = json.dumps(manifest.to_json(), allow_nan=False)
-    assert read(json.loads(text)) == manifest
-
-
-@given(trees())
-def test_a_manifest_has_one_node_for_every_leaf(tree: Any) -> None:
-    encoder = Encoder()
-    node = encoder.encode(tree, ("state",))
-    assert sorted(n["array"] for n in array_nodes(node)) == sorted(encoder.leaves)
+OTHERS: list[Any] = [None, [], 5, "torchax_ckpt", {}, {"format": "other"}]
+DTYPES: list[Any] = [None, {}, "float33", "f4,,", "O"]
 
 
 @pytest.mark.parametrize(
-    "raw", [None, [], 5, "torchax_ckpt", {}, {"format": "other"}, {**EMPTY, "format": None}]
+    ("raw", "message"),
+    [
+        *((raw, "torchax_ckpt") for raw in OTHERS),
+        *(({**EMPTY, "version": v}, rf"version.*{v!r}") for v in (VERSION + 1, -1, None, "0")),
+        *(
+            ({**EMPTY, part: value}, "")
+            for part in ("document", "stacks", "empty")
+            for value in (None, 5, "x")
+        ),
+        *(
+            ({k: v for k, v in EMPTY.items() if k != part}, "")
+            for part in ("document", "stacks", "empty")
+        ),
+        *(
+            ({**EMPTY, "stacks": {"host_scalars/int64": members}}, "")
+            for members in (5, [["a"]], [5])
+        ),
+        ({**EMPTY, "empty": [["a"]]}, ""),
+        ({**EMPTY, "empty": [5]}, ""),
+        ({**EMPTY, "versions": 5}, ""),
+    ],
 )
-def test_another_format_is_refused_by_path(raw: Any) -> None:
-    with pytest.raises(CorruptCheckpointError, match=r"runs/5/manifest: .*torchax_ckpt") as caught:
+def test_what_is_no_manifest_of_this_version_is_refused_by_path(raw: Any, message: str) -> None:
+    with pytest.raises(CorruptCheckpointError, match=f"runs/5/manifest.*{message}") as caught:
         read(raw)
     assert caught.value.path == "runs/5/manifest"
 
 
-@pytest.mark.parametrize("version", [VERSION + 1, 999, -1, None, "0", [0]])
-def test_another_version_is_refused_by_number(version: Any) -> None:
-    with pytest.raises(CorruptCheckpointError, match=r"runs/5/manifest: .*version") as caught:
-        read({**EMPTY, "version": version})
-    assert repr(version) in str(caught.value)
-    assert caught.value.path == "runs/5/manifest"
-
-
-@pytest.mark.parametrize("part", ["document", "stacks", "empty"])
-@pytest.mark.parametrize("value", [None, 5, "x"])
-def test_a_part_of_the_wrong_form_is_refused_by_path(part: str, value: Any) -> None:
-    for raw in ({**EMPTY, part: value}, {k: v for k, v in EMPTY.items() if k != part}):
-        with pytest.raises(CorruptCheckpointError, match="runs/5/manifest") as caught:
-            read(raw)
-        assert caught.value.path == "runs/5/manifest"
-
-
 @pytest.mark.parametrize(
     "change",
     [
-        {"stacks": {"host_scalars/int64": 5}},
-        {"stacks": {"host_scalars/int64": [["a"]]}},
-        {"stacks": {"host_scalars/int64": [5]}},
-        {"empty": [["a"]]},
-        {"empty": [5]},
-        {"versions": 5},
-    ],
-    ids=str,
-)
-def test_malformed_names_in_the_plan_are_refused_by_path(change: dict[str, Any]) -> None:
-    with pytest.raises(CorruptCheckpointError, match="runs/5/manifest"):
-        read({**EMPTY, **change})
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"array": 5},
-        {"array": ["a"]},
-        {"kind": None},
-        {"kind": "zebra"},
-        {"kind": "key"},  # which needs an impl
-        {"dtype": None},
-        {"dtype": {}},
-        {"dtype": "float33"},
-        {"dtype": "f4,,"},
-        {"dtype": "O"},
-        {"shape": None},
-        {"shape": 2},
-        {"shape": [-1]},
-        {"shape": [2.0]},
-        {"shape": [True]},
-        {"shape": ["2"]},
-        {"whole": True},
-        {"whole": [-1]},
-        {"whole": [2, 2, 2]},
+        *({"array": array} for array in (5, ["a"])),
+        *({"kind": kind} for kind in (None, "zebra", "key")),  # a key needs an impl
+        *({"dtype": dtype} for dtype in DTYPES),
+        *({"shape": shape} for shape in (None, 2, [-1], [2.0], [True], ["2"])),
+        *({"whole": whole} for whole in (True, [-1], [2, 2, 2])),
+        *(dict.fromkeys([key], "absent") for key in ("kind", "dtype", "shape")),
     ],
     ids=str,
 )
 def test_a_malformed_leaf_is_refused_by_path_and_name(change: dict[str, Any]) -> None:
-    raw = {**EMPTY, "document": {"model": {"dict": [["w", {**LEAF, **change}]]}}}
+    leaf = {key: value for key, value in {**LEAF, **change}.items() if value != "absent"}
     with pytest.raises(CorruptCheckpointError, match="runs/5/manifest: malformed leaf") as caught:
-        read(raw)
+        read({**EMPTY, "document": {"model": {"dict": [["w", leaf]]}}})
     assert caught.value.path == "runs/5/manifest"
-    assert caught.value.key_path == str({**LEAF, **change}["array"])
-
-
-@pytest.mark.parametrize("key", ["kind", "dtype", "shape"])
-def test_an_incomplete_leaf_is_refused_by_path_and_name(key: str) -> None:
-    leaf = {k: v for k, v in LEAF.items() if k != key}
-    with pytest.raises(CorruptCheckpointError, match="malformed leaf") as caught:
-        read({**EMPTY, "document": {"model": [leaf]}})
-    assert caught.value.key_path == "model/w"
+    assert caught.value.key_path == str(leaf["array"])
 
 
 _json = st.recursive(
@@ -162,6 +104,7 @@ _json = st.recursive(
 )
 
 
+@settings(max_examples=60)
 @given(
     st.fixed_dictionaries(
         {},
@@ -189,21 +132,12 @@ def test_any_json_is_a_manifest_or_corrupt(parts: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "node",
     [
-        {},
-        {"zebra": 1},
-        {"dict": 5},
-        {"dict": [["key"]]},
-        {"dict": [[["unhashable"], 1]]},
-        {"tuple": None},
-        {"set": [[1]]},
-        {"int": 5},
-        {"int": "zz"},
-        {"float": "00"},
-        {"float": 1.5},
-        {"complex": [1, "a"]},
-        {"complex": [1, 2, 3]},
-        {"bytes": "!"},
-        {"bytes": 5},
+        *({}, {"zebra": 1}, {"tuple": None}, {"set": [[1]]}),
+        *({"dict": value} for value in (5, [["key"]], [[["unhashable"], 1]])),
+        *({"int": value} for value in (5, "zz")),
+        *({"float": value} for value in ("00", 1.5)),
+        *({"complex": value} for value in ([1, "a"], [1, 2, 3])),
+        *({"bytes": value} for value in ("!", 5)),
     ],
     ids=str,
 )
@@ -213,22 +147,45 @@ def test_a_malformed_node_is_corrupt(node: Any) -> None:
 
 
 @pytest.mark.parametrize("node", [{"zebra": 1}, {"dict": [[["unhashable"], 1]]}], ids=str)
-@pytest.mark.parametrize("abstract", [False, True])
-def test_load_names_the_path_of_a_step_with_a_malformed_node(
-    directory: Path, node: Any, abstract: bool
-) -> None:
+def test_load_names_the_path_of_a_step_with_a_malformed_node(directory: Path, node: Any) -> None:
     state = {"w": jnp.ones(2), "x": {"y": 1}}
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.save(7, state=state)
     (path,) = (directory / "7" / "manifest").iterdir()
     edit_json(path, lambda raw: operator.setitem(raw["document"]["state"]["dict"][1], 1, node))
-    with pytest.raises(CorruptCheckpointError) as caught:
-        TorchaxCheckpointer(directory).load(7, {"w": state["w"], "x": 1} if abstract else None)
-    assert caught.value.step == 7
-    assert caught.value.path is not None
-    assert caught.value.path.startswith(str(directory / "7"))
-    assert str(directory / "7") in str(caught.value)
+    for abstract_state in ({"w": state["w"], "x": 1}, None):
+        with pytest.raises(CorruptCheckpointError, match=str(directory / "7")) as caught:
+            TorchaxCheckpointer(directory).load(7, abstract_state)
+        assert caught.value.step == 7
+        assert caught.value.path is not None
+        assert caught.value.path.startswith(str(directory / "7"))
 
 
-def test_a_plan_locates_no_leaf_of_an_empty_manifest() -> None:
-    assert read(EMPTY) == Manifest({}, Plan({}, frozenset()), {}, {})
+DIGESTS = {"model/w": Digests((2,), bytes(16), bytes(range(32)))}
+
+
+@pytest.mark.parametrize("processes", [None, (0,), (0, 3, 12)])
+def test_a_database_is_read_as_it_was_described(processes: tuple[int, ...] | None) -> None:
+    known = {"unchanged0": Database(1, ("model/w",), processes)}
+    raw = unchanged.to_json(known, DIGESTS)["unchanged"]
+    short = {name: Digests(d.block, d.values) for name, d in DIGESTS.items()}
+    assert unchanged.from_json(raw, short, path="manifest") == (known, DIGESTS)
+
+
+@pytest.mark.parametrize("processes", [[], [1, 0], [0, 0], [-1], [True], ["0"], [0.0], 1, {}, "01"])
+def test_a_wrong_list_of_processes_is_refused(processes: Any) -> None:
+    raw = unchanged.to_json({"unchanged0": Database(0, ("model/w",))}, DIGESTS)["unchanged"]
+    raw["unchanged0"]["processes"] = processes
+    with pytest.raises(CorruptCheckpointError, match="'unchanged' to list databases"):
+        unchanged.from_json(raw, DIGESTS, path="manifest")
+
+
+def test_each_process_has_a_folder_of_its_own() -> None:
+    assert unchanged.folders_of("unchanged1", None) == ["ocdbt.process_unchanged1"]
+    folders = [f for n in (1, 11) for f in unchanged.folders_of(f"unchanged{n}", [1, 11, 111])]
+    assert len({*folders, "ocdbt.process_unchanged1"}) == 7
+    for folder in folders:
+        assert unchanged.is_folder(folder)
+        assert folder.removeprefix("ocdbt.process_").isalnum()  # else Orbax would not merge it
+    for other in ("ocdbt.process_0", "ocdbt.process_unchanged", "ocdbt.process_unchanged0x"):
+        assert not unchanged.is_folder(other)

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any
+from typing import Any, get_args
 
-import jax
 import numpy as np
-import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import NamedSharding
-from support.compare import bits
-from support.strategies import JAX_DTYPES, random_bits
-from support.training import P, fsdp_mesh
 
 from torchax_ckpt.layout.storage_plan import (
     MAX_STACK_BYTES,
@@ -24,12 +18,10 @@ from torchax_ckpt.layout.storage_plan import (
     plan_leaves,
 )
 from torchax_ckpt.options import Layout
-from torchax_ckpt.snapshot.stacking import execute
 
 Specs = dict[str, LeafSpec]
-LAYOUTS: list[Layout] = ["auto", "flat"]
-
-layouts = st.sampled_from(LAYOUTS)
+layouts: st.SearchStrategy[Layout] = st.sampled_from(get_args(Layout))
+few = settings(max_examples=40)
 
 
 def spec(
@@ -56,39 +48,7 @@ _specs = st.dictionaries(
 _host_specs = st.dictionaries(_names, st.builds(spec, _shapes, _dtypes), max_size=12)
 
 
-@given(_specs, layouts)
-def test_the_same_leaves_give_the_same_plan(specs: Specs, layout: Layout) -> None:
-    assert plan_of(specs, layout) == plan_of(dict(specs), layout)
-
-
-@given(_specs, layouts)
-def test_every_leaf_is_found_exactly_once(specs: Specs, layout: Layout) -> None:
-    plan = plan_of(specs, layout)
-    stacked = [member for members in plan.stacks.values() for member in members]
-    assert len(stacked) == len(set(stacked))
-    assert set(stacked) <= specs.keys()
-    assert plan.empty == {n for n, s in specs.items() if math.prod(s.shape) == 0}
-    assert not plan.empty & set(stacked)
-    assert not plan.stacks.keys() & specs.keys()
-
-
-@given(_host_specs, layouts, st.booleans())
-def test_every_leaf_is_stored_where_it_is_located(specs: Specs, layout: Layout, copy: bool) -> None:
-    leaves = {n: random_bits(s.dtype, s.shape, i) for i, (n, s) in enumerate(specs.items())}
-    plan = plan_of(specs, layout)
-    stored = execute(plan, leaves, copy=copy)
-    located = plan.locate()
-    alone = specs.keys() - located.keys() - plan.empty
-    assert stored.keys() == alone | {name for name, _ in located.values()}
-    for name in specs.keys() - plan.empty:
-        if name in located:
-            stack, index = located[name]
-            found = np.asarray(stored[stack])[index, ...]
-        else:
-            found = np.asarray(stored[name])
-        assert bits(found) == bits(leaves[name])
-
-
+@few
 @given(_specs, layouts)
 def test_a_stack_holds_leaves_that_differ_in_indices_only(specs: Specs, layout: Layout) -> None:
     for stored, members in plan_of(specs, layout).stacks.items():
@@ -104,11 +64,7 @@ def test_a_stack_holds_leaves_that_differ_in_indices_only(specs: Specs, layout: 
             assert "*" in stored
 
 
-@given(_specs)
-def test_a_flat_layout_stacks_nothing(specs: Specs) -> None:
-    assert plan_of(specs, "flat").stacks == {}
-
-
+@few
 @given(_host_specs)
 def test_host_scalars_of_one_dtype_share_one_array(specs: Specs) -> None:
     for dtype in ("int64", "float32", "bfloat16"):
@@ -119,17 +75,21 @@ def test_host_scalars_of_one_dtype_share_one_array(specs: Specs) -> None:
         assert found == expected
 
 
-def test_layers_are_stacked_under_their_pattern() -> None:
+def test_layers_and_experts_are_stacked_under_their_pattern() -> None:
     kinds = {"attn.weight": (4, 4), "attn.bias": (4,)}
+    layers = {
+        f"model/layers.*.{kind}": [f"model/layers.{i}.{kind}" for i in range(12)] for kind in kinds
+    }
+    experts = [f"model/layers.{i}.experts.{e}.w1" for i in range(3) for e in range(4)]
     specs = {
-        f"model/layers.{i}.{kind}": spec(shape) for i in range(12) for kind, shape in kinds.items()
+        name: spec(kinds[p.removeprefix("model/layers.*.")]) for p in layers for name in layers[p]
     }
-    specs["model/embed.weight"] = spec((4, 4))
-    plan = plan_of(specs)
-    assert plan.stacks == {
-        f"model/layers.*.{kind}": tuple(f"model/layers.{i}.{kind}" for i in range(12))
-        for kind in kinds
+    specs |= {"model/embed.weight": spec((4, 4)), **{name: spec((2,)) for name in experts}}
+    expected = {**layers, "model/layers.*.experts.*.w1": experts}
+    assert plan_of(specs).stacks == {
+        pattern: tuple(members) for pattern, members in expected.items()
     }
+    assert plan_of(specs, "flat").stacks == {}
 
 
 def test_leaves_of_another_look_are_stacked_apart() -> None:
@@ -159,22 +119,3 @@ def test_no_stack_outgrows_its_bound() -> None:
     assert sum(map(len, stacks.values())) == 150
     for members in stacks.values():
         assert sum(specs[m].nbytes for m in members) <= MAX_STACK_BYTES
-
-
-@pytest.mark.parametrize("dtype", JAX_DTYPES)
-@pytest.mark.parametrize("where", ["uncommitted", "rows"])
-def test_device_leaves_are_stacked_bit_for_bit_on_their_devices(dtype: str, where: str) -> None:
-    target = NamedSharding(fsdp_mesh(), P("fsdp")) if where == "rows" else None
-    leaves: dict[str, Any] = {
-        f"model/{i}.w": jax.device_put(random_bits(dtype, (8, 2), i), target) for i in range(3)
-    }
-    plan = Plan({"model/*.w": tuple(leaves)}, frozenset())
-    stored = execute(plan, leaves, copy=True)
-    assert stored.keys() == {"model/*.w"}
-    stack: Any = stored["model/*.w"]
-    assert stack.sharding.device_set == leaves["model/0.w"].sharding.device_set
-    assert stack.sharding.shard_shape(stack.shape)[1:] == leaves["model/0.w"].sharding.shard_shape(
-        (8, 2)
-    )
-    for i, leaf in enumerate(leaves.values()):
-        assert np.asarray(stack)[i].tobytes() == np.asarray(leaf).tobytes()

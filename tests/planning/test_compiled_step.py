@@ -36,24 +36,23 @@ def shifted(state: Any) -> Any:
     return jax.tree.map(lambda x: x + 1, state)
 
 
-def test_donated_arguments_are_counted_once() -> None:
-    state = state_of()
+def test_donated_arguments_are_counted_once_and_other_state_beside_the_step() -> None:
+    state = state_of() | {"scale": jax.ShapeDtypeStruct((), jnp.float32, sharding=WHOLE)}
     params = state["params"]
-    kept = step_on_topology("v5e:2x4", jax.jit(shifted), params, state=state)
+    kept = step_on_topology("v5e:2x4", jax.jit(shifted), params, state=params)
     donating = jax.jit(shifted, donate_argnums=0)
-    donated = step_on_topology("v5e:2x4", donating, params, state=state)
+    donated = step_on_topology("v5e:2x4", donating, params, state=params)
     assert (kept.argument_bytes, kept.donated_bytes) == (3 * LEAF_BYTES, 0)
     assert (donated.argument_bytes, donated.donated_bytes) == (3 * LEAF_BYTES, 3 * LEAF_BYTES)
     assert kept.step_bytes - donated.step_bytes >= 3 * LEAF_BYTES
     assert donated.step_bytes >= 3 * LEAF_BYTES
     assert (donated.num_chips, donated.usable_bytes) == (8, USABLE)
-
-
-def test_a_snapshot_takes_copies_and_stacks_of_the_state() -> None:
-    state = state_of() | {"scale": jax.ShapeDtypeStruct((), jnp.float32, sharding=WHOLE)}
-    found = step_on_topology("v5e:2x4", jax.jit(shifted), state, state=state)
-    assert found.state_bytes == found.copy_bytes == 3 * LEAF_BYTES + 4
-    assert (found.snapshot, found.offload_host_bytes) == ("copy", 0)
+    # A snapshot takes copies and stacks of all state.
+    more = step_on_topology("v5e:2x4", jax.jit(shifted), params, state=[state, LEAF])
+    assert more.state_bytes == more.copy_bytes == 4 * LEAF_BYTES + 4
+    assert (more.snapshot, more.offload_host_bytes) == ("copy", 0)
+    assert more.step_bytes == kept.step_bytes + LEAF_BYTES + 4
+    assert more.argument_bytes == kept.argument_bytes
 
 
 def test_a_program_of_torchax_on_one_chip_is_planned_too() -> None:
@@ -62,13 +61,6 @@ def test_a_program_of_torchax_on_one_chip_is_planned_too() -> None:
     leaf = jax.ShapeDtypeStruct((1024,), jnp.float32, sharding=chip)
     found = step_on_topology("v5e:2x4", step, leaf, state=[leaf])
     assert (found.donated_bytes, found.state_bytes, found.num_chips) == (4096, 4096, 1)
-
-
-def test_state_that_is_no_argument_counts_beside_the_step() -> None:
-    alone = step_on_topology("v5e:2x4", jax.jit(shifted), LEAF, state=[LEAF])
-    with_momentum = step_on_topology("v5e:2x4", jax.jit(shifted), LEAF, state=[LEAF, LEAF])
-    assert with_momentum.step_bytes == alone.step_bytes + LEAF_BYTES
-    assert with_momentum.argument_bytes == alone.argument_bytes
 
 
 def test_leaves_are_stacked_as_a_save_stacks_them(
@@ -145,33 +137,40 @@ def test_a_snapshot_without_memory_for_copies_is_offloaded_or_transferred(
     assert (found.snapshot, found.copy_bytes, found.offload_host_bytes) == ("transfer", 0, 0)
 
 
+def wrong(x: Any) -> Any:
+    raise ValueError("of the model")
+
+
 @pytest.mark.parametrize(
-    ("argument", "said"),
+    ("change", "said"),
     [
-        ({"w": np.zeros(3)}, r"argument 0 of the step\['w'\]: .*abstract array.*found ndarray"),
-        ([jax.ShapeDtypeStruct((8,), jnp.int8)], r"step\[0\]: .* a sharding .*ShapeDtypeStruct"),
-        (torch.zeros(2), r"of the step: .*found Tensor; give jax.ShapeDtypeStruct"),
         (
-            jax.ShapeDtypeStruct((9, 2), jnp.int8, sharding=ROWS),
+            {"argument": {"w": np.zeros(3)}},
+            r"argument 0 of the step\['w'\]: .*abstract array.*found ndarray",
+        ),
+        (
+            {"argument": [jax.ShapeDtypeStruct((8,), jnp.int8)]},
+            r"step\[0\]: .* a sharding .*ShapeDtypeStruct",
+        ),
+        ({"argument": torch.zeros(2)}, "of the step: .*found Tensor; give jax.ShapeDtypeStruct"),
+        (
+            {"argument": jax.ShapeDtypeStruct((9, 2), jnp.int8, sharding=ROWS)},
             r"expected a shape that the sharding divides, found \[9, 2\]; .*JAX says",
         ),
+        ({"state": {"w": np.zeros(3)}}, r"state\['w'\]: .*found ndarray"),
+        ({"state": {"step": 3}}, "state: expected at least one abstract array, found none"),
+        ({"step": shifted}, "step: expected a jitted function, .*found <function"),
+        ({"topology": "v9:2x4"}, "unknown TPU topology: .*'v9:2x4'"),
+        ({"step": jax.jit(wrong)}, "of the model"),  # stays an error of the step itself
     ],
 )
-def test_an_argument_that_no_chip_can_hold_is_named(argument: Any, said: str) -> None:
-    with pytest.raises(PlanError, match=said):
-        step_on_topology("v5e:2x4", jax.jit(shifted), argument, state=[LEAF])
-
-
-def test_the_other_arguments_are_checked_too() -> None:
-    step = jax.jit(shifted)
-    with pytest.raises(PlanError, match=r"state\['w'\]: .*found ndarray"):
-        step_on_topology("v5e:2x4", step, LEAF, state={"w": np.zeros(3)})
-    with pytest.raises(PlanError, match="state: expected at least one abstract array, found none"):
-        step_on_topology("v5e:2x4", step, LEAF, state={"step": 3})
-    with pytest.raises(PlanError, match=r"step: expected a jitted function, .*found <function"):
-        step_on_topology("v5e:2x4", shifted, LEAF, state=[LEAF])
-    with pytest.raises(PlanError, match="unknown TPU topology: .*'v9:2x4'"):
-        step_on_topology("v9:2x4", step, LEAF, state=[LEAF])
+def test_an_argument_that_makes_no_plan_is_named(change: dict[str, Any], said: str) -> None:
+    given: dict[str, Any] = {"topology": "v5e:2x4", "step": jax.jit(shifted), "argument": LEAF}
+    given |= {"state": [LEAF], **change}
+    arguments = [given[name] for name in ("topology", "step", "argument")]
+    with pytest.raises((PlanError, ValueError), match=said) as caught:
+        step_on_topology(*arguments, state=given["state"])
+    assert isinstance(caught.value, PlanError) == (said != "of the model")
 
 
 @pytest.mark.parametrize(
@@ -193,12 +192,3 @@ def test_what_the_compiler_refuses_is_said(message: str, said: str) -> None:
     step: Any = Refused()
     with pytest.raises(PlanError, match=said):
         step_on_topology("v5e:2x4", step, LEAF, state=[LEAF])
-
-
-def test_errors_of_the_step_itself_stay_as_they_are() -> None:
-    def wrong(x: Any) -> Any:
-        raise ValueError("of the model")
-
-    with pytest.raises(ValueError, match="of the model") as caught:
-        step_on_topology("v5e:2x4", jax.jit(wrong), LEAF, state=[LEAF])
-    assert not isinstance(caught.value, PlanError)

@@ -80,63 +80,40 @@ def test_what_a_plan_says() -> None:
     assert (slices.axes, slices.chip_bytes) == ({"slice": 2, "fsdp": 4}, MIB)
     meshed = planning.on_topology(layers(), "v5e:2x4", axes={"fsdp": 2, "tp": 4})
     assert (meshed.axes, meshed.chip_bytes) == ({"fsdp": 2, "tp": 4}, 4 * MIB // 8)
+    whole = planning.on_topology(sharded(layers(1), P()), "v5e:2x4")  # shardings are kept
+    assert whole.chip_bytes == MIB
 
 
-def test_auto_copies_or_offloads_into_the_memory_that_a_save_would_want() -> None:
-    copy_bytes, on_host = 4 * MIB // 8, 2 * 4 * MIB  # on a host: pinned and ordinary memory
-
-    def planned(free_bytes: int, host_memory_bytes: int | None = None) -> planning.TopologyPlan:
-        return planning.on_topology(
-            layers(),
-            "v5e:2x4",
-            training_bytes=V5E.usable_bytes - copy_bytes - free_bytes,
-            host_memory_bytes=host_memory_bytes,
-        )
-
-    wanted = math.ceil(1.25 * copy_bytes)
-    assert planned(wanted).snapshot == "copy"
-    plan = planned(wanted - 1)
-    assert (plan.snapshot, plan.fits, plan.copy_bytes, plan.num_programs) == (
-        *("offload", True, copy_bytes, 1),
-    )
-    plan = planned(0, math.ceil(1.25 * on_host))
-    assert (plan.snapshot, plan.free_bytes) == ("offload", 0)
-    assert (plan.offload_host_bytes, plan.host_memory_bytes) == (on_host, 1.25 * on_host)
-    plan = planned(0, math.ceil(1.25 * on_host) - 1)
-    assert (plan.snapshot, plan.offload_host_bytes) == ("transfer", 0)
+COPY_BYTES, ON_HOST = 4 * MIB // 8, 2 * 4 * MIB  # on a host: pinned and ordinary memory
+WANTED, WANTED_ON_HOST = math.ceil(1.25 * COPY_BYTES), math.ceil(1.25 * ON_HOST)
 
 
 @pytest.mark.parametrize(
     ("way", "free_bytes", "host_bytes"),
-    [("copy", 10 * MIB, 0), ("offload", MIB // 2, 16 * MIB), ("transfer", MIB // 2, 4 * MIB)],
+    [
+        ("copy", WANTED, 0),
+        ("offload", WANTED - 1, WANTED_ON_HOST),
+        ("transfer", WANTED - 1, WANTED_ON_HOST - 1),
+        ("transfer", 0, 0),
+    ],
 )
 def test_a_save_of_real_arrays_takes_the_planned_snapshot(
     way: str, free_bytes: int, host_bytes: int
 ) -> None:
-    mesh = topology.mesh(jax.devices(), {"fsdp": 8})
-    sharding = NamedSharding(mesh, P("fsdp"))
+    sharding = NamedSharding(topology.mesh(jax.devices(), {"fsdp": 8}), P("fsdp"))
     arrays = {name: jnp.ones((512, 512), device=sharding) for name in layers()}
-    on_chip = 4 * MIB // 8
-    plan = planning.on_topology(
-        arrays,
-        "v5e:2x4",
-        training_bytes=V5E.usable_bytes - on_chip - free_bytes,
-        host_memory_bytes=host_bytes,
-    )
+    training_bytes = V5E.usable_bytes - COPY_BYTES - free_bytes
+    settings: dict[str, Any] = {"training_bytes": training_bytes, "host_memory_bytes": host_bytes}
+    plan = planning.on_topology(arrays, "v5e:2x4", **settings)
     stats = {"bytes_limit": V5E.usable_bytes, "bytes_in_use": V5E.usable_bytes - free_bytes}
     memory = DeviceMemory(lambda device: stats, host_bytes=lambda: host_bytes)
     snapshotter = Snapshotter("auto", "auto", memory)
     snapshotter.donated()
     taken = snapshotter.take(list(arrays), [*arrays.values()])
-    assert plan.free_bytes == free_bytes
     assert plan.snapshot == taken.way == way
-
-
-def test_shardings_of_leaves_are_kept() -> None:
-    other = Mesh(jax.devices()[:2], ("fsdp",))
-    leaf = jax.ShapeDtypeStruct((64, 64), jnp.int8, sharding=NamedSharding(other, P(None, "fsdp")))
-    assert planning.on_topology({"leaf": leaf}, "v5e:2x4").chip_bytes == 64 * 64 // 8
-    assert planning.on_topology(sharded(layers(1), P()), "v5e:2x4").chip_bytes == MIB
+    assert (plan.free_bytes, plan.fits, plan.copy_bytes) == (free_bytes, True, COPY_BYTES)
+    assert plan.host_memory_bytes == host_bytes
+    assert plan.offload_host_bytes == (ON_HOST if way == "offload" else 0)
 
 
 def test_the_advice_for_a_state_that_does_not_fit() -> None:
@@ -148,11 +125,8 @@ def test_the_advice_for_a_state_that_does_not_fit() -> None:
         "shard it over 2 times as many chips of the same generation, or take as many chips of a "
         "generation with more memory (v4, v5p, v6e)"
     )
-    for name in (
-        *("copy_bytes", "wanted_bytes", "snapshot", "offload_host_bytes"),
-        *("num_programs", "compile_secs"),
-    ):
-        assert getattr(plan, name) is None
+    unknown = ("copy_bytes", "wanted_bytes", "snapshot", "offload_host_bytes", "num_programs")
+    assert {getattr(plan, name) for name in (*unknown, "compile_secs")} == {None}
     wide = planning.on_topology(sharded(state, P()), "v5e:2x4")
     assert wide.advice == "shard the 171798691840 bytes of leaves that every chip holds"
     busy = planning.on_topology(layers(), "v5e:2x4", training_bytes=200 << 30)

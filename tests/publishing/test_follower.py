@@ -15,12 +15,7 @@ import safetensors.numpy
 from support.damage import flip_arrays
 
 from torchax_ckpt import TorchaxCheckpointer, policies
-from torchax_ckpt.errors import (
-    DirectoryError,
-    LeaseError,
-    MismatchError,
-    SelectionError,
-)
+from torchax_ckpt.errors import DirectoryError, LeaseError, MismatchError, SelectionError
 from torchax_ckpt.publishing import follower, published_folders
 from torchax_ckpt.publishing.folder_form import FolderForm
 from torchax_ckpt.publishing.follower import Follower
@@ -90,13 +85,10 @@ def test_the_newest_step_is_published_once_it_is_far_enough_past_the_last(
     for step in (200, 300, 400):
         shutil.move(run / str(step), run.parent)
     assert publish(run, out, every=150) is None  # 100 is not 150 past 0
-    shutil.move(run.parent / "200", run)
-    assert publish(run, out, every=150) == 200
-    assert publish(run, out, every=150) is None
-    shutil.move(run.parent / "300", run)
-    assert publish(run, out, every=150) is None
-    shutil.move(run.parent / "400", run)
-    assert publish(run, out, every=150) == 400
+    for step, expected in ((200, 200), (300, None), (400, 400)):
+        shutil.move(run.parent / str(step), run)
+        assert publish(run, out, every=150) == expected
+        assert publish(run, out, every=150) is None
     assert in_out(out) == ["step-200", "step-400"]
     assert (out / "latest").read_text() == "step-400\n"
     assert [step_in(out / name) for name in in_out(out)] == [200, 400]
@@ -206,24 +198,21 @@ def test_a_step_deleted_while_it_is_read_is_skipped(
     }
 
 
-def test_a_damaged_step_is_skipped(run: Path, out: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_that_is_damaged_or_too_large_for_the_dtype_is_skipped(
+    run: Path, out: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     flip_arrays(run / "400")
     with Follower(run, out, FORM) as following:
         assert following.publish_due() is not None
         assert following.publish_due() is None
     assert caplog.text.count(f"not published to {out}: step 400 in ") == 1
     assert in_out(out) == ["step-300"]
-
-
-def test_a_step_with_values_too_large_for_the_dtype_is_skipped(
-    tmp_path: Path, out: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    run = tmp_path / "large"
-    with TorchaxCheckpointer(run, preservation_policy=policies.PreserveAll()) as ckpt:
+    large = tmp_path / "large"
+    with TorchaxCheckpointer(large, preservation_policy=policies.PreserveAll()) as ckpt:
         for step in (100, 200):
             ckpt.save(step, state={"w": np.full(3, 10.0 ** (step / 40))}, force=True)
     form = FolderForm(format="safetensors", at="state", dtype="fp16")
-    assert publish(run, out, form) == 100
+    assert publish(large, tmp_path / "narrow", form) == 100
     assert "step 200: state/w: has values that are too large for float16" in caplog.text
 
 
@@ -320,28 +309,26 @@ def untouched(run: Path) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("untouched")
-def test_the_run_is_only_read(run: Path, out: Path) -> None:
+def test_the_run_is_only_read_and_wrong_arguments_are_refused(run: Path, out: Path) -> None:
     assert publish(run, out) == 400
-
-
-@pytest.mark.usefixtures("untouched")
-def test_wrong_arguments_are_refused(run: Path, out: Path) -> None:
     (out.parent / "link").symlink_to(run)
-    for place in (run, run / "out", out.parent / "link" / "out"):
-        with pytest.raises(ValueError, match="outside of the run's directory"):
-            Follower(run, place, FORM)
-    for text in ("gs://bucket/out", "gs:/bucket", ""):
-        with pytest.raises(ValueError, match="expected a folder on this host"):
-            Follower(run, text, FORM)
-    wrong: list[tuple[dict[str, Any], str]] = [
-        ({"keep": 0}, "keep: expected at least 1, found 0"),
-        ({"every": 0}, "every: expected at least 1, found 0"),
-        ({"best": "loss:low"}, "expected METRIC, METRIC:min or METRIC:max, found 'loss:low'"),
-        ({"every": 1, "best": "loss"}, "exclude each other"),
+    wrong: list[tuple[Any, dict[str, Any], str]] = [
+        *(
+            (place, {}, "outside of the run's directory")
+            for place in (run, run / "out", out.parent / "link" / "out")
+        ),
+        *(
+            (place, {}, "expected a folder on this host")
+            for place in ("gs://bucket/out", "gs:/bucket", "")
+        ),
+        (out, {"keep": 0}, "keep: expected at least 1, found 0"),
+        (out, {"every": 0}, "every: expected at least 1, found 0"),
+        (out, {"best": "loss:low"}, "expected METRIC, METRIC:min or METRIC:max, found 'loss:low'"),
+        (out, {"every": 1, "best": "loss"}, "exclude each other"),
     ]
-    for settings, said in wrong:
+    for place, settings, said in wrong:
         with pytest.raises(ValueError, match=said):
-            Follower(run, out, FORM, **settings)
+            Follower(run, place, FORM, **settings)
     assert Follower(run, Path("."), FORM).out == Path.cwd()
     forms: list[dict[str, Any]] = [
         {"format": "pt"},
@@ -389,16 +376,10 @@ def test_a_second_program_is_refused(run: Path, out: Path) -> None:
     os.close(worker)
 
 
-@pytest.mark.parametrize("has_record", [False, True])
-def test_files_of_others_are_not_removed_from_the_folder_of_drafts(
-    run: Path, out: Path, has_record: bool
-) -> None:
-    if has_record:
-        publish(run, out)
-        shutil.move(out / CONTROL, out.parent / "elsewhere")
-    out.mkdir(exist_ok=True)
+def test_files_of_others_are_not_removed_from_the_folder_of_drafts(run: Path, out: Path) -> None:
+    publish(run, out)
     elsewhere = out.parent / "elsewhere"
-    elsewhere.mkdir(exist_ok=True)
+    shutil.move(out / CONTROL, elsewhere)
     (elsewhere / "thesis.txt").write_text("mine")
     (out / CONTROL).symlink_to(elsewhere)
     with pytest.raises(DirectoryError, match="expected a folder, found a link"):
@@ -409,7 +390,9 @@ def test_files_of_others_are_not_removed_from_the_folder_of_drafts(
     assert (out / CONTROL / "thesis.txt").read_text() == "mine"
 
 
-def test_another_run_or_format_is_refused(run: Path, out: Path, tmp_path: Path) -> None:
+def test_another_run_or_format_and_a_damaged_record_are_refused(
+    run: Path, out: Path, tmp_path: Path
+) -> None:
     assert publish(run, out, every=400) == 400
     other = shutil.copytree(run, tmp_path / "other")
     hf = FolderForm(at="state")
@@ -421,11 +404,7 @@ def test_another_run_or_format_is_refused(run: Path, out: Path, tmp_path: Path) 
     assert latest(out).name == "step-400"
     shutil.rmtree(out / "step-400")
     assert publish(other, out) == 400
-
-
-def test_a_damaged_record_is_refused(run: Path, out: Path) -> None:
-    publish(run, out)
     path = out / CONTROL / "record.json"
     path.write_text(path.read_text().replace("step-400", "../../run"))
     with pytest.raises(DirectoryError, match=r"record\.json: is damaged"):
-        publish(run, out)
+        publish(other, out)

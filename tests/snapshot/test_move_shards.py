@@ -15,6 +15,7 @@ from support.strategies import JAX_DTYPES, random_bits
 from support.training import P
 
 from torchax_ckpt.snapshot import move_shards
+from torchax_ckpt.snapshot.bitcast import from_bits, to_bits
 from torchax_ckpt.snapshot.sharding import replicas
 
 DTYPES = [
@@ -51,7 +52,6 @@ def assert_on(sharding: NamedSharding, array: Any, value: np.ndarray) -> None:
 @pytest.mark.parametrize(
     ("axes", "spec"),
     [
-        (("replica", "fsdp", "tp"), P("fsdp")),
         (("replica", "fsdp", "tp"), P()),
         (("tp", "fsdp", "replica"), P("tp", "fsdp")),
         (("fsdp", "replica", "tp"), P(("fsdp", "tp"))),
@@ -59,22 +59,21 @@ def assert_on(sharding: NamedSharding, array: Any, value: np.ndarray) -> None:
     ids=str,
 )
 def test_shards_of_one_replica_come_to_all(axes: tuple[str, ...], spec: Any) -> None:
-    final = NamedSharding(mesh_of(*axes), spec)
     values = {dtype: random_bits(dtype, (8, 4), seed=1) for dtype in SOME}
-    source = replicas(final)[0]
-    leaves: dict[str, Any] = {n: jax.device_put(value, source) for n, value in values.items()}
-    move_shards.sum_over_replicas(leaves, targets_of(values, final))
-    for name, value in values.items():
-        assert_on(final, leaves[name], value)
+    assert_come_to_all(values, NamedSharding(mesh_of(*axes), spec))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("memory_kind", ["device", "pinned_host"])
 def test_scalars_and_empty_arrays_and_all_dtypes_come_to_all(memory_kind: str) -> None:
-    final = NamedSharding(mesh_of("replica", "fsdp", "tp"), P(), memory_kind=memory_kind)
     values = {"scalar": np.array(-0.0, np.float32), "empty": np.zeros((0, 4), np.float32)}
     if memory_kind == "device":
         values |= {dtype: random_bits(dtype, (4,), seed=1) for dtype in DTYPES}
+    mesh = mesh_of("replica", "fsdp", "tp")
+    assert_come_to_all(values, NamedSharding(mesh, P(), memory_kind=memory_kind))
+
+
+def assert_come_to_all(values: Mapping[str, np.ndarray], final: NamedSharding) -> None:
     source = replicas(final)[0]
     leaves: dict[str, Any] = {n: jax.device_put(value, source) for n, value in values.items()}
     move_shards.sum_over_replicas(leaves, targets_of(values, final))
@@ -103,10 +102,8 @@ def test_shards_go_from_row_to_row_and_others_stay() -> None:
     ("source", "target"),
     [
         (P("fsdp"), P(None, "fsdp")),
-        (P("fsdp"), P()),
         (P(), P("fsdp")),
         (P(("replica", "fsdp")), P("tp")),
-        (P("fsdp", "tp"), P("tp", "fsdp")),
         (P("replica", "tp"), P(("fsdp", "tp"))),
     ],
     ids=str,
@@ -114,26 +111,24 @@ def test_shards_go_from_row_to_row_and_others_stay() -> None:
 def test_leaves_change_their_sharding(source: Any, target: Any) -> None:
     mesh = mesh_of("replica", "fsdp", "tp")
     values = {dtype: random_bits(dtype, (8, 16), seed=1) for dtype in SOME}
-    leaves: dict[str, Any] = {
-        name: jax.device_put(value, NamedSharding(mesh, source)) for name, value in values.items()
-    }
-    onto = NamedSharding(mesh, target)
-    move_shards.reshard(leaves, targets_of(values, onto))
-    for name, value in values.items():
-        assert_on(onto, leaves[name], value)
+    assert_moved(values, NamedSharding(mesh, source), NamedSharding(mesh, target))
 
 
 @pytest.mark.parametrize("memory_kind", ["device", "pinned_host"])
 def test_leaves_change_their_sharding_on_any_mesh_and_memory(memory_kind: str) -> None:
     mesh = jax.make_mesh((2, 4), ("a", "b"))  # of Explicit axes
-    source, target = (
-        NamedSharding(mesh, spec, memory_kind=memory_kind) for spec in (P("a"), P("b", "a"))
-    )
     values = {dtype: random_bits(dtype, (8, 4), seed=1) for dtype in ("bfloat16", "float32")}
-    leaves: dict[str, Any] = {n: jax.device_put(value, source) for n, value in values.items()}
-    move_shards.reshard(leaves, targets_of(values, target))
+    before, after = (NamedSharding(mesh, s, memory_kind=memory_kind) for s in (P("a"), P("b", "a")))
+    assert_moved(values, before, after)
+
+
+def assert_moved(
+    values: Mapping[str, np.ndarray], before: NamedSharding, after: NamedSharding
+) -> None:
+    leaves: dict[str, Any] = {n: jax.device_put(value, before) for n, value in values.items()}
+    move_shards.reshard(leaves, targets_of(values, after))
     for name, value in values.items():
-        assert_on(target, leaves[name], value)
+        assert_on(after, leaves[name], value)
 
 
 def test_leaves_on_meshes_of_another_order_of_devices_move_together() -> None:
@@ -148,17 +143,6 @@ def test_leaves_on_meshes_of_another_order_of_devices_move_together() -> None:
     move_shards.reshard(leaves, targets)
     for name in meshes:
         assert_on(onto[name], leaves[name], value)
-
-
-def test_programs_are_built_once() -> None:
-    shardings = [NamedSharding(mesh_of("replica", "fsdp", "tp"), spec) for spec in (P(), P("fsdp"))]
-    again = [NamedSharding(mesh_of("replica", "fsdp", "tp"), spec) for spec in (P(), P("fsdp"))]
-    program = move_shards.reshard_program((shardings[0],), (shardings[1],))
-    assert program is move_shards.reshard_program((again[0],), (again[1],))
-    grid, same = (move_shards.replica_grid(pair[0]) for pair in (shardings, again))
-    assert move_shards.sum_program(grid) is move_shards.sum_program(same)
-    rounds = (((0, 1),),)
-    assert move_shards.permute_program(grid, rounds) is move_shards.permute_program(same, rounds)
 
 
 def test_a_program_moves_no_more_leaves_and_bytes_than_it_may(
@@ -176,20 +160,6 @@ def test_a_program_moves_no_more_leaves_and_bytes_than_it_may(
     assert chunks == ["012", "345", "6", "7"]
 
 
-@pytest.mark.parametrize(("padding", "expected"), [(1, ["0123", "4567"]), (4, list("01234567"))])
-def test_leaves_count_in_a_chunk_as_large_as_devices_store_them(
-    padding: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sharding = NamedSharding(mesh_of("replica", "fsdp", "tp"), P("fsdp"))
-    leaf = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=sharding)  # a device has 8 bytes of it
-    monkeypatch.setattr(
-        move_shards, "shard_bytes", lambda targets: dict.fromkeys(targets, 8 * padding)
-    )
-    monkeypatch.setattr(move_shards, "_CHUNK_BYTES", 32)
-    chunks = move_shards._chunks({f"{i}": leaf for i in range(8)})
-    assert ["".join(chunk) for chunk in chunks] == expected
-
-
 def test_leaves_whose_bits_become_bytes_move_alone() -> None:
     sharding = NamedSharding(mesh_of("replica", "fsdp", "tp"), P("fsdp"))
     alone = ["bool", "int8", "int4", "uint4", "float4_e2m1fn"]
@@ -199,3 +169,11 @@ def test_leaves_whose_bits_become_bytes_move_alone() -> None:
     targets = {n: jax.ShapeDtypeStruct((8,), jnp.dtype(n), sharding=sharding) for n in mixed}
     chunks = [list(chunk) for chunk in move_shards._chunks(targets)]
     assert chunks == [*([name] for name in alone), together]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_come_back(dtype: str) -> None:
+    array = jnp.asarray(random_bits(dtype, (512, 512), seed=1))
+    back = jax.jit(lambda x: from_bits(to_bits(x), dtype))(array)
+    assert back.dtype == array.dtype
+    assert np.asarray(back).tobytes() == np.asarray(array).tobytes()

@@ -75,28 +75,18 @@ def test_a_declared_tie_that_the_tensors_lack_is_said_once_with_its_remedy(
     assert warnings_of(directory / "mended", caplog, model) == []
 
 
-def test_ties_that_the_configuration_switches_off_are_not_declared() -> None:
+def test_ties_are_declared_under_the_names_of_the_whole_model() -> None:
+    tie = {"head.weight": "embed.weight"}
+    for build in (Declaring, DeclaringAliases):
+        compiled: Any = torch.compile(build(), backend="eager")
+        assert declared_ties(compiled) == tie
     assert declared_ties(DeclaringAliases(tie_word_embeddings=False)) == {}
-    assert declared_ties(DeclaringAliases()) == {"head.weight": "embed.weight"}
-
-
-@pytest.mark.parametrize("build", [Declaring, DeclaringAliases])
-def test_a_compiled_model_declares_its_ties_under_plain_names(build: Any) -> None:
-    compiled: Any = torch.compile(build(), backend="eager")
-    assert declared_ties(compiled) == {"head.weight": "embed.weight"}
-
-
-def test_a_wrapped_model_declares_its_ties_under_the_names_of_the_whole() -> None:
     outer = nn.ModuleDict({"base": nn.ModuleDict({"model": Declaring()})})
-    tie = {"base.model.head.weight": "base.model.embed.weight"}
-    assert declared_ties(outer) == tie
+    assert declared_ties(outer) == {"base.model.head.weight": "base.model.embed.weight"}
     # As PEFT does to a layer that it adapts: the declared name is gone, and so is the tie.
     outer["base"]["model"].head = nn.ModuleDict({"base_layer": nn.Linear(4, 6)})  # type: ignore
     assert declared_ties(outer) == {}
     assert declared_ties(torch.nn.Linear(2, 2)) == {}
-
-
-# --- a warm start ties them again ---
 
 
 SOURCES = {
@@ -172,12 +162,15 @@ def test_a_run_of_tied_weights_ties_a_sharded_model(
     assert set(asked) == {"embed.weight"}, "the name that a tied weight has in every other call"
 
 
-def test_two_stored_values_stay_two_weights(tmp_path: Path) -> None:
+def test_two_stored_values_and_a_name_that_is_left_out_stay_two_weights(tmp_path: Path) -> None:
     model = untied()
     arrays = {n: a + i for i, s in enumerate(SOURCES.values()) for n, a in s.items()}
     warm_start(model, file_of(tmp_path, arrays))
     assert bits(model.embed.weight)[1:] == bits(arrays["embed.weight"])[1:]
     assert bits(model.head.weight)[1:] == bits(arrays["head.weight"])[1:]
+    warm_start(model, file_of(tmp_path, SOURCES["first"]), exclude="head")
+    assert bits(model.head.weight)[1:] == bits(arrays["head.weight"])[1:]
+    assert model.head.weight is not model.embed.weight
 
 
 def test_a_chain_of_ties_hangs_on_the_one_name_that_the_source_has(tmp_path: Path) -> None:
@@ -187,10 +180,6 @@ def test_a_chain_of_ties_hangs_on_the_one_name_that_the_source_has(tmp_path: Pat
     warm_start(model, file_of(tmp_path, arrays))
     assert model["a"].weight is model["b"].weight is model["c"].weight is not model["d"].weight
     assert bits(model["a"].weight)[1:] == bits(arrays["c.weight"])[1:]
-
-
-def jittable(model: Any) -> Any:
-    return JittableModule(model)
 
 
 def frozen_head(model: Any) -> Any:
@@ -222,7 +211,7 @@ def _unfrozen() -> Iterator[None]:
 @pytest.mark.usefixtures("_unfrozen")
 @pytest.mark.parametrize(
     "prepare",
-    [torch.optim.AdamW, jittable, jittable_beside, in_a_dict, frozen_head, frozen_objects],
+    [torch.optim.AdamW, JittableModule, jittable_beside, in_a_dict, frozen_head, frozen_objects],
 )
 def test_weights_stay_separate_where_something_holds_both(tmp_path: Path, prepare: Any) -> None:
     """Each of them would go on with a parameter that the model no longer has."""
@@ -241,14 +230,6 @@ def test_weights_stay_separate_where_something_holds_both(tmp_path: Path, prepar
         del prepared
         gc.unfreeze()
     warm_start(untied(), folder)  # without a holder
-
-
-def test_what_is_left_out_is_not_tied(tmp_path: Path) -> None:
-    model = untied()
-    head = bits(model.head.weight)
-    warm_start(model, file_of(tmp_path, SOURCES["first"]), exclude="head")
-    assert bits(model.head.weight) == head
-    assert model.head.weight is not model.embed.weight
 
 
 def test_a_failed_warm_start_leaves_the_weights_separate(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import operator
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -57,11 +58,6 @@ def make_step(*, donates: bool = False) -> Callable[[State, int], State]:
     return jax.jit(step, donate_argnums=(0,) if donates else ())
 
 
-def host(tree: Any) -> Any:
-    """The bits of every leaf, taken without keeping hold of a device buffer."""
-    return jax.tree.map(lambda x: np.array(x, copy=True), tree)
-
-
 def abstract(tree: Any, sharding: Any = None) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
@@ -73,9 +69,6 @@ def save_state(directory: Path, state: Any, step: int = 1) -> None:
 
 def load(directory: Path, abstract_state: Any = None) -> Any:
     return TorchaxCheckpointer(directory).load(abstract_state=abstract_state)
-
-
-# --- optax -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["arrays", "shapes", "donated"])
@@ -101,58 +94,17 @@ def test_optax_training_goes_on_as_if_never_interrupted(directory: Path, kind: s
     assert_trees_identical(resumed, state)
 
 
-def test_without_an_abstract_state_namedtuples_come_back_as_dicts(directory: Path) -> None:
-    params, opt_state = make_step()(initial(), 1)
-    save_state(directory, {"params": params, "opt_state": opt_state})
-    loaded = load(directory)
-    adam = opt_state[1][0]
-    assert type(adam).__name__ == "ScaleByAdamState"
-    assert_trees_identical(
-        loaded["opt_state"],
-        (
-            {},
-            (
-                {"count": adam.count, "mu": adam.mu, "nu": adam.nu},
-                {},
-                {"count": opt_state[1][2].count},
-            ),
-        ),
-    )
-    assert_trees_identical(loaded["params"], params)
-
-
 def test_a_state_on_a_mesh_is_loaded_onto_another(directory: Path) -> None:
     state = make_step()(initial(), 1)
     rows = NamedSharding(fsdp_mesh(8), P("fsdp"))
     whole = NamedSharding(fsdp_mesh(8), P())
     sharded = jax.tree.map(lambda x: jax.device_put(x, rows if x.ndim else whole), state)
     save_state(directory, sharded)
-    for sharding in (
-        NamedSharding(fsdp_mesh(4), P()),
-        SingleDeviceSharding(jax.devices()[5]),
-        None,
-    ):
-        wanted = jax.device_put(host(state), sharding)
+    on_four, on_one = NamedSharding(fsdp_mesh(4), P()), SingleDeviceSharding(jax.devices()[5])
+    for sharding in (on_four, on_one, None):
+        wanted = jax.device_put(jax.tree.map(np.asarray, state), sharding)
         assert_trees_identical(load(directory, abstract(state, sharding)), wanted)
     assert_trees_identical(load(directory, sharded), sharded)
-
-
-# --- donation --------------------------------------------------------------------------------
-
-
-def test_what_a_step_donates_right_after_save_is_saved_as_it_was(directory: Path) -> None:
-    step = make_step(donates=True)
-    state = step(initial(), 0)
-    wanted = {}
-    with TorchaxCheckpointer(directory) as ckpt:
-        for number in range(1, 4):
-            wanted[number] = host(state)
-            ckpt.save(number, state=state, force=True)
-            before, state = state, step(state, number)
-            assert before[0]["w"].is_deleted()
-    for number, expected in wanted.items():
-        loaded = TorchaxCheckpointer(directory).load(number, abstract(state))
-        assert_trees_identical(host(loaded), expected)
 
 
 def test_arrays_deleted_right_after_save_are_saved_as_they_were(directory: Path) -> None:
@@ -172,49 +124,41 @@ def test_arrays_deleted_right_after_save_are_saved_as_they_were(directory: Path)
     assert {k: bits(v) for k, v in load(directory).items()} == wanted
 
 
-@pytest.mark.parametrize("kind", ["jax", "torchax", "view", "key"])
-def test_a_buffer_that_was_donated_before_save_is_refused_by_name(
-    directory: Path, kind: str
-) -> None:
-    leaf: Any
-    if kind == "key":
-        leaf = jax.random.fold_in(jax.random.key(0), 1)
-        leaf.delete()
-    else:
-        array = jnp.ones((4, 2)) + 1
-        tensor = torchax_backend.wrap(array)
-        leaf = {"jax": array, "torchax": tensor, "view": tensor[1:]}[kind]
-        array.delete()
+def test_a_buffer_that_was_donated_before_save_is_refused_by_name(directory: Path) -> None:
+    array, key = jnp.ones((4, 2)) + 1, jax.random.fold_in(jax.random.key(0), 1)
+    tensor = torchax_backend.wrap(array)
+    view = tensor[1:]
+    array.delete()
+    key.delete()
     with TorchaxCheckpointer(directory) as ckpt:
-        with pytest.raises(UnsupportedLeafError, match="donated") as caught:
-            ckpt.save(1, state={"fine": jnp.ones(2), "gone": [leaf]})
-        assert caught.value.key_path == "state/gone/0"
-        assert "state/gone/0" in str(caught.value)
-        assert not ckpt.all_steps()
+        for leaf in (array, tensor, view, key):
+            with pytest.raises(UnsupportedLeafError, match="state/gone/0.*donated") as caught:
+                ckpt.save(1, state={"fine": jnp.ones(2), "gone": [leaf]})
+            assert caught.value.key_path == "state/gone/0"
+            assert not ckpt.all_steps()
         assert ckpt.save(1, state={"fine": jnp.ones(2)})
 
 
-# --- one save after another ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["set", "counter", "list", "numpy", "torch", "bytes in a dict"])
-def test_values_that_were_changed_in_place_are_saved_anew(directory: Path, kind: str) -> None:
-    values: dict[str, tuple[Any, Callable[[Any], Any]]] = {
-        "set": ({1}, lambda v: v.add(2)),
-        "counter": (collections.Counter(a=1), lambda v: v.update(b=1)),
-        "list": ([1], lambda v: v.append(2)),
-        "numpy": (np.ones(2), lambda v: v.fill(2)),
-        "torch": (torchax_backend.from_numpy(np.ones(2)), _zero),
-        "bytes in a dict": ({"b": b"1"}, lambda v: v.update(b=b"2")),
-    }
-    value, change = values[kind]
+def test_values_that_were_changed_in_place_are_saved_anew(directory: Path) -> None:
+    values: list[tuple[Any, Callable[[Any], Any]]] = [
+        ({1}, lambda v: v.add(2)),
+        (collections.Counter(a=1), lambda v: v.update(b=1)),
+        ([1], lambda v: v.append(2)),
+        (np.ones(2), lambda v: v.fill(2)),
+        (torchax_backend.from_numpy(np.ones(2)), _zero),
+        ({"b": b"1"}, lambda v: v.update(b=b"2")),
+    ]
+    changing = [value for value, _ in values]
+    state = {"w": jnp.ones(2), "x": changing}
     with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.save(1, state={"w": jnp.ones(2), "x": value})
+        ckpt.save(1, state=state)
         ckpt.wait_until_finished()
-        before = fingerprint(ckpt.load(1)["x"])
-        change(value)
-        ckpt.save(2, state={"w": jnp.ones(2), "x": value}, force=True)
-    assert fingerprint(load(directory)["x"]) == fingerprint(value) != before
+        before = list(map(fingerprint, ckpt.load(1)["x"]))
+        for value, change in values:
+            change(value)
+        ckpt.save(2, state=state, force=True)
+    assert fingerprint(load(directory)["x"]) == fingerprint(changing)
+    assert not any(map(operator.eq, before, map(fingerprint, changing)))
 
 
 def _zero(tensor: torch.Tensor) -> None:
@@ -222,123 +166,69 @@ def _zero(tensor: torch.Tensor) -> None:
         tensor.zero_()
 
 
-def test_a_leaf_that_can_no_longer_be_stored_is_refused_by_its_own_name(directory: Path) -> None:
-    with torchax_backend.native_torch():
-        dense = torch.eye(2)
-        others = {
-            "sparse": torch.eye(2).to_sparse(),
-            "meta": torch.empty((2, 2), device="meta"),
-        }
-    with TorchaxCheckpointer(directory) as ckpt:
-        for tensor in others.values():
-            ckpt.save(1, state={"a": [dense]}, force=True)
-            with pytest.raises(UnsupportedLeafError) as caught:
-                ckpt.save(2, state={"a": [tensor]}, force=True)
-            assert caught.value.key_path == "state/a/0"
-        with pytest.raises(UnsupportedLeafError):
-            ckpt.save(2, state={"a": [lambda: 0]}, force=True)
-        assert ckpt.save(2, state={"a": [dense]}, force=True)
-
-
-# --- abstract states -------------------------------------------------------------------------
-
-
-def test_an_abstract_state_of_torchax_tensors_gives_torchax_tensors(directory: Path) -> None:
-    array = jax.device_put(np.arange(8.0, dtype=np.float32), NamedSharding(fsdp_mesh(), P("fsdp")))
-    save_state(
-        directory, {"a": array, "b": torchax_backend.wrap(array), "c": np.arange(8, dtype=np.int32)}
-    )
+def test_the_abstract_state_says_what_kind_of_leaf_comes_back(directory: Path) -> None:
+    value = np.arange(8, dtype=np.float32)
+    array = jax.device_put(value, NamedSharding(fsdp_mesh(), P("fsdp")))
     gone = torchax_backend.wrap(jnp.zeros(8) + 1)
     torchax_backend.buffer(gone).delete()
-    loaded = load(
-        directory,
-        {
-            "a": torchax_backend.wrap(array + 1),
-            "b": gone,
-            "c": torchax_backend.wrap(jnp.zeros(8, jnp.int32)),
-        },
-    )
-    wanted = {
-        "a": torchax_backend.wrap(array),
-        "b": torchax_backend.wrap(jnp.arange(8.0)),
-        "c": torchax_backend.wrap(jnp.arange(8)),
-    }
-    assert_trees_identical(loaded, wanted)
-
-
-def test_the_abstract_state_says_what_kind_of_leaf_comes_back(directory: Path) -> None:
-    value = np.arange(6, dtype=np.float32)
     kinds = {
         "jax": jax.device_put(value),
         "numpy": value,
+        "sharded": torchax_backend.wrap(array),
         "torch": torchax_backend.from_numpy(value),
         "torchax": torchax_backend.wrap(jax.device_put(value)),
     }
     save_state(directory, {f"{one} as {other}": kinds[one] for one in kinds for other in kinds})
     wanted = {f"{one} as {other}": kinds[other] for one in kinds for other in kinds}
-    assert_trees_identical(load(directory, wanted), wanted)
+    asked = {name: gone if name.endswith("as torchax") else leaf for name, leaf in wanted.items()}
+    assert_trees_identical(load(directory, asked), wanted)
 
 
-def test_shapes_of_random_keys_are_abstract_leaves_too(directory: Path) -> None:
+def test_shapes_of_random_keys_and_deleted_ones_are_abstract_leaves_too(directory: Path) -> None:
     sharding = NamedSharding(fsdp_mesh(), P("fsdp"))
     keys = {
+        "deleted": jax.device_put(make_leaf("key", "rbg", (8,), 2), sharding),
         "one": make_leaf("key", "threefry2x32", (), 1),
         "sharded": jax.device_put(make_leaf("key", "rbg", (8,), 2), sharding),
     }
     save_state(directory, keys)
+    deleted = jax.device_put(make_leaf("key", "rbg", (8,), 3), sharding)
+    deleted.delete()
     shapes = {
+        "deleted": deleted,
         "one": jax.ShapeDtypeStruct((), keys["one"].dtype),
         "sharded": jax.ShapeDtypeStruct((8,), keys["sharded"].dtype, sharding=sharding),
     }
     assert_trees_identical(load(directory, shapes), keys)
 
 
-def test_deleted_random_keys_say_where_they_were(directory: Path) -> None:
-    sharding = NamedSharding(fsdp_mesh(), P("fsdp"))
-    key = jax.device_put(make_leaf("key", "rbg", (8,), 2), sharding)
-    save_state(directory, {"key": key})
-    template = jax.device_put(make_leaf("key", "rbg", (8,), 3), sharding)
-    template.delete()
-    assert_trees_identical(load(directory, {"key": template}), {"key": key})
-
-
 Node = collections.namedtuple("Node", ["left", "right"])
 
 
 def test_an_abstract_state_gives_the_structure_of_the_result(directory: Path) -> None:
+    """To JAX, a set and a Counter are leaves; what is in them may be numpy's."""
     state = {
+        "counter": collections.Counter({"a": np.int64(3)}),
+        "huge ints": {2**60: np.ones(2), 1: np.zeros(2), -(2**80): np.ones(1)},
         "int keys": {1: np.ones(1), 2: "two"},
         "list": [np.zeros(1), None, ()],
         "named": Node(np.ones(2), Node(1, "x")),
         "ordered": collections.OrderedDict([("b", np.ones(3)), ("a", 2**70)]),
         "tuple keys": {("a", 1): np.ones(4)},
     }
-    save_state(directory, state)
-    assert_trees_identical(load(directory, state), state)
-
-
-@pytest.mark.parametrize("huge", [2**60, -(2**80)])
-def test_huge_ints_are_keys_of_an_abstract_state_too(directory: Path, huge: int) -> None:
-    state = {"a": {huge: np.ones(2), 1: np.zeros(2)}}
-    save_state(directory, state)
-    assert_trees_identical(load(directory, state)["a"][huge], state["a"][huge])
-
-
-def test_an_abstract_state_may_hold_python_values_with_arrays_in_them(directory: Path) -> None:
-    """A set and a Counter are leaves to JAX; what is in them may be numpy's."""
-    state = {"counter": collections.Counter({"a": np.int64(3)}), "set": {np.int16(1)}}
-    save_state(directory, state)
-    loaded = load(directory, state)
-    assert_trees_identical(loaded["counter"], state["counter"])
-    assert [type(member) for member in loaded["set"]] == [np.int16]
-
-
-def test_python_values_come_from_the_checkpoint_not_from_the_abstract_state(
-    directory: Path,
-) -> None:
-    save_state(directory, {"epoch": 3, "name": "a", "rate": 0.1, "z": 1j, "bytes": b"x"})
-    loaded = load(directory, {"epoch": 0, "name": "", "rate": 0.0, "z": 0j, "bytes": b""})
-    assert loaded == {"epoch": 3, "name": "a", "rate": 0.1, "z": 1j, "bytes": b"x"}
+    members = {np.int16(1)}
+    values = {"bytes": b"x", "epoch": 3, "name": "a", "rate": 0.1, "z": 1j}
+    save_state(directory, {**state, "set": members, "values": values})
+    others = {"bytes": b"", "epoch": 0, "name": "", "rate": 0.0, "z": 0j}
+    loaded = load(directory, {**state, "set": members, "values": others})
+    assert loaded.pop("values") == values  # Python's values come from the checkpoint
+    assert [type(member) for member in loaded.pop("set")] == [np.int16]
+    huge = loaded.pop("huge ints")
+    assert {key: bits(array) for key, array in huge.items()} == {
+        key: bits(array)
+        for key, array in state.pop("huge ints").items()  # type: ignore[attr-defined]
+    }
+    assert_trees_identical(loaded, state)
 
 
 def test_each_part_of_what_is_stored_is_looked_through_once(
@@ -360,58 +250,39 @@ def test_each_part_of_what_is_stored_is_looked_through_once(
     assert looks <= 2 * 2 * (count + 1)  # for what is asked for, and for what else there is
 
 
-# --- mismatches ------------------------------------------------------------------------------
-
-
 def test_all_that_differs_is_in_one_error_with_its_name(directory: Path) -> None:
-    save_state(
-        directory,
-        {
-            "dtype": jnp.ones(2),
-            "fine": jnp.ones(2),
-            "form": [jnp.ones(1)],
-            "impl": jax.random.key(0, impl="rbg"),
-            "key": jnp.ones((2,), jnp.uint32),
-            "list": (jnp.ones(1), jnp.ones(1)),
-            "python": jnp.ones(()),
-            "shape": jnp.ones((2, 3)),
-            "value": 5,
-            "x/y": {"extra": jnp.ones(1)},
-        },
-        step=7,
-    )
+    one, two = jnp.ones(1), jnp.ones(2)
+    pairs: dict[str, tuple[Any, Any]] = {  # what is stored, and what is asked for
+        "dtype": (two, jnp.ones(2, jnp.bfloat16)),
+        "fine": (two, two),
+        "form": ([one], one),
+        "impl": (jax.random.key(0, impl="rbg"), jax.random.key(0, impl="threefry2x32")),
+        "key": (jnp.ones((2,), jnp.uint32), jax.random.key(0)),
+        "list": ((one, one), (one, one, one)),
+        "python": (jnp.ones(()), 1.0),
+        "shape": (jnp.ones((2, 3)), jnp.ones((3, 2))),
+        "value": (5, jnp.ones(())),
+    }
+    stored = {name: pair[0] for name, pair in pairs.items()} | {"x/y": {"extra": one}}
+    asked = {"absent": two, **{name: pair[1] for name, pair in pairs.items()}}
+    save_state(directory, stored, step=7)
     with pytest.raises(MismatchError) as caught:
-        TorchaxCheckpointer(directory).load(
-            7,
-            {
-                "absent": jnp.ones(2),
-                "dtype": jnp.ones(2, jnp.bfloat16),
-                "fine": jnp.ones(2),
-                "form": jnp.ones(1),
-                "impl": jax.random.key(0, impl="threefry2x32"),
-                "key": jax.random.key(0),
-                "list": (jnp.ones(1), jnp.ones(1), jnp.ones(1)),
-                "python": 1.0,
-                "shape": jnp.ones((3, 2)),
-                "value": jnp.ones(()),
-            },
-        )
+        TorchaxCheckpointer(directory).load(7, asked)
     error = caught.value
     assert sorted(error.missing) == ["state/absent", "state/list/2"]
     assert sorted(error.unexpected) == ["state/x%2Fy/extra"]
-    assert error.mismatched.keys() == {
-        f"state/{name}" for name in ("dtype", "form", "impl", "key", "python", "shape", "value")
-    }
+    assert error.mismatched.keys() == {f"state/{name}" for name in pairs.keys() - {"fine", "list"}}
     assert error.mismatched["state/dtype"] == "expected bfloat16[2], found float32[2]"
     assert error.mismatched["state/shape"] == "expected float32[3, 2], found float32[2, 3]"
     for name in (*error.missing, *error.unexpected, *error.mismatched):
         assert name in str(error)
     assert "abstract_state" in str(error)
-    assert error.step == 7
-    assert error.path == str(directory / "7")
+    assert (error.step, error.path) == (7, str(directory / "7"))
 
 
-def test_a_python_value_of_another_type_is_a_mismatch(directory: Path) -> None:
+def test_a_python_value_of_another_type_or_that_nothing_takes_is_a_mismatch(
+    directory: Path,
+) -> None:
     found = ["text", {"a": 1}, {"a": np.ones(1)}, [1], (1,), None, np.float32(1)]
     save_state(directory, {"found": found, "w": jnp.ones(1)})
     for index, expected in enumerate((0, 1.0, 1.0, "", "", 0, 0)):
@@ -419,16 +290,9 @@ def test_a_python_value_of_another_type_is_a_mismatch(directory: Path) -> None:
         with pytest.raises(MismatchError) as caught:
             load(directory, asked)
         assert f"state/found/{index}" in caught.value.mismatched
-
-
-def test_python_values_that_nothing_takes_are_unexpected(directory: Path) -> None:
-    save_state(directory, {"a": 5, "b": {"c": "text"}, "w": jnp.ones(1)})
     with pytest.raises(MismatchError) as caught:
         load(directory, {"w": jnp.ones(1)})
-    assert sorted(caught.value.unexpected) == ["state/a", "state/b/c"]
-
-
-# --- beside what is attached -----------------------------------------------------------------
+    assert {"state/found/0", "state/found/1/a"} <= set(caught.value.unexpected)
 
 
 def test_random_state_and_stateful_objects_are_saved_with_a_functional_state(
@@ -478,24 +342,20 @@ def test_load_gives_attached_modules_and_optimizers_by_component(directory: Path
     assert loaded.keys() == {"model", "optimizer", "rng"}
     assert_trees_identical(loaded["model"], dict(model.state_dict()), shardings=False)
     names = [name for name, _ in model.named_parameters()]
-    assert list(loaded["optimizer"]["state"]) == names
-    for name, parameter in model.named_parameters():
-        moments = dict(optim.state[parameter])
-        assert_trees_identical(loaded["optimizer"]["state"][name], moments, shardings=False)
+    moments = {name: dict(optim.state[p]) for name, p in model.named_parameters()}
+    assert_trees_identical(loaded["optimizer"]["state"], moments, shardings=False)
     (group,) = loaded["optimizer"]["param_groups"]
-    assert group["params"] == names
-    assert group["lr"] == 0.5
+    assert (group["params"], group["lr"]) == (names, 0.5)
 
-
-def test_an_abstract_state_picks_components_of_attached_modules(directory: Path) -> None:
-    model = mlp()
-    save(directory, model)
     sharding = NamedSharding(fsdp_mesh(4), P())
     shapes = {n: torchax_backend.buffer(p) for n, p in sorted(model.named_parameters())}
-    loaded = load(directory, {"model": abstract(shapes, sharding)})
+    with TorchaxCheckpointer(directory / "model") as ckpt:
+        ckpt.attach(model, rng=False)
+        ckpt.save(1, force=True)
+    found = load(directory / "model", {"model": abstract(shapes, sharding)})
     wanted = {"model": {n: jax.device_put(a, sharding) for n, a in shapes.items()}}
-    assert_trees_identical(loaded, wanted)
+    assert_trees_identical(found, wanted)
     with pytest.raises(MismatchError) as caught:
-        load(directory, {"model": {"0.weight": shapes["0.weight"]}, "ema": jnp.ones(1)})
+        load(directory / "model", {"model": {"0.weight": shapes["0.weight"]}, "ema": jnp.ones(1)})
     assert caught.value.missing == ("ema",)
     assert sorted(caught.value.unexpected) == ["model/0.bias", "model/2.bias", "model/2.weight"]

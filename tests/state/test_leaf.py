@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,9 +13,8 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 from support.compare import assert_trees_identical, bits
-from support.processes import run_python
 from support.strategies import (
     JAX_DTYPES,
     KEY_IMPLS,
@@ -26,15 +24,12 @@ from support.strategies import (
     TORCHAX_DTYPES,
     fingerprint,
     make_leaf,
-    random_bits,
     trees,
 )
 from support.training import P, fsdp_mesh
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, torchax_backend
 from torchax_ckpt.options import Codec
-
-Load = Callable[..., Any]
 
 
 def save(directory: Path, state: Any, **options: Any) -> None:
@@ -90,33 +85,6 @@ def test_every_dtype_of_every_kind_comes_back_as_it_was_saved(directory: Path) -
     assert_trees_identical(load(directory, jax.tree.map(blank, state)), state)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["auto", "flat"])
-@pytest.mark.parametrize("snapshot", ["auto", "reference", "copy", "offload", "transfer"])
-def test_every_way_of_saving_gives_the_same_state(
-    directory: Path, layout: Any, snapshot: Any
-) -> None:
-    """Leaves that differ in their indices only may be stored as one array."""
-    rows = NamedSharding(fsdp_mesh(), P("fsdp"))
-    kinds = {"jax": JAX_DTYPES, "numpy": NUMPY_DTYPES, "torch": TORCH_DTYPES}
-    state: dict[str, Any] = {
-        f"{kind} {dtype}": [make_leaf(kind, dtype, (8,), seed) for seed in range(3)]
-        for kind, dtypes in kinds.items()
-        for dtype in dtypes
-    }
-    state["keys"] = [make_leaf("key", "rbg", (), seed) for seed in range(3)]
-    state["scalars"] = [make_leaf("numpy_scalar", "int64", (), seed) for seed in range(3)]
-    state["sharded"] = [
-        jax.device_put(random_bits("bfloat16", (8, 2), seed), rows) for seed in range(3)
-    ]
-    state["torchax"] = [make_leaf("torchax", "float16", (2,), seed) for seed in range(3)]
-    state = dict(sorted(state.items()))
-    save(directory, state, layout=layout, snapshot=snapshot)
-    assert_trees_identical(load(directory, state), state)
-    state["sharded"] = [jax.device_put(np.asarray(x)) for x in state["sharded"]]
-    assert_trees_identical(load(directory), state)
-
-
 @pytest.mark.parametrize("codec", get_args(Codec))
 def test_compressed_arrays_come_back_as_they_were_saved(codec: Codec, directory: Path) -> None:
     state = every_kind()
@@ -124,42 +92,22 @@ def test_compressed_arrays_come_back_as_they_were_saved(codec: Codec, directory:
     assert_trees_identical(load(directory), state)
 
 
-def test_host_leaves_keep_64_bits(directory: Path) -> None:
-    numbers = (2**40, -(2**40), 2**53 + 1, 2**63 - 1)
-    state = {
-        "numpy": np.array(numbers),
-        "numpy 0-d": np.array(2**53 + 1),
-        "numpy scalar": np.int64(2**40),
-        "python": (*numbers, 2**64, -(2**700), 10**400),
-        "torch": torchax_backend.from_numpy(np.array(numbers)),
-        "torch 0-d": torchax_backend.from_numpy(np.array(2**53 + 1)),
-        "torch float64": torchax_backend.from_numpy(np.array([1 + 2**-50])),
-        "torch uint64": torchax_backend.from_numpy(np.array([2**64 - 1], np.uint64)),
-    }
-    save(directory, state)
-    assert_trees_identical(load(directory), state)
-    assert_trees_identical(load(directory, jax.tree.map(blank, state)), state)
-    assert load(directory)["torch 0-d"].device == torch.device("cpu")
-
-
-def test_a_host_integer_asked_for_as_a_jax_array_is_not_narrowed(directory: Path) -> None:
+def test_64_bits_are_not_narrowed_where_jax_has_none(directory: Path) -> None:
     """Without x64 JAX has no int64: 2**40 would become 0."""
-    save(directory, {"n": np.array([2**40])})
-    for sharding in (None, SingleDeviceSharding(jax.devices()[0])):
-        abstract = {"n": jax.ShapeDtypeStruct((1,), np.int64, sharding=sharding)}
-        with pytest.raises((TypeError, ValueError), match="int64") as caught:
-            load(directory, abstract)
-        assert "state/n" in str(caught.value)
-
-
-def test_a_64_bit_jax_array_is_not_narrowed_where_jax_has_none(directory: Path) -> None:
     with jax.enable_x64(True):
         state = {"n": jnp.array([2**40]), "x": jnp.array([1 + 2**-50])}
-        save(directory, state)
-        assert_trees_identical(load(directory), state)
-    with pytest.raises((TypeError, ValueError), match="64") as caught:
-        load(directory)
-    assert "state/n" in str(caught.value)
+        save(directory / "jax", state)
+        assert_trees_identical(load(directory / "jax"), state)
+    save(directory / "numpy", {"n": np.array([2**40])})
+    one_device = SingleDeviceSharding(jax.devices()[0])
+    for place, abstract in (
+        ("jax", None),
+        ("numpy", {"n": jax.ShapeDtypeStruct((1,), np.int64)}),
+        ("numpy", {"n": jax.ShapeDtypeStruct((1,), np.int64, sharding=one_device)}),
+    ):
+        with pytest.raises((TypeError, ValueError), match="64") as caught:
+            load(directory / place, abstract)
+        assert "state/n" in str(caught.value)
 
 
 def test_plain_values_and_empty_containers_come_back_as_they_were(directory: Path) -> None:
@@ -181,22 +129,14 @@ def test_plain_values_and_empty_containers_come_back_as_they_were(directory: Pat
     assert fingerprint(load(directory)) == fingerprint(state)
 
 
-@pytest.mark.parametrize(
-    "state", [{}, [], (), 0, "text", [None], {"a": []}, np.zeros((0, 2))], ids=repr
-)
-def test_a_state_without_stored_arrays_can_be_saved(directory: Path, state: Any) -> None:
-    save(directory, state)
-    assert fingerprint(load(directory)) == fingerprint(state)
-    assert fingerprint(load(directory, state)) == fingerprint(state)
-
-
-@pytest.mark.parametrize("kind", ["jax", "torchax", "torch", "numpy", "numpy_scalar", "key"])
-def test_a_single_array_can_be_the_whole_state(directory: Path, kind: str) -> None:
-    shape = () if kind == "numpy_scalar" else (2, 3)
-    state = make_leaf(kind, "rbg" if kind == "key" else "float32", shape, 1)
-    save(directory, state)
-    assert_trees_identical(load(directory), state)
-    assert_trees_identical(load(directory, blank(state)), state)
+def test_a_single_value_or_no_array_can_be_the_whole_state(directory: Path) -> None:
+    leaves = [make_leaf(kind, "float32", (2, 3), 1) for kind in ("jax", "torchax", "torch")]
+    leaves += [make_leaf("numpy_scalar", "float32", (), 1), make_leaf("key", "rbg", (2,), 1)]
+    plain = [{}, [], (), 0, "text", [None], {"a": []}, np.zeros((0, 2))]
+    for number, state in enumerate([*leaves, *plain]):
+        save(directory / str(number), state)
+        assert fingerprint(load(directory / str(number))) == fingerprint(state)
+        assert fingerprint(load(directory / str(number), blank(state))) == fingerprint(state)
 
 
 @settings(max_examples=15)
@@ -207,63 +147,6 @@ def test_any_tree_can_be_saved_and_loaded(tree: Any) -> None:
     with tempfile.TemporaryDirectory() as directory:
         save(Path(directory), tree)
         assert fingerprint(load(Path(directory))) == fingerprint(tree)
-
-
-def placements() -> dict[str, Any]:
-    """Shardings of an (8, 16) array, by name; None for uncommitted."""
-    devices = np.array(jax.devices())
-    grid = Mesh(devices.reshape(2, 4), ("data", "model"))
-    return {
-        "columns": NamedSharding(fsdp_mesh(), P(None, "fsdp")),
-        "grid": NamedSharding(grid, P("data", "model")),
-        "last device": SingleDeviceSharding(jax.devices()[-1]),
-        "part of the grid": NamedSharding(grid, P(None, "model")),
-        "replicated": NamedSharding(fsdp_mesh(), P()),
-        "reversed": NamedSharding(Mesh(devices[::-1], ("fsdp",)), P("fsdp")),
-        "rows": NamedSharding(fsdp_mesh(), P("fsdp")),
-        "uncommitted": None,
-    }
-
-
-def placed(value: np.ndarray) -> dict[str, jax.Array]:
-    return {name: jax.device_put(value, where) for name, where in placements().items()}
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int4", "float8_e5m2"])
-def test_device_leaves_come_back_on_their_shardings(directory: Path, dtype: str) -> None:
-    arrays = placed(random_bits(dtype, (8, 16), 5))
-    state = {"jax": arrays, "torchax": {n: torchax_backend.wrap(a) for n, a in arrays.items()}}
-    save(directory, state)
-    assert_trees_identical(load(directory, state), state)
-    uncommitted = {
-        "jax": dict.fromkeys(arrays, arrays["uncommitted"]),
-        "torchax": {n: torchax_backend.wrap(arrays["uncommitted"]) for n in arrays},
-    }
-    assert_trees_identical(load(directory), uncommitted)
-
-
-def test_device_leaves_go_where_the_abstract_state_says(directory: Path) -> None:
-    value = random_bits("float32", (8, 16), 6)
-    names = list(placements())
-    saved = placed(value)
-    save(directory, {"x": {n: saved[n] for n in names}})
-    wanted = dict(zip(names, placed(value).values(), strict=True))
-    turned = dict(zip(names, [*list(wanted.values())[3:], *list(wanted.values())[:3]], strict=True))
-    assert_trees_identical(load(directory, {"x": turned}), {"x": turned})
-
-
-def test_zero_size_and_0d_device_leaves_keep_their_shardings(directory: Path) -> None:
-    replicated = NamedSharding(fsdp_mesh(), P())
-    rows = NamedSharding(fsdp_mesh(), P("fsdp"))
-    state = {
-        "0-d": jax.device_put(np.float32(2), replicated),
-        "0-d alone": jax.device_put(np.float32(2), jax.devices()[3]),
-        "empty": jax.device_put(np.zeros((8, 0), np.int8), rows),
-        "key": jax.device_put(make_leaf("key", "rbg", (8,), 1), rows),
-        "key 0-d": jax.device_put(make_leaf("key", "threefry2x32", (), 2), replicated),
-    }
-    save(directory, state)
-    assert_trees_identical(load(directory, state), state)
 
 
 @pytest.mark.parametrize("is_sharded", [False, True])
@@ -300,36 +183,3 @@ def test_loaded_host_leaves_can_be_written_and_share_nothing(directory: Path) ->
     again = load(directory)
     assert_trees_identical(other, again)
     assert bits(one["numpy"]) != bits(again["numpy"])
-
-
-@pytest.mark.slow
-def test_a_fresh_process_on_one_device_reads_and_writes_the_same_state(
-    directory: Path, tmp_path: Path
-) -> None:
-    rows = NamedSharding(fsdp_mesh(), P("fsdp"))
-    state = {
-        "jax": jax.device_put(random_bits("float32", (8, 2), 1), rows),
-        "key": make_leaf("key", "rbg", (), 2),
-        "n": [2**70, np.int64(2**40), {1: float("nan")}],
-        "torch": make_leaf("torch", "bfloat16", (3,), 3),
-        "torchax": make_leaf("torchax", "int4", (3,), 4),
-    }
-    save(directory, state)
-    run_python(
-        """
-        import sys, jax, torchax
-        from torchax_ckpt import TorchaxCheckpointer
-        torchax.enable_globally()
-        assert jax.device_count() == 1
-        state = TorchaxCheckpointer(sys.argv[1]).load()
-        with TorchaxCheckpointer(sys.argv[2]) as ckpt:
-            ckpt.save(3, state=state)
-        """,
-        str(directory),
-        str(tmp_path / "copy"),
-        devices=1,
-        fresh=True,
-    )
-    copy = load(tmp_path / "copy")
-    assert_trees_identical(copy, load(directory))
-    assert_trees_identical(copy, state, shardings=False)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.training import resume
+from support.training import before_enabling, resume
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
@@ -102,40 +102,19 @@ def test_a_loader_of_each_protocol_goes_on_where_it_was(
     assert next(fresh["other"]) == 0
 
 
-def test_a_loader_that_refuses_its_state_gets_its_old_one_back(directory: Path) -> None:
-    class Refusing(GrainIterator):
-        def set_state(self, state: Any) -> None:
-            super().set_state(state)
-            if self.read == 1:
-                raise RuntimeError("no thanks")
-
-    loader = Refusing()
-    next(loader)
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.attach(dataloader=loader)
-        ckpt.save(1, force=True)
-        list(itertools.islice(loader, 4))
-        with pytest.raises(MismatchError, match="no thanks"):
-            ckpt.restore(1)
-    assert next(loader) == 5
-
-
-def test_only_loaders_are_taken_by_the_protocols_of_loaders(directory: Path) -> None:
-    thing: Any = {"it": GrainIterator()}
-    with TorchaxCheckpointer(directory) as ckpt, pytest.raises(AttachError, match="state_dict"):
-        ckpt.attach(stateful=thing)
-
-
-def test_a_loader_of_grain_is_not_told_to_be_torchdatas(directory: Path) -> None:
-    kind = type("DataLoader", (), {"__module__": "grain.python"})
-    for wrong, says in ((kind(), "iterator = iter(loader)"), (object(), "get_state() and set")):
+def test_what_is_no_loader_or_rule_is_refused_with_the_protocol_that_helps(directory: Path) -> None:
+    grain = type("DataLoader", (), {"__module__": "grain.python"})
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"dataloader": grain()}, "iterator = iter(loader)"),
+        ({"dataloader": object()}, "get_state() and set"),
+        ({"stateful": {"it": GrainIterator()}}, "state_dict"),
+        ({"dataloader": GrainIterator(), "redistribute": {"train": 1}}, "found a dict"),
+    ]
+    for attached, says in wrong:
         with TorchaxCheckpointer(directory) as ckpt, pytest.raises(AttachError) as caught:
-            ckpt.attach(dataloader=wrong)
+            ckpt.attach(**attached)
         assert says in str(caught.value)
         assert "torchdata" not in str(caught.value)
-
-
-# --- another number of processes ---------------------------------------------------------------
 
 
 Document = tuple[dict[str, Any], dict[str, np.ndarray]]
@@ -170,31 +149,29 @@ def redistribute(states: list[Any], count: int) -> list[Any]:
     return [{"start": start, "read": 0} for _ in range(count)]
 
 
-@pytest.mark.parametrize("counts", list(itertools.permutations([1, 2, 4])), ids=str)
-@pytest.mark.parametrize("kind", [Elastic, GrainIterator, Energon])
+def redistribute_energon(states: list[Any], count: int) -> list[Any]:
+    return [{"loader": [s]} for s in redistribute([s["loader"][0] for s in states], count)]
+
+
+@pytest.mark.parametrize("counts", [(1, 2, 4), (4, 1, 2), (2, 4, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "flexible"),
+    [(Elastic, None), (GrainIterator, redistribute), (Energon, redistribute_energon)],
+)
 def test_no_sample_is_lost_or_seen_twice_over_changing_numbers_of_processes(
-    kind: Any, counts: tuple[int, ...], caplog: pytest.LogCaptureFixture
+    kind: Any, flexible: Any, counts: tuple[int, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     seen: list[int] = []
     document: Document | None = None
     for count in (*counts, counts[0]):
         loaders = [{"train": kind(index, count)} for index in range(count)]
         if document is not None:
-            flexible = None if kind is Elastic else redistribute_of(kind)
             resumed(document, loaders, flexible)
         for loader in loaders:
             seen += itertools.islice(loader["train"], 8 // count)
         document = saved(loaders)
     assert sorted(seen) == list(range(8 * 4))
     assert "was saved by" not in caplog.text
-
-
-def redistribute_of(kind: Any) -> Any:
-    if kind is not Energon:
-        return redistribute
-    return lambda states, count: [
-        {"loader": [state]} for state in redistribute([s["loader"][0] for s in states], count)
-    ]
 
 
 def redistribute_torchdata(states: list[Any], count: int) -> list[Any]:
@@ -207,7 +184,7 @@ def redistribute_torchdata(states: list[Any], count: int) -> list[Any]:
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's own call
-@pytest.mark.parametrize("counts", [(2, 4, 1, 2), (1, 4, 2, 1), (4, 1, 2, 4)], ids=str)
+@pytest.mark.parametrize("counts", [(2, 4, 1, 2), (4, 1, 2, 4)], ids=str)
 def test_torchdatas_loader_with_its_distributed_sampler_can_be_redistributed(
     counts: tuple[int, ...],
 ) -> None:
@@ -247,31 +224,19 @@ def test_without_redistribute_the_loss_is_said_with_the_choices(
     assert "ElasticIterator" in said
 
 
-def test_the_same_number_of_processes_is_not_redistributed() -> None:
+def test_a_wrong_number_of_states_is_refused_and_an_equal_number_is_not_redistributed() -> None:
     loaders = [GrainIterator(index, 2) for index in range(2)]
     for reads, loader in enumerate(loaders):
         list(itertools.islice(loader, reads))
-    fresh = [GrainIterator(index, 2) for index in range(2)]
-    resumed(saved(loaders), fresh, lambda states, count: 1 / 0)
-    assert [loader.read for loader in fresh] == [0, 1]
-
-
-def test_a_wrong_number_of_states_is_refused_and_changes_nothing() -> None:
-    document = saved([GrainIterator(index, 2) for index in range(2)])
-    loader = GrainIterator()
-    next(loader)
+    document = saved(loaders)
+    other = GrainIterator()
+    next(other)
     with pytest.raises(MismatchError, match="returned 2 states, expected 1, one for each process"):
-        resumed(document, [loader], lambda states, count: states)
-    assert loader.read == 1
-
-
-def test_a_redistribute_that_cannot_be_called_is_refused(directory: Path) -> None:
-    wrong: Any = {"train": redistribute}
-    with TorchaxCheckpointer(directory) as ckpt, pytest.raises(AttachError, match="found a dict"):
-        ckpt.attach(dataloader=GrainIterator(), redistribute=wrong)
-
-
-# --- workers -----------------------------------------------------------------------------------
+        resumed(document, [other], lambda states, count: states)
+    assert other.read == 1
+    fresh = [GrainIterator(index, 2) for index in range(2)]
+    resumed(document, fresh, lambda states, count: 1 / 0)
+    assert [loader.read for loader in fresh] == [0, 1]
 
 
 def test_workers_in_which_torchax_is_enabled_are_warned_of(
@@ -299,3 +264,95 @@ def test_the_failure_of_a_worker_gets_the_remedy_as_a_note(directory: Path) -> N
             raise RuntimeError(message)
         notes = getattr(caught.value, "__notes__", [])
         assert [n.count("worker_init_fn") for n in notes] == [1] * count
+
+
+# --- loaders of the real libraries ---
+
+SIZE, BATCH = 40, 4
+
+
+class Epochs:
+    """The one in docs/huggingface.md: rows without end, of an IterableDataset of datasets."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset, self.epoch = dataset, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            self.dataset.set_epoch(self.epoch)
+            yield from self.dataset
+            self.epoch += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "position": self.dataset.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch = state["epoch"]
+        self.dataset.load_state_dict(state["position"])
+
+
+class Datasets:
+    """An IterableDataset of several shards, made before torchax is enabled and read afterwards.
+
+    It shares its epoch with workers as a tensor, which torchax does not support.
+    """
+
+    def __init__(self) -> None:
+        import datasets
+
+        with before_enabling():
+            rows = datasets.Dataset.from_dict({"x": list(range(SIZE, 0, -1))})
+            self.attached: Any = Epochs(rows.to_iterable_dataset(num_shards=4))
+        self._drawn: Iterator[Any] | None = None
+
+    def draw(self, count: int) -> list[int]:
+        self._drawn = self._drawn or iter(self.attached)
+        return [row["x"] for row in itertools.islice(self._drawn, count)]
+
+
+class GrainDataset:
+    """An iterator of ``grain.MapDataset``, shuffled, batched and repeated; its state is a dict."""
+
+    def __init__(self) -> None:
+        import grain
+
+        dataset: Any = grain.MapDataset.range(SIZE).seed(3).shuffle().repeat()
+        self.attached: Any = iter(dataset.to_iter_dataset().batch(BATCH))
+
+    def draw(self, count: int) -> list[int]:
+        return np.concatenate(list(itertools.islice(self.attached, count // BATCH))).tolist()
+
+
+class GrainLoader(GrainDataset):
+    """An iterator of ``grain.DataLoader``; its state is bytes."""
+
+    def __init__(self) -> None:
+        import grain
+
+        source: Any = range(SIZE)
+        sampler = grain.samplers.IndexSampler(SIZE, shuffle=True, seed=3, num_epochs=None)
+        loader: Any = grain.DataLoader(
+            data_source=source, sampler=sampler, operations=[grain.transforms.Batch(BATCH)]
+        )
+        self.attached = iter(loader)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the libraries warn of their own dependencies
+@pytest.mark.parametrize("kind", [Datasets, GrainDataset, GrainLoader])
+def test_a_loader_of_a_real_library_goes_on_with_the_samples_that_come_next(
+    directory: Path, kind: Any
+) -> None:
+    loader = kind()
+    loader.draw(SIZE + 12)
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(dataloader=loader.attached)
+        ckpt.save(1, force=True)
+        expected = loader.draw(2 * SIZE)
+    fresh = kind()
+    with TorchaxCheckpointer(directory) as ckpt:
+        assert ckpt.attach(dataloader=fresh.attached) == 1
+        found = fresh.draw(2 * SIZE)
+    assert found == expected
+    assert found != kind().draw(2 * SIZE)
+    assert len(set(found)) == SIZE

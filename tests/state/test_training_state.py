@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 import torch
 from support.compare import assert_trees_identical, training_state
-from support.training import mlp, save
+from support.models import Plain, WithExtraState
+from support.training import adamw, mlp, save
 from torch import nn
 
-from torchax_ckpt import TorchaxCheckpointer, torchax_backend
+from torchax_ckpt import TorchaxCheckpointer, torchax_backend, warm_start
 from torchax_ckpt.errors import (
     AttachError,
     CheckpointError,
@@ -25,6 +28,7 @@ from torchax_ckpt.errors import (
     StepTypeError,
     UnsupportedLeafError,
 )
+from torchax_ckpt.state.findings import Findings
 
 
 def sgd(model: nn.Module) -> torch.optim.SGD:
@@ -33,9 +37,6 @@ def sgd(model: nn.Module) -> torch.optim.SGD:
 
 def said(error: CheckpointError, *words: str) -> None:
     assert [word for word in words if word not in str(error)] == [], str(error)
-
-
-# --- what cannot be attached -------------------------------------------------------------------
 
 
 def prepared_by_accelerate() -> nn.Module:
@@ -77,57 +78,53 @@ def with_buffer(build: Callable[[], torch.Tensor]) -> list[Any]:
     return [model]
 
 
-# What is attached; the key path of the error; how its message begins, and what it has too.
-NOT_ATTACHED: list[tuple[Callable[[], list[Any]], str | None, str, str]] = [
-    (lambda: [nn.Sequential(nn.Linear(2, 2))], "model",
-     "model: all parameters of Sequential are on the CPU", "model.to('jax')"),
-    (lambda: [prepared_by_accelerate()], "model", "model: all parameters of Linear are on the CPU",
+def is_on_cpu(module: str) -> str:
+    return f"all parameters of {module} are on the CPU"
+
+
+# What is attached; the key path of the error; how its message goes on, and what it has too.
+NOT_ATTACHED: list[tuple[Callable[[], list[Any]], str, str, str]] = [
+    (lambda: [nn.Sequential(nn.Linear(2, 2))], "model", is_on_cpu("Sequential"), "model.to('jax')"),
+    (lambda: [prepared_by_accelerate()], "model", is_on_cpu("Linear"),
      "accelerate's prepare moves models there: call Accelerator(device_placement=False)"),
-    (lambda: [{"a": mlp(), "b": nn.Linear(2, 2)}], "model/b",
-     "model/b: all parameters of Linear are on the CPU", "model.to('jax')"),
-    (with_early_optimizer, "optimizer", "optimizer: 2 parameters of SGD",
+    (lambda: [{"a": mlp(), "b": nn.Linear(2, 2)}], "model/b", is_on_cpu("Linear"), ".to('jax')"),
+    (with_early_optimizer, "optimizer", "2 parameters of SGD",
      "the optimizer was built before model.to('jax')"),
     (lambda: [mlp(), sgd(mlp())], "optimizer",
-     "optimizer: 4 parameters of SGD are not parameters of the attached model, the first at "
+     "4 parameters of SGD are not parameters of the attached model, the first at "
      "param_groups[0]['params'][0]. Attach", "or leave them out"),
-    (with_one_parameter_too_many, "optimizer", "optimizer: 1 parameters of SGD",
+    (with_one_parameter_too_many, "optimizer", "1 parameters of SGD",
      "param_groups[1]['params'][0]"),
-    (lambda: [None, sgd(mlp())], "optimizer", "optimizer: SGD is attached without a module",
-     "Attach the module"),
+    (lambda: [None, sgd(mlp())], "optimizer", "SGD is attached without a module", "Attach the mod"),
     (lambda: [mlp(), {"main": mlp().parameters()}], "optimizer/main",
-     "optimizer/main: expected a torch.optim.Optimizer, found a generator", ""),
+     "expected a torch.optim.Optimizer, found a generator", ""),
     (lambda: [mlp(), nn.ModuleList(nn.Linear(2, 2) for _ in range(100))], "optimizer",
-     "optimizer: expected a torch.optim.Optimizer, found a torch.nn", "ModuleList"),
-    (lambda: [{0: mlp()}], None, "model: names must be strings, found 0", ""),
-    (lambda: [nn.Linear], "model", "model: expected a torch.nn.Module, found the class Linear", ""),
-    (lambda: ["model"], "model", "model: expected a torch.nn.Module, found a str", ""),
-    (lambda: [{"w": 1}], "model/w", "model/w: expected a torch.nn.Module, found a int", ""),
-    (lambda: [[mlp]], "model", "model: expected a torch.nn.Module, found a list", ""),
+     "expected a torch.optim.Optimizer, found a torch.nn", "ModuleList"),
+    (lambda: [{0: mlp()}], "", "model: names must be strings, found 0", ""),
+    (lambda: [nn.Linear], "model", "expected a torch.nn.Module, found the class Linear", ""),
+    (lambda: ["model"], "model", "expected a torch.nn.Module, found a str", ""),
+    (lambda: [{"w": 1}], "model/w", "expected a torch.nn.Module, found a int", ""),
     (lambda: with_buffer(lambda: torch.eye(3).to_sparse()), "model/0.odd",
-     "model/0.odd: has layout torch.sparse_coo", ""),
+     "has layout torch.sparse_coo", ""),
     (lambda: with_buffer(lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)),
-     "model/0.odd", "model/0.odd: is quantized", "qint8"),
+     "model/0.odd", "is quantized", "qint8"),
     (lambda: with_buffer(lambda: torch.ones(2).as_subclass(Labelled)), "model/0.odd",
-     "model/0.odd: is a Labelled", ""),
-    (lambda: [nn.Sequential(nn.LazyLinear(4))], "model/0.weight", "model/0.weight: is lazy",
-     "run the module once"),
-    (lambda: [nn.Sequential(Hooked(2, 2)).to("jax")], "model/0.calls", "model/0.calls: ",
-     "get_extra_state"),
+     "is a Labelled", ""),
+    (lambda: [nn.Sequential(nn.LazyLinear(4))], "model/0.weight", "is lazy", "run the module once"),
+    (lambda: [nn.Sequential(Hooked(2, 2)).to("jax")], "model/0.calls", "", "get_extra_state"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("build", "key_path", "begins", "has"), NOT_ATTACHED, ids=[case[2] for case in NOT_ATTACHED]
-)
+@pytest.mark.parametrize(("build", "key_path", "begins", "has"), NOT_ATTACHED)
 def test_what_cannot_be_attached_is_named_and_attaches_nothing(
-    directory: Path, build: Callable[[], list[Any]], key_path: str | None, begins: str, has: str
+    directory: Path, build: Callable[[], list[Any]], key_path: str, begins: str, has: str
 ) -> None:
     with TorchaxCheckpointer(directory) as ckpt:
         with pytest.raises((AttachError, UnsupportedLeafError)) as caught:
             ckpt.attach(*build())
-        assert str(caught.value).startswith(begins)
+        assert str(caught.value).startswith(f"{key_path}: {begins}" if key_path else begins)
         said(caught.value, has)
-        assert caught.value.key_path == key_path
+        assert caught.value.key_path == (key_path or None)
         # Objects are named by their types and not printed, which may take pages.
         assert len(str(caught.value)) < 400
         with pytest.raises(AttachError, match="before anything was attached"):
@@ -139,21 +136,26 @@ def test_what_cannot_be_attached_is_named_and_attaches_nothing(
         assert ckpt.save(1, force=True)
 
 
-@pytest.mark.parametrize("argument", ["shardings", "init"])
-def test_a_rule_that_cannot_be_called_is_refused(directory: Path, argument: str) -> None:
-    rule: dict[str, Any] = {argument: {"0.weight": None}}
-    with TorchaxCheckpointer(directory) as ckpt, pytest.raises(AttachError) as caught:
-        ckpt.attach(mlp(), **rule)
-    said(caught.value, f"{argument}: expected a callable", "found a dict")
-    assert "0.weight" not in str(caught.value), "a rule may be as long as a model"
-
-
-# --- what cannot be saved ----------------------------------------------------------------------
-
-
-class WithFunction(nn.Linear):
-    def get_extra_state(self) -> Any:
-        return {"scale": 1, "activation": [lambda x: x]}
+def test_wrong_rules_a_second_attach_and_a_save_of_nothing_are_refused(directory: Path) -> None:
+    model, rule = mlp(), {"0.weight": None}
+    for argument in ("shardings", "init"):
+        wrong: dict[str, Any] = {argument: rule}
+        with TorchaxCheckpointer(directory) as ckpt, pytest.raises(AttachError) as caught:
+            ckpt.attach(model, **wrong)
+        said(caught.value, f"{argument}: expected a callable", "found a dict")
+        assert "0.weight" not in str(caught.value), "a rule may be as long as a model"
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(model)
+        with pytest.raises(AttachError, match="attach was called before"):
+            ckpt.attach(mlp(width=3))
+        ckpt.save(1, force=True)
+        ckpt.wait_until_finished()
+        assert_trees_identical(ckpt.load()["model"], dict(model.state_dict()))
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(resume=False)  # random state alone
+        with pytest.raises(AttachError):
+            ckpt.save(2, force=True)
+        assert ckpt.save(2, state={"w": 1}, force=True)
 
 
 def add_function(model: Any, optimizer: Any) -> None:
@@ -172,52 +174,27 @@ def donate(model: Any, optimizer: Any) -> None:
     torchax_backend.buffer(model[2].weight).delete()
 
 
-@pytest.mark.parametrize(
-    ("spoil", "words"),
-    [
+def test_what_cannot_be_saved_is_named(directory: Path) -> None:
+    for spoil, words in (
         (add_function, ("optimizer/param_groups/0/schedule", "function")),
         (add_state_of_a_stranger, ("optimizer/state", "not a parameter of an attached module")),
         (replace_layer, ("optimizer", "param_groups[0]['params'][2]")),
         (donate, ("model/2.weight", "donated", "save(step, state=...)")),
-        (None, ("model/0/_extra_state/activation/0", "function cannot be stored")),
-    ],
-)
-def test_what_cannot_be_saved_is_named(directory: Path, spoil: Any, words: tuple[str, ...]) -> None:
-    model: Any = mlp() if spoil else nn.Sequential(WithFunction(2, 2)).to("jax")
-    optimizer = sgd(model)
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.attach(model, optimizer)
-        if spoil:
+        (
+            lambda model, _: setattr(model[3], "extra", {"scale": 1, "activation": [mlp]}),
+            ("model/3/_extra_state/activation/0", "function cannot be stored"),
+        ),
+    ):
+        model: Any = nn.Sequential(*mlp().children(), WithExtraState(2, 2)).to("jax")
+        optimizer = sgd(model)
+        with TorchaxCheckpointer(directory) as ckpt:
+            ckpt.attach(model, optimizer)
             spoil(model, optimizer)
-        with pytest.raises(CheckpointError) as caught:
-            ckpt.save(1, force=True)
-    said(caught.value, *words)
-    assert ckpt.all_steps() == []
+            with pytest.raises(CheckpointError) as caught:
+                ckpt.save(1, force=True)
+        said(caught.value, *words)
+        assert ckpt.all_steps() == []
 
-
-# --- the order of calls ------------------------------------------------------------------------
-
-
-def test_attaching_twice_keeps_what_was_attached_first(directory: Path) -> None:
-    model = mlp()
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.attach(model)
-        with pytest.raises(AttachError, match="attach was called before"):
-            ckpt.attach(mlp(width=3))
-        ckpt.save(1, force=True)
-    with TorchaxCheckpointer(directory) as ckpt:
-        assert_trees_identical(ckpt.load()["model"], dict(model.state_dict()))
-
-
-def test_saving_with_nothing_attached_but_random_state_needs_the_state(directory: Path) -> None:
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.attach()
-        with pytest.raises(AttachError):
-            ckpt.save(1, force=True)
-        assert ckpt.save(1, state={"w": 1}, force=True)
-
-
-# --- steps -------------------------------------------------------------------------------------
 
 USES_OF_STEPS: dict[str, Callable[[TorchaxCheckpointer, Any], Any]] = {
     "save": lambda ckpt, step: ckpt.save(step, force=True),
@@ -231,19 +208,19 @@ USES_OF_STEPS: dict[str, Callable[[TorchaxCheckpointer, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("use", USES_OF_STEPS)
-def test_steps_that_are_no_counts_are_refused_everywhere(directory: Path, use: str) -> None:
+def test_steps_that_are_no_counts_are_refused_everywhere(directory: Path) -> None:
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.attach(mlp())
         flags = [torch.tensor(True), torch.tensor(True, device="jax"), np.array(True)]
         arrays = [torch.tensor([3]), torch.ones(1, dtype=torch.int32, device="jax"), np.array([3])]
-        for step in (1.0, True, np.True_, np.float32(2), "3", [4], *flags, *arrays):
-            with pytest.raises(StepTypeError, match="expected an int, found") as caught:
-                USES_OF_STEPS[use](ckpt, step)
-            assert isinstance(caught.value, TypeError)
-        with pytest.raises(StepError, match="expected 0 or more, found -1") as negative:
-            USES_OF_STEPS[use](ckpt, -1)
-        assert isinstance(negative.value, ValueError)
+        for use in USES_OF_STEPS.values():
+            for step in (1.0, True, np.True_, np.float32(2), "3", [4], *flags, *arrays):
+                with pytest.raises(StepTypeError, match="expected an int, found") as caught:
+                    use(ckpt, step)
+                assert isinstance(caught.value, TypeError)
+            with pytest.raises(StepError, match="expected 0 or more, found -1") as negative:
+                use(ckpt, -1)
+            assert isinstance(negative.value, ValueError)
 
 
 def test_steps_may_be_integers_of_numpy_and_tensors_without_dims(directory: Path) -> None:
@@ -271,34 +248,27 @@ def test_a_step_below_the_last_saved_one_is_refused(directory: Path) -> None:
         assert ckpt.save(6, force=True)
 
 
-@pytest.mark.parametrize("use", ["restore", "load", "metrics", "delete"])
-def test_a_step_that_is_not_there_comes_with_those_that_are(directory: Path, use: str) -> None:
+def test_a_step_that_is_not_there_comes_with_those_that_are(directory: Path) -> None:
+    asking = [USES_OF_STEPS[use] for use in ("restore", "load", "metrics", "delete")]
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.attach(mlp())
-        with pytest.raises(StepNotFoundError, match="no checkpoint at step 3; there are: none"):
-            USES_OF_STEPS[use](ckpt, 3)
+        for ask in (ckpt.restore, ckpt.load):
+            with pytest.raises(StepNotFoundError, match="there are no checkpoints"):
+                ask()
+        assert ckpt.latest_step() is None
+        for use in asking:
+            with pytest.raises(StepNotFoundError, match="no checkpoint at step 3; there are: none"):
+                use(ckpt, 3)
+        assert not directory.exists()
         ckpt.save(2, force=True)
         ckpt.save(4, force=True)
         ckpt.wait_until_finished()
-        with pytest.raises(StepNotFoundError) as caught:
-            USES_OF_STEPS[use](ckpt, 3)
-    said(caught.value, str(directory), "no checkpoint at step 3; there are: 2, 4")
-    assert (caught.value.step, caught.value.path) == (3, str(directory))
-    assert isinstance(caught.value, FileNotFoundError)
-
-
-def test_an_empty_directory_has_no_newest_step_and_is_not_created(directory: Path) -> None:
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.attach(mlp())
-        with pytest.raises(StepNotFoundError, match="there are no checkpoints"):
-            ckpt.restore()
-        with pytest.raises(StepNotFoundError, match="there are no checkpoints"):
-            ckpt.load()
-        assert ckpt.latest_step() is None
-    assert not directory.exists()
-
-
-# --- directories -------------------------------------------------------------------------------
+        for use in asking:
+            with pytest.raises(StepNotFoundError) as caught:
+                use(ckpt, 3)
+            said(caught.value, str(directory), "no checkpoint at step 3; there are: 2, 4")
+            assert (caught.value.step, caught.value.path) == (3, str(directory))
+            assert isinstance(caught.value, FileNotFoundError)
 
 
 def test_a_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
@@ -311,46 +281,36 @@ def test_a_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
     assert file.read_text() == "mine"
 
 
-@pytest.mark.parametrize("url", ["s3://bucket/run", "hdfs://host/run"])
-def test_a_scheme_that_is_not_supported_is_named(url: str) -> None:
-    with pytest.raises(DirectoryError) as caught:
-        TorchaxCheckpointer(url)
-    said(caught.value, url, f"{url.partition(':')[0]}:// is not supported", "gs://")
-
-
-def test_a_bucket_in_a_pathlib_path_is_refused_and_not_taken_for_a_local_directory() -> None:
-    with pytest.raises(DirectoryError, match="gs://bucket/run"):
-        TorchaxCheckpointer(Path("gs://bucket/run"))
-
-
-@pytest.mark.parametrize("thing", [None, 7, b"run"])
-def test_what_is_no_path_is_refused(thing: Any) -> None:
-    with pytest.raises(DirectoryError, match="expected a path or a gs:// URL, found"):
-        TorchaxCheckpointer(thing)
-
-
-# --- a checkpoint of something else ------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("s3://bucket/run", "s3://bucket/run.*s3:// is not supported.*gs://"),
+        ("hdfs://host/run", "hdfs://host/run.*hdfs:// is not supported.*gs://"),
+        (Path("gs://bucket/run"), "gs://bucket/run"),  # it would be a local directory
+        *((place, "expected a path or a gs:// URL, found") for place in (None, 7, b"run")),
+    ],
+)
+def test_what_is_no_path_of_a_run_is_refused(place: Any, message: str) -> None:
+    with pytest.raises(DirectoryError, match=message):
+        TorchaxCheckpointer(place)
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_every_difference_at_once(
     directory: Path,
 ) -> None:
-    with TorchaxCheckpointer(directory) as ckpt:
-        old = nn.ModuleDict({"body": nn.Linear(2, 3), "old": nn.Linear(3, 1)}).to("jax")
-        ckpt.attach(old, sgd(old))
-        ckpt.save(7, force=True)
+    old = nn.ModuleDict({"body": nn.Linear(2, 3), "old": nn.Linear(3, 1)}).to("jax")
+    save(directory, old, sgd(old), step=7)
     model = nn.ModuleDict({"body": nn.Linear(2, 4), "new": nn.Linear(4, 1)}).to("jax")
     optimizer = sgd(model)
     before = training_state(model, optimizer)
     with TorchaxCheckpointer(directory) as ckpt, pytest.raises(MismatchError) as caught:
         ckpt.attach(model, optimizer)
     error = caught.value
-    assert set(error.missing) == {
-        "model/new.weight", "model/new.bias", "optimizer/new.weight", "optimizer/new.bias",
-    }  # fmt: skip
-    assert set(error.unexpected) == {
-        "model/old.weight", "model/old.bias", "optimizer/old.weight", "optimizer/old.bias",
-    }  # fmt: skip
+    parts = [
+        f"{part}/{{}}.{leaf}" for part in ("model", "optimizer") for leaf in ("weight", "bias")
+    ]
+    assert set(error.missing) == {part.format("new") for part in parts}
+    assert set(error.unexpected) == {part.format("old") for part in parts}
     assert error.mismatched == {
         "model/body.weight": "expected float32[4, 2], found float32[3, 2]",
         "model/body.bias": "expected float32[4], found float32[3]",
@@ -372,3 +332,123 @@ def test_a_long_list_of_differences_is_cut_in_the_message_but_not_in_the_error(
     assert len(caught.value.unexpected) == 30
     said(caught.value, "... and 10 more")
     assert len(str(caught.value).splitlines()) < 30
+
+
+# --- the last sentence of a MismatchError ---
+
+
+def refused(directory: Path, *attached: Any) -> str:
+    with TorchaxCheckpointer(directory) as ckpt, pytest.raises(MismatchError) as caught:
+        ckpt.attach(*attached)
+    return str(caught.value).splitlines()[-1]
+
+
+def test_a_prefix_comes_with_the_rename_that_makes_it_fit(directory: Path) -> None:
+    model = sequential()
+    save(directory, model, adamw(model))
+    for build in (lambda: nn.ModuleDict({"net": sequential()}), lambda: sequential()[0]):
+        fresh: Any = build()
+        said = refused(directory, fresh, adamw(fresh))
+        cause, _, rename = said.partition(": call attach(resume=False), then restore(rename=")
+        assert cause == "The model's names differ by a prefix"
+        with TorchaxCheckpointer(directory) as ckpt:
+            ckpt.attach(fresh, adamw(fresh), resume=False)
+            assert ckpt.restore(rename=ast.literal_eval(rename.removesuffix(")."))).step == 1
+        restored, saved = (list(m.state_dict().values()) for m in (fresh, model))
+        assert_trees_identical(restored, saved)
+
+
+def sequential() -> Any:
+    return nn.Sequential(nn.Linear(8, 8)).to("jax")
+
+
+@pytest.mark.parametrize(
+    ("missing", "unexpected", "rename"),
+    [
+        (["model/w", "model/b"], ["model/a.w", "model/a.b"], "{'a.*': '*'}"),
+        (["model/a.b.w"], ["model/w"], "{'*': 'a.b.*'}"),
+        (["model/w", "model/b"], ["model/a.w"], None),
+        (["model/w"], ["model/aw"], None),
+        (["model/gen/w"], ["model/gen/a.w"], None),
+        (["model/w"], ["optimizer"], None),
+        ([], ["model/w"], None),
+    ],
+)
+def test_only_a_common_prefix_is_taken_for_one(
+    missing: list[str], unexpected: list[str], rename: str | None
+) -> None:
+    said = str(Findings(missing, unexpected).error(1, "run"))
+    assert ("differ by a prefix" in said) == (rename is not None)
+    assert rename is None or f"(rename={rename})" in said
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_parameter_is_listed_once_with_its_optimizer_state_and_many_as_a_pattern(
+    directory: Path, several: bool
+) -> None:
+    def built(rank: int) -> tuple[Any, Any]:
+        layers = {str(i): nn.Linear(8, rank, bias=False) for i in range(5)}
+        model = nn.ModuleDict({**layers, "head": nn.Linear(rank, 2, bias=False)}).to("jax")
+        optimizer: Any = torch.optim.SGD(model.parameters(), momentum=0.9)
+        for parameter in model.parameters():  # a step would take seconds to compile
+            optimizer.state[parameter]["momentum_buffer"] = torch.ones(parameter.shape).to("jax")
+        return ({"net": model}, {"adam": optimizer}) if several else (model, optimizer)
+
+    save(directory, *built(2))
+    with TorchaxCheckpointer(directory) as ckpt, pytest.raises(MismatchError) as caught:
+        ckpt.attach(*built(4))
+    net = "net/" * several
+    texts = (
+        "expected float32[4, 8], found float32[2, 8]",
+        "expected float32[2, 4], found float32[2, 2]",
+    )
+    assert str(caught.value).splitlines()[2:-1] == [
+        f"    model/{net}*.weight (5 of this pattern) and their optimizer state: {texts[0]}",
+        f"    model/{net}head.weight and its optimizer state: {texts[1]}",
+    ]
+    assert len(caught.value.mismatched) == 12, "an attribute lacks some names"
+
+
+def test_names_of_one_section_alone_are_listed_as_they_are() -> None:
+    missing = ["model/1.w", "model/2.w", "model/3.w", "optimizer/x"]
+    unexpected = ["optimizer/1.w", "model/x1"]
+    said = str(Findings(missing, unexpected).error(1, "run")).splitlines()
+    assert [line.strip() for line in said[1:-1]] == [
+        "missing from the checkpoint:",
+        *missing,
+        "in the checkpoint, but not attached:",
+        *unexpected,
+    ]
+
+
+def test_a_tie_that_only_the_checkpoint_has_asks_for_tie_weights(directory: Path) -> None:
+    tied, untied = Plain().to("jax"), Plain().to("jax")
+    tied.head.weight = tied.embed.weight
+    save(directory / "tied", tied)
+    assert "model.tie_weights()" in refused(directory / "tied", untied)
+    save(directory / "untied", untied)
+    assert "tie_weights" not in refused(directory / "untied", tied)
+
+
+def test_weight_files_are_not_called_a_checkpoint(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    safetensors.numpy.save_file({"a": np.ones(2, np.float32)}, file)
+    with pytest.raises(MismatchError) as caught:
+        warm_start(torch.nn.Linear(2, 2).to("jax"), file)
+    said = str(caught.value)
+    assert "missing from the files" in said
+    assert "in the files, but not in the model" in said
+    assert said.endswith("take only the tensors that match (strict=False).")
+    assert not {"checkpoint", "restore", "attach"} & set(said.replace("(", " ").split())
+
+
+def test_load_asks_for_an_abstract_state_that_fits(directory: Path) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state={"w": np.ones(2)}, force=True)
+        ckpt.wait_until_finished()
+        with pytest.raises(MismatchError) as caught:
+            ckpt.load(1, {"v": np.ones(2)})
+    said = str(caught.value)
+    assert "does not fit abstract_state" in said
+    assert "Give an abstract_state that fits" in said
+    assert "attach" not in said

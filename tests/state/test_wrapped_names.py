@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import pytest
 import safetensors.numpy
 import torch
 from support.compare import assert_trees_identical, copied
+from support.models import WithExtraState
 from support.training import resume, save
 from torch import nn
 from torchax.interop import JittableModule
@@ -23,7 +22,7 @@ from torchax_ckpt.layout import names
 from torchax_ckpt.layout.selection import Selection
 
 
-class Layer(nn.Linear):
+class Layer(WithExtraState):
     """Has a buffer, extra state and a tied weight."""
 
     def __init__(self) -> None:
@@ -31,12 +30,6 @@ class Layer(nn.Linear):
         self.register_buffer("scale", torch.randn(2))
         self.tied = self.weight
         self.extra = 0
-
-    def get_extra_state(self) -> Any:
-        return self.extra
-
-    def set_extra_state(self, state: Any) -> None:
-        self.extra = state
 
 
 class Wrapper(nn.Module):
@@ -61,37 +54,29 @@ def built(wrapper: str | None) -> tuple[nn.Module, Layer, torch.optim.Optimizer]
     return model, layer, optimizer
 
 
+def saved_as_called(directory: Path, wrapper: str) -> tuple[Layer, torch.optim.Optimizer]:
+    """Saves what ``torch.compile`` puts into names, as older steps have it."""
+    model, layer, optimizer = built(wrapper)
+    layer.extra = 7
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(names, "without_compile", lambda fqn: fqn)
+        save(directory, model, optimizer)
+    return layer, optimizer
+
+
 def values(layer: Layer, optimizer: torch.optim.Optimizer) -> Any:
     moments = optimizer.state[layer.weight]
     return copied([layer.weight, layer.scale, layer.extra, dict(moments)])
 
 
-@contextlib.contextmanager
-def stored_as_called() -> Iterator[None]:
-    """Steps keep what ``torch.compile`` puts into names, as older steps do."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(names, "without_compile", lambda fqn: fqn)
-        yield
-
-
 @pytest.mark.parametrize(
     ("saved", "resumed"),
-    [
-        ("_orig_mod", None),
-        ("_orig_mod", "_orig_mod"),
-        ("module", "_orig_mod"),
-        ("inner", None),
-        ("inner", "module"),
-    ],
+    [("_orig_mod", None), ("module", "_orig_mod"), ("inner", None), ("inner", "module")],
 )
 def test_a_run_resumes_with_and_without_a_wrapper_and_says_so_once(
-    directory: Path, caplog: pytest.LogCaptureFixture, saved: str | None, resumed: str | None
+    directory: Path, caplog: pytest.LogCaptureFixture, saved: str, resumed: str | None
 ) -> None:
-    with TorchaxCheckpointer(directory) as ckpt, stored_as_called():
-        model, layer, optimizer = built(saved)
-        layer.extra = 7
-        ckpt.attach(model, optimizer)
-        ckpt.save(1, force=True)
+    layer, optimizer = saved_as_called(directory, saved)
     fresh, fresh_layer, fresh_optimizer = built(resumed)
     assert resume(directory, fresh, fresh_optimizer) == 1
     assert_trees_identical(values(fresh_layer, fresh_optimizer), values(layer, optimizer))
@@ -144,22 +129,8 @@ def test_a_jittable_module_around_a_compiled_one_is_stored_with_its_newest_value
     assert_trees_identical(dict(sorted(stored.items())), dict(sorted(expected.items())))
 
 
-def test_two_tensors_of_one_name_are_refused_by_name(directory: Path) -> None:
-    model = Wrapper("_orig_mod", nn.Linear(2, 2))
-    model.register_buffer("bias", torch.ones(2))
-    model.to("jax")
-    with (
-        TorchaxCheckpointer(directory) as ckpt,
-        pytest.raises(UnsupportedLeafError, match="bias: two tensors have this name without _orig"),
-    ):
-        ckpt.attach(model)
-
-
 def test_patterns_name_the_programs_names_of_a_wrapped_checkpoint(directory: Path) -> None:
-    with TorchaxCheckpointer(directory) as ckpt, stored_as_called():
-        model, layer, optimizer = built("_orig_mod")
-        ckpt.attach(model, optimizer)
-        ckpt.save(1, force=True)
+    layer, _ = saved_as_called(directory, "_orig_mod")
     fresh, fresh_layer, fresh_optimizer = built(None)
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.attach(fresh, fresh_optimizer, resume=False)
@@ -169,20 +140,30 @@ def test_patterns_name_the_programs_names_of_a_wrapped_checkpoint(directory: Pat
     assert not [name for name in report.left_out if "_orig_mod" in name]
 
 
-def test_weight_files_with_a_wrappers_names_start_a_model(tmp_path: Path) -> None:
-    want = np.array([[1, 2], [3, 4]], np.float32)
-    safetensors.numpy.save_file({"module.weight": want}, tmp_path / "a.safetensors")
-    model = nn.Linear(2, 2, bias=False).to("jax")
-    warm_start(model, tmp_path / "a.safetensors")
-    assert np.array_equal(np.asarray(model.weight.jax()), want)  # type: ignore[attr-defined]
-
-
-def test_models_attached_by_name_keep_to_themselves(directory: Path) -> None:
+def test_wrapped_models_attached_by_name_keep_to_themselves(
+    directory: Path, tmp_path: Path
+) -> None:
     a, b = ({"x": nn.Linear(2, 2).to("jax"), "y": nn.Linear(2, 2).to("jax")} for _ in range(2))
     save(directory, {name: Wrapper("module", m) for name, m in a.items()})
     resume(directory, b)
     for name, model in a.items():
         assert_trees_identical(dict(b[name].state_dict()), dict(model.state_dict()))
+    larger = {"x": nn.Linear(2, 3).to("jax"), "y": b["y"]}  # is not taken for the wrapped one
+    with TorchaxCheckpointer(directory) as ckpt, pytest.raises(MismatchError) as caught:
+        ckpt.attach(larger)
+    assert set(caught.value.mismatched) == {"model/x/weight", "model/x/bias"}
+
+    two = Wrapper("_orig_mod", nn.Linear(2, 2))
+    two.register_buffer("bias", torch.ones(2))
+    said = pytest.raises(UnsupportedLeafError, match="bias: two tensors have this name without _or")
+    with TorchaxCheckpointer(tmp_path / "two") as ckpt, said:
+        ckpt.attach(two.to("jax"))
+
+    want = np.array([[1, 2], [3, 4]], np.float32)
+    safetensors.numpy.save_file({"module.weight": want}, tmp_path / "a.safetensors")
+    plain: Any = nn.Linear(2, 2, bias=False).to("jax")
+    warm_start(plain, tmp_path / "a.safetensors")
+    assert np.array_equal(np.asarray(plain.weight.jax()), want)
 
 
 @pytest.mark.parametrize(
@@ -202,10 +183,3 @@ def test_only_unambiguous_names_are_matched(
 ) -> None:
     for theirs, ours in itertools.product(*map(itertools.permutations, (stored, live))):
         assert Selection().match_wrapped(theirs, ours) == matched
-
-
-def test_a_tensor_of_another_shape_is_not_taken_for_the_wrapped_one(directory: Path) -> None:
-    save(directory, Wrapper("module", nn.Linear(2, 3).to("jax")))
-    with TorchaxCheckpointer(directory) as ckpt, pytest.raises(MismatchError) as caught:
-        ckpt.attach(nn.Linear(2, 2).to("jax"))
-    assert set(caught.value.mismatched) == {"model/weight", "model/bias"}

@@ -16,6 +16,7 @@ from etils import epath
 from support import PROGRAMS
 from support.events import names, recorded
 from support.processes import run_python
+from support.waiting import wait_until
 
 from torchax_ckpt import TorchaxCheckpointer
 from torchax_ckpt.telemetry import journal, recorder
@@ -23,9 +24,6 @@ from torchax_ckpt.telemetry.events import Event
 from torchax_ckpt.telemetry.journal import FOLDER, Journal, read_events
 
 STATE = {"w": np.arange(3)}
-
-
-# --- the journal ---
 
 
 def test_a_medium_that_refuses_events_harms_nothing(
@@ -44,16 +42,23 @@ def test_a_medium_that_refuses_events_harms_nothing(
     assert recorded(directory) == []
 
 
-def test_a_medium_that_stands_still_holds_up_close_for_seconds_only(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("what", ["medium", "hook"])
+def test_what_stands_still_holds_up_neither_saves_nor_close_for_long(
+    what: str, directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(recorder, "_CLOSING_SECS", 0.2)
     opened = threading.Event()
-    monkeypatch.setattr(Journal, "append", lambda self, lines: opened.wait(60))
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.save(1, state=STATE)
-    assert ckpt.all_steps() == [1]
+    if what == "medium":
+        monkeypatch.setattr(Journal, "append", lambda self, lines: opened.wait(60))
+    hook: Any = (lambda event: opened.wait(60)) if what == "hook" else None
+    with TorchaxCheckpointer(directory, on_event=hook) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, state=STATE, force=True)
+            ckpt.wait_until_finished()
+    assert ckpt.all_steps() == [1, 2, 3]
+    assert "still being delivered or written" in caplog.text
     opened.set()
+    wait_until(lambda: "events" not in {thread.name for thread in threading.enumerate()})
 
 
 def test_lines_are_written_once_the_medium_takes_them_again(
@@ -77,14 +82,11 @@ def test_lines_are_written_once_the_medium_takes_them_again(
     assert names(run) == [("started", None), ("saving", 1), ("durable", 1), ("closed", 1)]
 
 
-def test_a_removed_directory_is_not_brought_back_by_events(tmp_path: Path) -> None:
+def test_events_bring_no_removed_directory_back_and_follow_no_links(tmp_path: Path) -> None:
     gone = Journal(epath.Path(tmp_path / "gone"), "0" * 8)
     with pytest.raises(FileNotFoundError):
         gone.append([b"{}\n"])
     assert not (tmp_path / "gone").exists()
-
-
-def test_nothing_is_written_through_links(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / FOLDER).symlink_to(tmp_path / "elsewhere")
@@ -122,6 +124,7 @@ def test_the_record_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert 3 < len(run) < 25
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_its_record_and_the_next_adds_to_it(directory: Path) -> None:
     arguments = PROGRAMS / "saves.py", "killed_once_recorded", str(directory)
     killed = run_python(*arguments, devices=1, check=False)
@@ -146,42 +149,19 @@ def test_without_close_everything_is_still_told_and_written(how: str, directory:
     assert result.stdout.split()[-2:] == ["durable", "closed"]
 
 
-# --- what is read ---
-
-
-def test_lines_that_are_no_events_are_left_out() -> None:
+def test_lines_that_are_no_events_and_values_of_another_form_are_left_out() -> None:
+    times = (b'"1"', b"NaN", b"-1", b"1e999", b"true")
+    steps = (b"-1", b"1.5", b"9" * 5000)
     lines = [
-        b"",
-        b"null",
-        b"[]",
-        b"{",
-        b"[" * 100_000,
-        b'{"at":1}',
-        b'{"at":1,"event":["saving"]}',
-        b'{"at":1,"event":"exploded"}',
-        b'{"at":"1","event":"saving"}',
-        b'{"at":NaN,"event":"saving"}',
-        b'{"at":-1,"event":"saving"}',
-        b'{"at":1e999,"event":"saving"}',
-        b'{"at":true,"event":"saving"}',
-        b'{"at":1,"event":"saving","step":-1}',
-        b'{"at":1,"event":"saving","step":1.5}',
-        b'{"at":1,"event":"saving","step":' + b"9" * 5000 + b"}",
-        b"\xff\xfe",
+        *(b"", b"null", b"[]", b"{", b"[" * 100_000, b"\xff\xfe"),
+        *(b'{"at":1}', b'{"at":1,"event":["saving"]}', b'{"at":1,"event":"exploded"}'),
+        *(b'{"at":%s,"event":"saving"}' % at for at in times),
+        *(b'{"at":1,"event":"saving","step":%s}' % step for step in steps),
     ]
     assert [Event.of_line(line) for line in lines] == [None] * len(lines)
-
-
-def test_values_of_another_form_are_left_out() -> None:
-    said = {
-        "at": 5,
-        "event": "failed",
-        "step": 2,
-        "secs": float("inf"),
-        "error": "x" * 5000,
-        "other": {"a": []},
-    }
-    assert Event.of_line(json.dumps(said).encode()) == Event("failed", 5.0, 2, {})
+    odd = {"secs": float("inf"), "error": "x" * 5000, "other": {"a": []}}
+    line = json.dumps({"at": 5, "event": "failed", "step": 2, **odd}).encode()
+    assert Event.of_line(line) == Event("failed", 5.0, 2, {})
 
 
 def test_what_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
@@ -229,32 +209,3 @@ def test_of_too_much_the_newest_is_read(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(journal, "_MAX_ALL_BYTES", 3 * len(lines[0]))
     (some,) = recorded(tmp_path)
     assert [event.step for event in some] == [6, 7, 8, 9]
-
-
-def test_the_record_of_a_bucket_is_rewritten_as_it_grows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far as no bucket is needed for it; see tests/faults/test_gcs.py for one."""
-    written: dict[str, bytes] = {}
-
-    class Bucket:
-        def __init__(self, path: str) -> None:
-            self.path = path
-
-        def __truediv__(self, name: str) -> Bucket:
-            return Bucket(f"{self.path}/{name}")
-
-        def __str__(self) -> str:
-            return self.path
-
-        def iterdir(self) -> list[Any]:
-            return []
-
-        def write_bytes(self, content: bytes) -> None:
-            written[self.path] = content
-
-    journal = Journal(Bucket("gs://bucket/run"), "0" * 8)
-    assert journal.patience_secs >= 1
-    journal.append([b"1\n"])
-    journal.append([b"2\n", b"3\n"])
-    ((name, content),) = written.items()
-    assert name.startswith("gs://bucket/run/events/")
-    assert content == b"1\n2\n3\n"

@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import json
 import logging
+import platform
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from etils import epath
 from support import PROGRAMS
 from support.damage import fill_disk
 from support.events import names, recorded
 from support.processes import run_processes
 from support.training import mlp
+from support.waiting import wait_until
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
 from torchax_ckpt.errors import SaveError
 from torchax_ckpt.policies.described import described
+from torchax_ckpt.stored import shared_files
 from torchax_ckpt.telemetry import recorder
 from torchax_ckpt.telemetry.events import Event
+from torchax_ckpt.telemetry.journal import read_events
+from torchax_ckpt.telemetry.stats import Quantiles
+from torchax_ckpt.telemetry.timeline import bytes_over_time, runs_of
 
 STATE = {"w": np.arange(3)}
-
-
-# --- what is told and written ---
 
 
 def test_everything_that_happens_is_told_and_written_in_its_order(
@@ -146,9 +153,6 @@ def test_each_of_several_processes_is_told_and_one_writes(directory: Path) -> No
     assert [event.name for event in run] == first["told"]
 
 
-# --- the hook ---
-
-
 @pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
 def test_what_the_hook_raises_is_logged_once_and_harms_nothing(
     error: type[BaseException], directory: Path, caplog: pytest.LogCaptureFixture
@@ -185,63 +189,40 @@ def test_an_event_that_cannot_be_written_is_left_out(
 
 
 def test_rules_of_numpys_numbers_are_noted_as_others_are(directory: Path) -> None:
-    rules: list[policies.PreservationPolicy] = [
-        policies.LatestN(np.int64(3)),
-        policies.CustomSteps([np.int64(5)]),
-        policies.EveryNSeconds(np.float64(60)),
-        policies.LatestN(object()),
-    ]
-    noted = [rule for policy in rules for rule in described(policy)]
-    assert json.loads(json.dumps(noted)) == [
-        {"rule": "LatestN", "n": 3},
-        {"rule": "CustomSteps", "steps": [5]},
-        {"rule": "EveryNSeconds", "interval_secs": 60.0},
-        {"rule": "LatestN"},
-    ]
-    with TorchaxCheckpointer(directory, preservation_policy=rules[0]) as ckpt:
+    latest = policies.LatestN(np.int64(3))
+    for policy, noted in (
+        (latest, {"rule": "LatestN", "n": 3}),
+        (policies.CustomSteps([np.int64(5)]), {"rule": "CustomSteps", "steps": [5]}),
+        (policies.EveryNSeconds(np.float64(60)), {"rule": "EveryNSeconds", "interval_secs": 60.0}),
+        (policies.LatestN(object()), {"rule": "LatestN"}),
+    ):
+        assert json.loads(json.dumps(described(policy))) == [noted]
+    with TorchaxCheckpointer(directory, preservation_policy=latest) as ckpt:
         ckpt.save(1, state=STATE)
     (run,) = recorded(directory)
     assert run[0].values["keeps"] == [{"rule": "LatestN", "n": 3}]
 
 
-@pytest.mark.parametrize("broken", ["version", "hostname", "event", "count"])
+@pytest.mark.parametrize(
+    ("broken", "name"),
+    [(importlib.metadata, "version"), (platform, "node"), (recorder, "bounded"),
+     (recorder.Tally, "take")],
+)  # fmt: skip
 def test_telemetry_that_breaks_costs_neither_training_nor_saves(
-    broken: str, directory: Path, monkeypatch: pytest.MonkeyPatch
+    broken: Any, name: str, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: Any) -> Any:
         raise importlib.metadata.PackageNotFoundError("not here")
 
-    if broken == "version":
-        monkeypatch.setattr(importlib.metadata, "version", fail)
-    elif broken == "hostname":
-        monkeypatch.setattr("platform.node", fail)
-    elif broken == "event":
-        monkeypatch.setattr(recorder, "bounded", fail)
-    else:
-        monkeypatch.setattr(recorder.Tally, "take", fail)
+    monkeypatch.setattr(broken, name, fail)
     with TorchaxCheckpointer(directory) as ckpt:
         for step in (1, 2):
             assert ckpt.save(step, state=STATE, force=True)
             ckpt.wait_until_finished()
-    with TorchaxCheckpointer(directory) as ckpt:
-        assert ckpt.all_steps() == [1, 2]
-    if broken == "version":
+    assert TorchaxCheckpointer(directory).all_steps() == [1, 2]
+    if name == "version":
         (run,) = recorded(directory)
         assert run[0].values["version"] == "unknown"
-
-
-def test_a_hook_that_hangs_holds_up_neither_saves_nor_close_for_long(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(recorder, "_CLOSING_SECS", 0.2)
-    opened = threading.Event()
-    with TorchaxCheckpointer(directory, on_event=lambda event: opened.wait(60)) as ckpt:  # type: ignore[arg-type]
-        for step in (1, 2, 3):
-            ckpt.save(step, state=STATE, force=True)
-            ckpt.wait_until_finished()
-    assert ckpt.all_steps() == [1, 2, 3]
-    assert "still being delivered or written" in caplog.text
-    opened.set()
 
 
 def test_a_hook_may_ask_and_close(directory: Path) -> None:
@@ -258,3 +239,142 @@ def test_a_hook_may_ask_and_close(directory: Path) -> None:
     assert ckpt._telemetry._task is not None
     assert ckpt._telemetry._task.ended.wait(30)
     assert asked == [(1, [1])]
+
+
+def test_stats_count_and_give_quantiles(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free_disk = fill_disk(monkeypatch)
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(mlp())
+        nothing = ckpt.stats()
+        assert (nothing.num_saves, nothing.blocking_secs) == (0, None)
+        ckpt.save(2)
+        with pytest.raises(SaveError):
+            ckpt.wait_until_finished()
+        free_disk()
+        for step in (4, 6, 9):
+            ckpt.save(step, force=True)
+            assert not ckpt.save(step)
+            # A forced save of what is there counts as neither saved nor skipped.
+            assert not ckpt.save(step, force=True)
+            ckpt.wait_until_finished()
+        monkeypatch.setattr(ckpt._preemption, "decide", lambda step: True)
+        assert not ckpt.save(9)
+        monkeypatch.undo()
+        ckpt.restore(9)
+    stats = ckpt.stats()
+    assert stats.num_saves == 4
+    assert (stats.num_durable, stats.num_failed) == (3, 1)
+    assert stats.num_skipped == 3
+    assert stats.interval_steps == Quantiles(p50=2, p90=2.8)
+    assert stats.blocking_secs is not None
+    assert stats.durable_secs is not None
+    assert 0 < stats.blocking_secs.p50 <= stats.blocking_secs.p90 < stats.durable_secs.p90
+    assert stats.num_bytes is not None
+    assert stats.num_bytes.p50 > 24
+    assert (stats.num_restores, stats.restore_secs is not None) == (1, True)
+
+
+# --- bytes that saves write and reuse ---
+
+BASE_BYTES = 1 << 20
+
+
+class Run:
+    """A run with unchanged arrays; after each action, the newest event says what the steps take."""
+
+    def __init__(self, directory: Path, policy: Any) -> None:
+        self.directory = directory
+        self.told: list[Event] = []
+        self.ckpt = TorchaxCheckpointer(
+            directory,
+            options=CheckpointOptions(reuse=True),
+            preservation_policy=policy,
+            on_event=self.told.append,
+        )
+
+    def save(self, *steps: int) -> None:
+        base = np.random.default_rng(0).random((BASE_BYTES // 4,), np.float32)
+        for step in steps:
+            state = {"base": jax.device_put(base), "x": jax.device_put(np.float32(step))}
+            self.ckpt.save(step, state=state, force=True)
+            self.ckpt.wait_until_finished()
+            self.check()
+
+    def check(self) -> None:
+        wait_until(lambda: self.totals[-1] == self.on_disk)
+
+    @property
+    def on_disk(self) -> int:
+        numbered = [path for path in self.directory.iterdir() if path.name.isdecimal()]
+        files = [p.stat() for step in numbered for p in step.rglob("*") if p.is_file()]
+        return sum({status.st_ino: status.st_size for status in files}.values())
+
+    @property
+    def totals(self) -> list[int]:
+        return [e.values["total_bytes"] for e in self.told if "total_bytes" in e.values]
+
+
+def test_events_and_stats_say_what_was_written_and_what_was_reused(directory: Path) -> None:
+    run = Run(directory, policies.PreserveAll())
+    with run.ckpt:
+        run.save(*range(1, 9))
+    durable = [event.values for event in run.told if event.name == "durable"]
+    reused = [values["num_bytes"] - values["new_bytes"] for values in durable]
+    assert reused[:4] == [0, 0, 0, 0]
+    assert min(reused[4:]) > BASE_BYTES
+    new = [values["new_bytes"] for values in durable]
+    assert run.totals == [0, *itertools.accumulate(new)]
+    assert run.ckpt.stats().new_bytes == Quantiles.of(new)
+    curve = bytes_over_time(runs_of(read_events(epath.Path(directory)), is_running=False))
+    assert [total for _, total in curve] == run.totals
+    (written,) = recorded(directory)
+    assert [event.values for event in written] == [event.values for event in run.told]
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_the_total_counts_a_reused_byte_once_whatever_is_deleted(
+    keep: int, directory: Path
+) -> None:
+    run = Run(directory, policies.LatestN(keep))
+    with run.ckpt:
+        run.save(*range(1, 8))
+    # Never more than two copies once the first ones are deleted, plus one that is being replaced.
+    assert max(run.totals[-6:]) < 2.5 * BASE_BYTES
+
+
+def test_the_total_follows_a_run_that_goes_back_and_one_that_starts_again(directory: Path) -> None:
+    run = Run(directory, policies.PreserveAll())
+    with run.ckpt:
+        run.ckpt.attach(mlp())
+        run.save(1, 2, 3, 4)
+        run.ckpt.delete(2)
+        run.check()
+    shutil.rmtree(directory / "4")  # as by a program that was killed before it told
+    run = Run(directory, policies.PreserveAll())
+    before = run.on_disk
+    with run.ckpt:
+        run.ckpt.attach(mlp())
+        run.save(5)
+        assert run.totals[0] == before
+        run.ckpt.restore(1)
+        run.save(3)  # is first committed beside the old step of this number
+    assert {path.name for path in directory.glob("[0-9a]*")} > {"1", "3", "abandoned-3"}
+
+
+def test_where_storage_does_not_answer_the_bytes_are_left_out_until_it_does(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(directory, policies.PreserveAll())
+    with run.ckpt:
+        run.save(1)
+        with monkeypatch.context() as failing:
+
+            def fail(committed: Any) -> Any:
+                raise OSError("stale handle")
+
+            failing.setattr(shared_files, "_listed", fail)
+            run.ckpt.save(2, state={"x": np.arange(3)}, force=True)
+            run.ckpt.wait_until_finished()
+            wait_until(lambda: run.told[-1].name == "durable")
+        assert {"num_bytes", "new_bytes", "total_bytes"}.isdisjoint(run.told[-1].values)
+        run.save(3)

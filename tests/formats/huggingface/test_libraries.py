@@ -161,39 +161,6 @@ def test_a_cast_rounds_as_torch_does(tied: Run, tmp_path: Path) -> None:
         assert values(expected.bfloat16().state_dict()) == values(model.state_dict())
 
 
-def test_a_step_is_found_by_its_metric(tied: Run, tmp_path: Path) -> None:
-    for text, step in (("best:loss", 2), ("best:loss:max", 1), ("3", 3)):
-        out = tmp_path / str(step)
-        assert run_json("export", tied.directory, text, out, "--format", "hf")["step"] == step
-
-
-def test_a_run_without_config_takes_one_from_a_folder(tied: Run, tmp_path: Path) -> None:
-    model = llama(tie_word_embeddings=True)
-    expected = logits(model)
-    on_jax(model)
-    plain = {"weights": model.model, "head": model.lm_head}  # two modules without config
-    model.model.config = model.config = None
-    save(tmp_path / "run", {"plain": torch.nn.ModuleDict(plain)})
-    names = ("--rename", "weights=model", "--rename", "head=lm_head", "--at", "model/plain")
-    out = tmp_path / "out"
-    result = run_json("export", tmp_path / "run", out, "--format", "hf", *names)
-    assert result["has_config"] is False
-    run("export", tied.directory, tmp_path / "other", "--format", "hf")
-    run(
-        "export",
-        tmp_path / "run",
-        tmp_path / "b",
-        "--format",
-        "hf",
-        *names,
-        "--config",
-        tmp_path / "other",
-    )
-    loaded, info = load(tmp_path / "b")
-    assert not any(info.values())
-    assert logits(loaded) == expected
-
-
 def test_weights_that_the_config_does_not_tie_are_written_under_each_name(tmp_path: Path) -> None:
     model = llama(tie_word_embeddings=False)
     with native():
@@ -206,15 +173,6 @@ def test_weights_that_the_config_does_not_tie_are_written_under_each_name(tmp_pa
     loaded, info = load(tmp_path / "out")
     assert not any(info.values())
     assert logits(loaded) == expected
-
-
-def test_an_imported_folder_can_be_exported_again(tied: Run, tmp_path: Path) -> None:
-    run("export", tied.directory, tmp_path / "a", "--format", "hf")
-    run("import", tmp_path / "a", tmp_path / "run")
-    run("export", tmp_path / "run", tmp_path / "b", "--format", "hf")
-    a, b = ({p.name: p.read_bytes() for p in (tmp_path / n).iterdir()} for n in "ab")
-    assert a.keys() == b.keys()
-    assert {n for n in a if a[n] != b[n]} <= {"model.safetensors"}  # whose metadata has the ties
 
 
 def test_a_model_on_meta_starts_from_a_folder_with_its_ties_and_positions(
@@ -240,22 +198,6 @@ def test_a_model_on_meta_starts_from_a_folder_with_its_ties_and_positions(
     assert values(dict(model.named_buffers())) == buffers
     array = model.lm_head.weight.jax()
     assert array.sharding == rule("", array)
-
-
-def test_a_warm_start_ties_again_what_the_move_to_devices_untied(tied: Run, tmp_path: Path) -> None:
-    run("export", tied.directory, tmp_path / "a", "--format", "hf")
-    for source in (tmp_path / "a", tied.directory):
-        model = llama(tie_word_embeddings=True)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            model.to("jax")
-        assert model.lm_head.weight is not model.model.embed_tokens.weight
-        warm_start(model, source)
-        assert model.lm_head.weight is model.model.embed_tokens.weight
-        assert values(model.state_dict()) == tied.weights
-
-
-# --- adapters ---
 
 
 def adapters() -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,16 @@ import torch
 from support.commands import run, run_json
 from support.damage import edit_json
 from support.described import AdapterConfig, Described, Tokenizer
+from torchax.interop import JittableModule
 from typer.testing import CliRunner
 
 from torchax_ckpt import TorchaxCheckpointer, policies
 from torchax_ckpt.cli import exit_codes
 from torchax_ckpt.cli.app import app
-from torchax_ckpt.errors import UnsupportedLeafError
+from torchax_ckpt.errors import AttachError, UnsupportedLeafError
+from torchax_ckpt.formats.huggingface.model_files import ModelFiles
 from torchax_ckpt.formats.huggingface.model_folder import adapter_names, names_in_file
+from torchax_ckpt.storage.medium import assets
 
 NAMES = ["m.q.base_layer.weight", "m.q.lora_A.default.weight", "m.q.lora_B.b.weight", "m.k.weight"]
 
@@ -106,34 +110,33 @@ def test_a_cast_that_would_lose_a_number_is_refused(directory: Path, tmp_path: P
     assert found["n"].dtype == np.int64
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("newest", "STEP: expected a number, best:METRIC or best:METRIC:max, found 'newest'"),
-        ("best:accuracy", "no step has the metric 'accuracy'"),
-        ("best:loss:least", "STEP: expected a number"),
-        ("7", "step 7"),
-    ],
-)
-def test_a_step_that_is_not_there_is_refused(
-    directory: Path, tmp_path: Path, text: str, said: str
-) -> None:
-    saved(directory, torch.nn.Linear(1, 1))
-    assert said in run("export", directory, text, tmp_path / "x", code=exit_codes.USAGE)
-
-
-def test_options_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    for options, said in (
-        (("x", "--format", "pt", "--dtype", "bf16"), "--dtype needs --format"),
-        (("x", "--config", tmp_path), "--config needs --format hf or peft"),
+def test_options_and_steps_that_do_not_fit_are_refused(directory: Path, tmp_path: Path) -> None:
+    saved(directory, Described())
+    out = tmp_path / "x"
+    for arguments, said in (
+        ((out, "--format", "pt", "--dtype", "bf16"), "--dtype needs --format"),
+        ((out, "--config", tmp_path), "--config needs --format hf or peft"),
         (("x.safetensors", "--format", "hf"), "expected the name of a directory"),
-        (("x", "--format", "hf", "--optimizer"), "--optimizer needs --format pt or dcp"),
-        (("1", "2", "x"), "expected [STEP] OUT, found 3 arguments"),
+        ((out, "--format", "hf", "--optimizer"), "--optimizer needs --format pt or dcp"),
+        (("1", "2", out), "expected [STEP] OUT, found 3 arguments"),
+        (("newest", out), "expected a number, best:METRIC or best:METRIC:max, found 'newest'"),
+        (("best:accuracy", out), "no step has the metric 'accuracy'"),
+        (("best:loss:least", out), "STEP: expected a number"),
+        (("7", out), "step 7"),
+        ((out, "--format", "peft"), "expected tensors of PEFT's adapters, found none"),
     ):
-        assert said in run("export", tmp_path, *options, code=exit_codes.USAGE)
+        assert said in run("export", directory, *arguments, code=exit_codes.USAGE)
+        assert not out.exists()
 
 
-# --- adapters ---
+def test_a_step_is_found_by_its_metric(directory: Path, tmp_path: Path) -> None:
+    with TorchaxCheckpointer(directory, preservation_policy=policies.PreserveAll()) as ckpt:
+        for step, loss in enumerate((3.0, 1.0, 2.0), 1):
+            state = {"w": np.full(2, step, np.float32)}
+            ckpt.save(step, state=state, metrics={"loss": loss}, force=True)
+    for text, step in (("best:loss", 2), ("best:loss:max", 1), ("3", 3)):
+        out = tmp_path / f"{step}.safetensors"
+        assert run_json("export", directory, text, out, "--at", "state")["step"] == step
 
 
 class Adapted(Described):
@@ -186,12 +189,6 @@ def test_an_adapter_without_config_takes_one_from_a_folder(directory: Path, tmp_
     assert json.loads((tmp_path / "out/b/adapter_config.json").read_text()) == {"peft_type": "LORA"}
 
 
-def test_a_model_without_adapters_has_none_to_export(directory: Path, tmp_path: Path) -> None:
-    saved(directory, Described())
-    said = run("export", directory, tmp_path / "x", "--format", "peft", code=exit_codes.USAGE)
-    assert "expected tensors of PEFT's adapters, found none" in said
-
-
 def test_a_config_that_is_no_json_object_is_refused(directory: Path, tmp_path: Path) -> None:
     saved(directory, Described())
     path = directory / "1/assets/data.json"
@@ -208,10 +205,121 @@ def test_adapters_are_told_apart_by_name() -> None:
     assert names_in_file(NAMES, "b", {"peft_type": "LORA"}) == {
         "base_model.model.m.q.lora_B.weight": "m.q.lora_B.b.weight"
     }
-
-
-def test_a_method_whose_names_are_not_known_is_refused() -> None:
-    with pytest.raises(
-        UnsupportedLeafError, match="found 'PREFIX_TUNING', whose tensors only PEFT"
-    ):
+    unknown = "found 'PREFIX_TUNING', whose tensors only PEFT"
+    with pytest.raises(UnsupportedLeafError, match=unknown):
         names_in_file(NAMES, "b", {"peft_type": "PREFIX_TUNING"})
+
+
+# --- files of models and tokenizers ---
+
+
+def files(*args: Any) -> dict[str, str]:
+    found = ModelFiles(*args).encoded(None)
+    return {} if found is None else json.loads(found.content)["files"]
+
+
+def test_wrappers_are_looked_into_and_a_plain_module_has_no_files() -> None:
+    model = Described().to("jax")
+    wrapped = torch.nn.Module()
+    wrapped._orig_mod = model  # as torch.compile wraps it
+    assert files(JittableModule(model)) == files(wrapped) == files(model) != {}
+    assert files(torch.nn.Linear(2, 2)) == {}
+
+
+def test_several_models_have_places_of_their_own() -> None:
+    found = files({"a/b": Described(x=1), "d": Described(x=2), "plain": torch.nn.Linear(1, 1)})
+    names = ("model/a%2Fb", "model/d")
+    configs = {f"{n}/{c}.json" for n in names for c in ("config", "generation_config")}
+    assert found.keys() == configs
+    assert json.loads(found["model/d/config.json"])["x"] == 2
+
+
+def test_adapters_are_described_as_peft_does() -> None:
+    model: Any = Described()
+    model.peft_config = {
+        "default": AdapterConfig(target_modules={"b", "a"}),
+        "../x": AdapterConfig(),
+    }
+    found = files(model)
+    config = json.loads(found["model/adapters/default/adapter_config.json"])
+    assert config == {
+        "auto_mapping": {"base_model_class": "Described", "parent_library": "support.described"},
+        "base_model_name_or_path": None,
+        "inference_mode": True,
+        "target_modules": ["a", "b"],
+    }
+    assert "model/adapters/%2E.%2Fx/adapter_config.json" in found
+    assert model.peft_config["default"].inference_mode is False  # the live one is as it was
+
+
+def test_what_is_no_text_is_left_out_and_said() -> None:
+    tokenizer = Tokenizer(
+        {
+            "tokenizer.json": "{}",
+            "tokenizer.model": b"\xff\xfe",
+            "code.py": "print()",
+            "binary.json": b"\xff",
+            "extra/b.jinja": "{{ x }}",
+        }
+    )
+    with pytest.warns(UserWarning, match="without these files of the model") as caught:
+        found = files(None, tokenizer)
+    assert found == {"tokenizer/extra/b.jinja": "{{ x }}", "tokenizer/tokenizer.json": "{}"}
+    (warning,) = caught
+    assert "tokenizer/binary.json is not text" in str(warning.message)
+    assert "tokenizer/code.py does not end in" in str(warning.message)
+    assert "tokenizer/tokenizer.model does not end in" in str(warning.message)
+
+
+def test_what_would_be_too_large_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assets, "MAX_BYTES", 10)
+    with pytest.warns(UserWarning, match=r"tokenizer/b\.json would make the assets larger"):
+        found = files(None, Tokenizer({"a.json": "12345", "b.json": "123456", "c.txt": "12345"}))
+    assert found.keys() == {"tokenizer/a.json", "tokenizer/c.txt"}
+
+
+def test_a_config_that_fails_stops_no_training(directory: Path) -> None:
+    model = Described().to("jax")
+    model.config.content["x"] = object()
+    with TorchaxCheckpointer(directory) as ckpt:
+        with pytest.warns(UserWarning, match=r"model/config\.json cannot be read: TypeError"):
+            ckpt.attach(model)
+        assert ckpt.save(1, force=True)  # and says it once
+
+
+def test_a_tokenizer_that_cannot_be_saved_is_refused_by_type(directory: Path) -> None:
+    with (
+        TorchaxCheckpointer(directory) as ckpt,
+        pytest.raises(AttachError, match="tokenizer: expected a tokenizer .* found a dict"),
+    ):
+        ckpt.attach(Described().to("jax"), tokenizer={})
+
+
+def test_configs_are_read_again_when_the_tensors_change(directory: Path) -> None:
+    model: Any = torch.nn.Sequential(torch.nn.Linear(2, 2)).to("jax")
+    model.config = Described(vocab_size=2).config
+    with TorchaxCheckpointer(directory) as ckpt, warnings.catch_warnings():
+        ckpt.attach(model)
+        ckpt.save(1, force=True)
+        reads = model.config.num_reads
+        ckpt.save(2, force=True)
+        assert model.config.num_reads == reads > 0
+        model.append(torch.nn.Linear(2, 3).to("jax"))
+        model.config.content["vocab_size"] = 3
+        ckpt.save(3, force=True)
+    found = [
+        json.loads(json.loads((directory / f"{n}/assets/data.json").read_text())["files"][
+            "model/config.json"
+        ])["vocab_size"]
+        for n in (1, 2, 3)
+    ]  # fmt: skip
+    assert found == [2, 2, 3]
+
+
+def test_a_model_that_loses_its_config_has_no_files_then() -> None:
+    model: Any = Described()
+    found = ModelFiles(model)
+    assert found.encoded("before") is not None
+    model.config = model.generation_config = None
+    assert found.encoded("before") is not None
+    assert found.encoded("after") is None
