@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +54,28 @@ def leased(tmp_path: Path, clock: Clock) -> Iterator[Lease]:
     lease.release()
 
 
+def keeping_all(directory: Path) -> TorchaxCheckpointer:
+    return TorchaxCheckpointer(directory, preservation_policy=policies.PreserveAll())
+
+
+def save(ckpt: TorchaxCheckpointer, *steps: int) -> None:
+    for step in steps:
+        assert ckpt.save(step, state=STATE, force=True)
+
+
+def saved(directory: Path, *steps: int) -> None:
+    with keeping_all(directory) as ckpt:
+        save(ckpt, *steps)
+
+
 def write(directory: Path, holder: LeaseHolder) -> None:
     directory.mkdir(exist_ok=True)
     (directory / "lease").write_bytes(holder.to_bytes())
+
+
+def taken_over(directory: Path) -> None:
+    """Now, by a program elsewhere."""
+    write(directory, dataclasses.replace(ELSEWHERE, renewed_secs=time.time()))
 
 
 def written(directory: Path) -> LeaseHolder:
@@ -67,18 +87,53 @@ def written(directory: Path) -> LeaseHolder:
 # --- who may take it, and when ---
 
 
-@pytest.mark.parametrize(
-    ("renewed_secs", "waited_secs"),  # the last is from a clock that is ahead
-    [(T0 - 60, 0), (T0 - 59, 1), (T0 - 10, 50), (T0 + 500, 60)],
-)
+def odd(**changes: Any) -> bytes:
+    """A lease that names a holder elsewhere, all but what was changed."""
+    return json.dumps(dataclasses.asdict(ELSEWHERE) | changes).encode()
+
+
+def huge(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 40)
+
+
+LEFT: list[tuple[bytes | Callable[[Path], Any], float]] = [
+    # By a holder that died; the last from a clock that is ahead.
+    *((odd(renewed_secs=T0 - ago), waited) for ago, waited in ((60, 0), (59, 1), (10, 50))),
+    (odd(renewed_secs=T0 + 500), 60),
+    # What cannot be read.
+    *((content, 60) for content in (b"[]", b'{"pid": 1}', b"\xff", b"[" * 60_000)),
+    *((odd(since_secs=secs), 60) for secs in (1e300, 10**400, -1, "x", True)),
+    *((odd(renewed_secs=secs), 60) for secs in (float("nan"), float("inf"))),
+    *((odd(pid=pid), 60) for pid in ("../..", 2**70, 1.5, None)),
+    *((lease, 60) for lease in (odd(host=5), odd(token=None), odd(kernel=[1]), odd(started="x"))),
+    # Torn by a power cut.
+    *((ELSEWHERE.to_bytes()[:kept], 0) for kept in (0, 40, -2)),
+    *((ELSEWHERE.to_bytes()[:kept] + b"\0" * 200, 0) for kept in (0, 40)),
+    # No file of a lease, which is neither waited for nor followed.
+    *((make, 60) for make in (os.mkfifo, lambda path: path.symlink_to("elsewhere"), huge)),
+]
+
+
+@pytest.mark.parametrize(("left", "waited_secs"), LEFT, ids=lambda left: f"{left!r:.15}")
 def test_a_holder_that_died_elsewhere_blocks_until_its_last_sign_of_life_is_60_s_old(
-    renewed_secs: float, waited_secs: float, tmp_path: Path, clock: Clock, leased: Lease
+    left: bytes | Callable[[Path], Any],
+    waited_secs: float,
+    tmp_path: Path,
+    clock: Clock,
+    leased: Lease,
 ) -> None:
-    write(tmp_path, dataclasses.replace(ELSEWHERE, renewed_secs=renewed_secs))
+    """And for 60 s what cannot be read, but nothing that a power cut left."""
+    (tmp_path / "elsewhere").write_text("precious")
+    if isinstance(left, bytes):
+        (tmp_path / "lease").write_bytes(left)
+    else:
+        left(tmp_path / "lease")
     leased.hold()
     assert clock.waited_secs == waited_secs
     assert written(tmp_path).pid == os.getpid()
     assert written(tmp_path).since_secs == T0 + waited_secs
+    assert (tmp_path / "elsewhere").read_text() == "precious"
 
 
 @pytest.mark.parametrize("is_connected", [False, True])
@@ -100,61 +155,6 @@ def test_a_holder_that_lives_elsewhere_is_named(
     assert (CONNECT in str(caught.value)) is not is_connected
     assert caught.value.path == str(tmp_path)
     assert written(tmp_path) == sign
-
-
-def odd(**changes: Any) -> bytes:
-    """A lease that names a holder elsewhere, all but what was changed."""
-    return json.dumps(dataclasses.asdict(ELSEWHERE) | changes).encode()
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        *(b"[]", b'{"pid": 1}', b"\xff", b"[" * 60_000),
-        *(odd(since_secs=secs) for secs in (1e300, 10**400, -1, "x", True)),
-        *(odd(renewed_secs=secs) for secs in (float("nan"), float("inf"))),
-        *(odd(pid=pid) for pid in ("../..", 2**70, 1.5, None)),
-        *(odd(host=5), odd(token=None), odd(kernel=[1]), odd(started="x")),
-    ],
-    ids=lambda content: f"{content!r:.20}..{content[-60:]!r}",
-)
-def test_a_lease_that_cannot_be_read_blocks_for_60_s(
-    content: bytes, tmp_path: Path, clock: Clock, leased: Lease
-) -> None:
-    (tmp_path / "lease").write_bytes(content)
-    leased.hold()
-    assert clock.waited_secs == 60
-
-
-@pytest.mark.parametrize(("kept", "zeros"), [(0, 0), (40, 0), (-2, 0), (0, 200), (40, 200)])
-def test_a_lease_that_a_power_cut_left_torn_blocks_nobody(
-    kept: int, zeros: int, tmp_path: Path, clock: Clock, leased: Lease
-) -> None:
-    (tmp_path / "lease").write_bytes(ELSEWHERE.to_bytes()[:kept] + b"\0" * zeros)
-    leased.hold()
-    assert clock.waited_secs == 0
-    assert written(tmp_path).pid == os.getpid()
-
-
-def huge(path: Path) -> None:
-    path.touch()
-    os.truncate(path, 1 << 40)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [os.mkfifo, lambda lease: lease.symlink_to(lease.with_name("elsewhere")), huge],
-    ids=["pipe", "link", "huge"],
-)
-def test_what_is_no_file_of_a_lease_blocks_for_60_s_and_is_neither_waited_for_nor_followed(
-    make: Callable[[Path], Any], tmp_path: Path, clock: Clock, leased: Lease
-) -> None:
-    (tmp_path / "elsewhere").write_text("precious")
-    make(tmp_path / "lease")
-    leased.hold()
-    assert clock.waited_secs == 60
-    assert written(tmp_path).pid == os.getpid()
-    assert (tmp_path / "elsewhere").read_text() == "precious"
 
 
 def holder_of(process: subprocess.Popen[Any]) -> LeaseHolder:
@@ -179,9 +179,8 @@ def test_a_process_that_runs_on_this_host_refuses_at_once(
     # However old its last sign of life is: it may be stopped, and go on.
     holder = dataclasses.replace(holder_of(process), renewed_secs=T0 - 3600)
     write(tmp_path, holder)
-    with pytest.raises(
-        LeaseError, match=f"host here, pid {process.pid}, since.*call jax.distributed.initialize"
-    ):
+    said = f"host here, pid {process.pid}, since.*call jax.distributed.initialize"
+    with pytest.raises(LeaseError, match=said):
         leased.hold()
     assert clock.waited_secs == 0
     assert written(tmp_path) == holder
@@ -253,16 +252,13 @@ def test_the_lease_of_a_running_process_in_a_copy_of_its_directory_refuses_nobod
     assert written(run).pid == process.pid
 
 
-def test_an_unknown_kernel_is_not_taken_for_this_one(directory: Path, clock: Clock) -> None:
-    directory.mkdir(exist_ok=True)
-    holder = LeaseHolder("t", "other", os.getpid(), None, None, T0 - 600, T0 - 10)
-    write(directory, holder)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(lease, "this_kernel", lambda: None)
-        held = Lease(directory, clock=clock, sleep=clock.sleep)
-        held.hold()
-    assert clock.waited_secs >= 40
-    held.release()
+def test_an_unknown_kernel_is_not_taken_for_this_one(
+    tmp_path: Path, clock: Clock, leased: Lease, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, LeaseHolder("t", "other", os.getpid(), None, None, T0 - 600, T0 - 10))
+    monkeypatch.setattr(lease, "this_kernel", lambda: None)
+    leased.hold()
+    assert clock.waited_secs == 50
 
 
 def test_a_lease_follows_its_directory(tmp_path: Path, clock: Clock, leased: Lease) -> None:
@@ -333,11 +329,9 @@ def test_a_record_loses_no_exchange(tmp_path: Path) -> None:
                 pass
         record.close()
 
-    threads = [threading.Thread(target=count) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        for counted in [threads.submit(count) for _ in range(4)]:
+            counted.result()
     seen = first.read()
     assert seen is not None
     assert seen.content == b"200"
@@ -376,8 +370,7 @@ def test_a_record_is_synced_before_it_has_its_name(
     record.swap(first, b"2")
     record.close()
     assert [what for what, _ in calls] == ["synced", "named"] * 2
-    for synced_call, named in zip(calls[::2], calls[1::2], strict=True):
-        assert synced_call[1] == named[1]
+    assert [inode for _, inode in calls[::2]] == [inode for _, inode in calls[1::2]]
 
 
 # --- keeping it ---
@@ -391,7 +384,7 @@ def test_it_is_renewed_without_a_save(directory: Path, monkeypatch: pytest.Monke
         before = written(directory)
         wait_until(lambda: written(directory).renewed_secs > before.renewed_secs)
         assert written(directory).since_secs == before.since_secs
-        assert ckpt.save(2, state=STATE, force=True)
+        save(ckpt, 2)
     assert not (directory / "lease").exists()
     assert not [t for t in threading.enumerate() if t.name == "lease"]
 
@@ -444,10 +437,9 @@ def test_a_second_checkpointer_in_one_process_is_refused_until_the_first_is_clos
     first, second = TorchaxCheckpointer(directory), TorchaxCheckpointer(directory)
     first.save(1, state=STATE)
     for _ in range(2):
-        with pytest.raises(
-            LeaseError, match=r"another checkpointer of this very process .*Close"
-        ) as e:
-            second.save(2, state=STATE, force=True)
+        said = r"another checkpointer of this very process .*Close"
+        with pytest.raises(LeaseError, match=said) as e:
+            save(second, 2)
         assert "jax.distributed" not in str(e.value)
     first.wait_until_finished()
     with pytest.raises(LeaseError):
@@ -455,7 +447,7 @@ def test_a_second_checkpointer_in_one_process_is_refused_until_the_first_is_clos
     assert second.all_steps() == [1]  # reading needs no lease
     second.load(1)
     first.close()
-    assert second.save(2, state=STATE, force=True)
+    save(second, 2)
     second.close()
     with TorchaxCheckpointer(directory) as third:
         third.delete(1)
@@ -470,10 +462,10 @@ def test_a_copy_of_a_run_is_saved_to_while_the_run_goes_on(directory: Path, tmp_
         run.wait_until_finished()
         shutil.copytree(directory, copy)
         with TorchaxCheckpointer(copy) as other:
-            assert other.save(2, state=STATE, force=True)
-            assert run.save(3, state=STATE, force=True)
+            save(other, 2)
+            save(run, 3)
         with TorchaxCheckpointer(directory) as second, pytest.raises(LeaseError):
-            second.save(4, state=STATE, force=True)
+            save(second, 4)
     assert entries(directory) == {"1", "3"}
     assert entries(copy) == {"1", "2"}
 
@@ -481,46 +473,39 @@ def test_a_copy_of_a_run_is_saved_to_while_the_run_goes_on(directory: Path, tmp_
 @pytest.mark.parametrize("newer", [False, True])
 def test_a_late_first_save_does_not_mix_with_others(newer: bool, directory: Path) -> None:
     """Newer steps, or another branch, which the other program has begun."""
-    keep = {"preservation_policy": policies.PreserveAll()}
-    with TorchaxCheckpointer(directory, **keep) as ckpt:
-        for step in (1, 2) if newer else (1, 2, 9):
-            ckpt.save(step, state=STATE, force=True)
-    with TorchaxCheckpointer(directory, **keep) as late:
+    saved(directory, *((1, 2) if newer else (1, 2, 9)))
+    with keeping_all(directory) as late:
         assert late.attach() == (2 if newer else 9)
-        with TorchaxCheckpointer(directory, **keep) as other:
+        with keeping_all(directory) as other:
             other.attach()
             other.restore(2)
-            for step in (3, 4, 5) if newer else (3,):
-                other.save(step, state=STATE, force=True)
+            save(other, *((3, 4, 5) if newer else (3,)))
         held = {path: path.stat().st_mtime_ns for path in directory.rglob("*")}
         said = f"has saved steps {'3, 4, 5' if newer else '3'} there.*nothing was written"
         for _ in range(2 if newer else 0):
             with pytest.raises(LeaseError, match=said):
-                late.save(3, state=STATE, force=True)
+                save(late, 3)
         with pytest.raises(LeaseError, match=said):
             late.delete(1)
         assert {path: path.stat().st_mtime_ns for path in directory.rglob("*")} == held
         if newer:  # On purpose: what is newer than the step gone back to is set aside.
             late.restore(4)
-            late.save(6, state=STATE, force=True)
+            save(late, 6)
             late.wait_until_finished()
             assert entries(directory) >= {"1", "2", "3", "4", "6", "abandoned-5"}
 
 
 def test_steps_that_were_removed_before_the_first_save_stop_nobody(directory: Path) -> None:
-    with TorchaxCheckpointer(directory, preservation_policy=policies.PreserveAll()) as ckpt:
-        for step in (1, 2, 3):
-            ckpt.save(step, state=STATE, force=True)
-    with TorchaxCheckpointer(directory, preservation_policy=policies.PreserveAll()) as ckpt:
+    saved(directory, 1, 2, 3)
+    with keeping_all(directory) as ckpt:
         ckpt.load(2)
         shutil.rmtree(directory / "3")
-        assert ckpt.save(4, state=STATE, force=True)
+        save(ckpt, 4)
     assert entries(directory) == {"1", "2", "4"}
 
 
 def test_readers_take_no_lease(directory: Path) -> None:
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.save(1, state=STATE)
+    saved(directory, 1)
     write(directory, ELSEWHERE)
     reader = TorchaxCheckpointer(directory)
     assert reader.attach() == 1
@@ -536,20 +521,20 @@ def test_a_writer_that_lost_its_lease_while_writing_commits_nothing_and_stops(
     write_really = array_writer.write_arrays
 
     def lose(*args: Any, **kwargs: Any) -> Any:
-        write(directory, dataclasses.replace(ELSEWHERE, renewed_secs=time.time()))
+        taken_over(directory)
         return write_really(*args, **kwargs)
 
     ckpt = TorchaxCheckpointer(directory)
     ckpt.save(1, state=STATE)
     ckpt.wait_until_finished()
     monkeypatch.setattr(array_writer, "write_arrays", lose)
-    ckpt.save(2, state=STATE, force=True)
+    save(ckpt, 2)
     with pytest.raises(SaveError, match=r"saving step 2 .* has lost its lease: it is held by host"):
         ckpt.wait_until_finished()
     monkeypatch.undo()
     assert ckpt.all_steps() == [1]
     with pytest.raises(LeaseError, match="It writes nothing more"):
-        ckpt.save(3, state=STATE, force=True)
+        save(ckpt, 3)
     with pytest.raises(LeaseError):
         ckpt.delete(1)
     with pytest.raises(SaveError, match="lost its lease"):
@@ -562,19 +547,17 @@ def test_a_writer_that_lost_its_lease_while_writing_commits_nothing_and_stops(
 def test_nothing_is_committed_moved_or_removed_without_the_lease(
     moment: str, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with TorchaxCheckpointer(directory, preservation_policy=policies.PreserveAll()) as ckpt:
-        for step in (1, 2):
-            ckpt.save(step, state=STATE, force=True)
+    saved(directory, 1, 2)
     (directory / "2").rename(directory / "incoming-1")
     (directory / "7.orbax-checkpoint-tmp").mkdir()
     (directory / "writing-8-t").mkdir()
     steps = RunDirectory(directory)
     one, incoming = sorted(steps._visible(), key=lambda s: s.is_incoming)
-    write(directory, dataclasses.replace(ELSEWHERE, renewed_secs=time.time()))
+    taken_over(directory)
     monkeypatch.setattr(lease, "_POLL_SECS", 0.01)
     monkeypatch.setattr(lease, "LEASE_SECS", 0.3)
     steps.fence()
-    write(directory, dataclasses.replace(ELSEWHERE, renewed_secs=time.time()))
+    taken_over(directory)
     before = entries(directory)
     with pytest.raises(LeaseError):
         {
@@ -637,13 +620,13 @@ def test_what_a_live_process_is_writing_is_left_alone_and_removed_once_it_is_kil
         with TorchaxCheckpointer(directory) as ckpt:
             assert ckpt.attach() == 1
             with pytest.raises(LeaseError, match=f"pid {process.pid}"):
-                ckpt.save(2, state=STATE, force=True)
+                save(ckpt, 2)
         assert entries(directory) == before
         assert len(before) == 3  # step 1, the lease, and what is being written
         process.send_signal(signal.SIGKILL)
         process.wait(30)
         with TorchaxCheckpointer(directory) as ckpt:
-            assert ckpt.save(2, state=STATE, force=True)
+            save(ckpt, 2)
         assert "Waiting to see" not in caplog.text
         assert entries(directory) == {"1", "2"}
     finally:
