@@ -50,7 +50,7 @@ BUDGETS = {
     "files": 190,
     "files that one other imports": 30,
     "classes whose name stands twice": 0,
-    "lines of tests": 49_100,
+    "lines of tests": 41_000,
 }
 
 FILES = sorted(PACKAGE.rglob("*.py"))
