@@ -135,6 +135,7 @@ class Writer:
         stacked = capture.snapshot.stacked()
         begun, states = self._begin(capture, metrics, stacked, progress)
         draft = self._draft(capture, begun, stacked, states, progress)
+        del stacked  # stacks that the processes do not store free their memory
         progress.enter("transferring the arrays from the devices")
         digests = self._write_arrays(draft, progress)
         progress.enter("writing and committing")
