@@ -16,8 +16,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -44,18 +44,19 @@ class Floor(peers.Peer):
 
     def __init__(self, directory: Path, module: Any, optimizer: Any, flat: Any, keep: Any) -> None:
         self._directory, self._flat, self._keep = directory, flat, keep
-        self._thread = threading.Thread()
+        self._threads = ThreadPoolExecutor(1)
+        self._saving: Future[None] | None = None
         self._plan: Plan | None = None
 
     def save(self, step: int) -> None:
-        self._thread = threading.Thread(target=self._write, args=(step, self._flat()))
-        self._thread.start()
+        self._saving = self._threads.submit(self._write, step, self._flat())
 
     def is_saving(self) -> bool:
-        return self._thread.is_alive()
+        return self._saving is not None and not self._saving.done()
 
     def wait(self) -> None:
-        self._thread.join()
+        if self._saving is not None:
+            self._saving.result()
 
     def close(self) -> None:
         self.wait()
@@ -132,6 +133,8 @@ def measured(what: str, state: str, peer: str, directory: str, *args: Any) -> di
 def cells(own: list[float], floor: list[float], target: float) -> str:
     """Returns a cell: both medians with their range, and the ratio of the medians."""
     of = statistics.median(own) / statistics.median(floor)
+    if of <= 0:  # what is added is a difference, of two loops
+        raise SystemExit(f"too noisy to say: {own} and {floor}")
     texts = [
         f"{statistics.median(v) * 1e3:.0f} ({min(v) * 1e3:.0f} - {max(v) * 1e3:.0f})"
         for v in (own, floor)
@@ -170,7 +173,7 @@ def main() -> None:
                 without_saves = statistics.mean(one["step"])
             else:
                 longer = sum(one["step"]) - len(one["step"]) * without_saves
-                added[peer].append(longer / len(one["intervals"]))
+                added[peer].append(longer / len(one["intervals"]))  # fails if there are none
     row = cells(added["torchax_ckpt"], added["floor"], _ADDED)
     print(f"| deep | added to a loop that waits 50 ms for its device, per save | {row}")
     row = cells(added["torchax_ckpt"], added["orbax_v1"], _ADDED_OF_BARE)

@@ -25,7 +25,7 @@ from support.processes import run_processes
 from support.training import P, fsdp_mesh
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
-from torchax_ckpt.errors import OutOfMemoryError
+from torchax_ckpt.errors import OutOfMemoryError, SaveError
 from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.snapshot import planner, stacking
 from torchax_ckpt.snapshot.device_memory import DeviceMemory
@@ -256,13 +256,16 @@ def saved_while_full(
 @pytest.mark.parametrize("mode", ["copy", "reference"])
 def test_a_process_that_takes_stacks_over_lets_others_make_them(mode: Any) -> None:
     """Its snapshot has no stacks, but the save has."""
-    named = {"head": jnp.ones(UNIT)}
+    leaves = ["head"], [jnp.ones(UNIT)]
     alone, beside = (
-        Snapshotter(mode, "auto").take([*named], [*named.values()], reserved).stacked().vote
+        Snapshotter(mode, "auto").take(*leaves, reserved).stacked()
         for reserved in ([], ["layers.*.w"])
     )
-    assert (alone, beside) == (Vote.FLAT, Vote.EITHER)
-    assert Stacked.agreed({beside, Vote.STACKED}) is Vote.STACKED
+    assert (alone.vote, beside.vote) == (Vote.FLAT, Vote.EITHER)
+    assert Stacked.agreed({beside.vote, Vote.STACKED}) is Vote.STACKED
+    with pytest.raises(SaveError, match="has already stacked"):  # though it could go on
+        beside.stored(Stacked.agreed({beside.vote, Vote.STACKED, Vote.FLAT}))
+    assert not beside.snapshot.planner.may_stack
 
 
 @pytest.mark.slow

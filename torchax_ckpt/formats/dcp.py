@@ -24,7 +24,7 @@ import torch
 
 from torchax_ckpt.errors import MismatchError, UnsupportedLeafError
 from torchax_ckpt.formats.archives import Section, load, members
-from torchax_ckpt.formats.tensor_files import FilePart, FileTensor, TensorFiles
+from torchax_ckpt.formats.tensor_files import FilePart, FileTensor, TensorFiles, require_stored
 from torchax_ckpt.formats.untrusted_files import MAX_METADATA_BYTES, in_folder, reading_file
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import STORABLE_DTYPES
@@ -57,7 +57,7 @@ class _Chunk(FilePart):
                 raise ValueError(f"expected {expected}, found {found.dtype}{list(found.shape)}")
             strides, begin = found.stride(), int(found.storage_offset())
             reach = 1 + sum((n - 1) * s for n, s in zip(self.shape, strides, strict=True))
-            # DCP stores every element, so that no small file can ask for much memory.
+            # DCP stores every element.
             needed = max(begin + reach, math.prod(self.shape))
             if needed * dtype.itemsize > info.file_size:
                 raise ValueError(
@@ -221,6 +221,9 @@ def open_dcp(path: Path, at: str | None = None) -> TensorFiles:
             "with keys that lead to tensors",
             path=path,
         )
+    parts = [part for tensor in tensors.values() for part in tensor.parts]
+    lengths = {(part.path, part.offset): part.length for part in parts if isinstance(part, _Chunk)}
+    require_stored(path, tensors, sum(lengths.values()))
     return TensorFiles(tensors, {}, (path / METADATA,))
 
 

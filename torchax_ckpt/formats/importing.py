@@ -77,7 +77,7 @@ def import_weights(
         _require_empty(run)  # again: before the claim, another program could still write a step
         run.recover()
         path = run.path_for(step)
-        step_writer.begin(path)
+        step_writer.make_folder(path)
         digests = array_writer.write_arrays(
             path / STATE,
             stored,

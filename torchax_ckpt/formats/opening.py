@@ -18,7 +18,7 @@ from torchax_ckpt.formats.archives import Section, load, members
 from torchax_ckpt.formats.dcp import is_dcp, open_dcp
 from torchax_ckpt.formats.safetensors_io import is_safetensors, open_safetensors
 from torchax_ckpt.formats.state_dict import array_of, native_torch
-from torchax_ckpt.formats.tensor_files import FilePart, FileTensor, TensorFiles
+from torchax_ckpt.formats.tensor_files import FilePart, FileTensor, TensorFiles, require_stored
 from torchax_ckpt.formats.untrusted_files import reading_file
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import STORABLE_DTYPES
@@ -57,8 +57,6 @@ _MODELS = ("model", "state_dict")
 # Enough for some 200,000 tensors.
 _MAX_DESCRIPTION_BYTES = 32 << 20
 _MAX_DEPTH = 64
-# Of all tensors that repeat elements, so that no small file can ask for much memory.
-_MAX_REPEATED_BYTES = 256 << 20
 
 
 def is_torch_file(path: Path) -> bool:
@@ -84,7 +82,6 @@ def open_torch_file(path: Path, at: str | None = None) -> TensorFiles:
         tensors: dict[str, FileTensor] = {}
         ties: dict[str, str] = {}
         named: dict[Any, str] = {}
-        repeated_bytes = 0
         for keys, tensor in _tensors(_place(path, root, at)):
             name = ".".join(keys)
             if name in tensors or name in ties:
@@ -92,14 +89,6 @@ def open_torch_file(path: Path, at: str | None = None) -> TensorFiles:
             with native_torch():
                 array = _array(path, name, tensor)
                 identity = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-                stored_bytes = tensor.untyped_storage().nbytes()
-            repeated_bytes += array.nbytes if array.nbytes > stored_bytes else 0
-            if repeated_bytes > _MAX_REPEATED_BYTES:
-                raise UnsupportedLeafError(
-                    f"{path}: {name}: expected a tensor that the file stores whole, found one of "
-                    f"{array.nbytes} bytes that repeats {stored_bytes} bytes. Save it as "
-                    "tensor.contiguous()"
-                )
             if array.size and (other := named.setdefault(identity, name)) != name:
                 ties[name] = other
                 continue
@@ -107,6 +96,7 @@ def open_torch_file(path: Path, at: str | None = None) -> TensorFiles:
             tensors[name] = FileTensor(array.dtype.name, array.shape, (part,))
         if not tensors:
             raise _no_tensors(path, root, at)
+    require_stored(path, tensors, path.stat().st_size)
     return TensorFiles(tensors, ties, (path,))
 
 

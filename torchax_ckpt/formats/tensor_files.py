@@ -17,11 +17,18 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError, DirectoryError
+from torchax_ckpt.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    DirectoryError,
+    UnsupportedLeafError,
+)
 from torchax_ckpt.storage.arrays.assembly import Index, empty
 
 # .to("jax") converts 64-bit integers to these dtypes, unless jax_enable_x64 is set.
 NARROWED = {"int64": "int32", "uint64": "uint32"}
+# Tensors that share elements may need as many bytes again as the files have, and this many more.
+_MAX_SHARED_BYTES = 256 << 20
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -167,3 +174,17 @@ class TensorFiles:
     tensors: Mapping[str, FileTensor]
     ties: Mapping[str, str]
     paths: tuple[Path, ...]
+
+
+def require_stored(path: Path, tensors: Mapping[str, FileTensor], stored_bytes: int) -> None:
+    """Raises UnsupportedLeafError if tensors are far larger than what the files store of them.
+
+    Otherwise a small file, whose tensors overlap or repeat elements, could ask for all memory.
+    """
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    if nbytes > 2 * stored_bytes + _MAX_SHARED_BYTES:
+        raise UnsupportedLeafError(
+            f"{path}: expected tensors that the files store whole, found tensors of {nbytes} bytes "
+            f"in files that store {stored_bytes} bytes of them, so they share elements. Save each "
+            "as tensor.contiguous()"
+        )

@@ -254,8 +254,8 @@ class PublishedFolders:
 
     def _record(self, published: Sequence[Published]) -> None:
         entries = [folder.to_json() for folder in published]
-        content = seals.seal({**self._source, "published": entries})
-        self._write(self._control / _RECORD, json.dumps(content).encode())
+        content = seals.encoded({**self._source, "published": entries})
+        self._write(self._control / _RECORD, content)
 
     def _point_to_newest(self) -> None:
         path = self.path / LATEST

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from etils import epath
@@ -48,9 +48,6 @@ from torchax_ckpt.storage.medium import links, seals
 from torchax_ckpt.storage.writing import array_writer, retained, step_writer
 from torchax_ckpt.stored.stored_step import StoredStep
 
-Begun = tuple[str, list[Any], str, Any]
-"""What process 0 tells: the folder's name, the steps beside it, a vote, a candidate of reuse."""
-
 
 class Progress(Protocol):
     """Records which stage a save is in; ``transferred`` is set once all arrays are on the host."""
@@ -59,6 +56,15 @@ class Progress(Protocol):
 
     def enter(self, phase: str) -> None:
         """Records that the save begins the stage ``phase``."""
+
+
+class Agreed(NamedTuple):
+    """What process 0 tells the others, as JSON, before they write."""
+
+    folder: str
+    known: list[Any]  # the steps beside it
+    vote: str
+    candidate: Any  # see ``Reuse.candidate``
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +122,8 @@ class Writer:
         self._codec = compression.codec_of(options.compression)
         self._reuse = reuse
         self._may_have_retained = True
-        self._texts = seals.Texts("document", "stacks")
+        # Each host describes its parts anew at each save, so that no text is used twice.
+        self._texts = None if self._hosts else seals.Texts("document", "stacks")
         self._is_recovered = self._has_failed = False
         # Of the newest save: what process 0 knows, and which leaves are still.
         self._pending: Pending | None = None
@@ -133,9 +140,11 @@ class Writer:
         metrics = self._metrics(capture)
         progress.enter("stacking the arrays")
         stacked = capture.snapshot.stacked()
-        begun, states = self._begin(capture, metrics, stacked, progress)
-        draft = self._draft(capture, begun, stacked, states, progress)
-        del stacked  # stacks that the processes do not store free their memory
+        agreed, states = self._agree(capture, metrics, stacked, progress)
+        stored = stacked.stored(Vote(agreed.vote))
+        del stacked  # with the stacks that the processes do not store
+        draft = self._draft(capture, agreed, *stored, states, progress)
+        del stored, states
         progress.enter("transferring the arrays from the devices")
         digests = self._write_arrays(draft, progress)
         progress.enter("writing and committing")
@@ -241,9 +250,9 @@ class Writer:
         """Makes the next save or delete begin with ``recover``."""
         self._is_recovered = False
 
-    def _begin(
+    def _agree(
         self, capture: Capture, metrics: Mapping[str, Any], stacked: Stacked, progress: Progress
-    ) -> tuple[Begun, list[bytes]]:
+    ) -> tuple[Agreed, list[bytes]]:
         """Makes the step's folder, and exchanges what the processes must know before they write.
 
         Returns also the per-process states of all processes, on process 0.
@@ -253,30 +262,31 @@ class Writer:
         sent = self._processes.gather(stacked.vote.encode() + state)
         progress.enter("cleaning up the directory")
 
-        def begin() -> Begun:
+        def make_folder() -> Agreed:
             self.recover()
             known = committed_step.described(self._history.branches.in_place)
             candidate = self._reuse.candidate(capture.step, metrics) if self._reuse else None
             path = self._directory.path_for(capture.step)
-            step_writer.begin(path)
+            step_writer.make_folder(path)
             vote = Stacked.agreed({Vote(message[:1].decode()) for message in sent})
-            return path.name, known, vote, candidate
+            return Agreed(path.name, known, vote, candidate)
 
-        return self._processes.first(begin), [message[1:] for message in sent]
+        agreed = Agreed(*self._processes.first(make_folder))
+        progress.enter("stacking the arrays")  # or fetching what was offloaded
+        return agreed, [message[1:] for message in sent]
 
     def _draft(
         self,
         capture: Capture,
-        begun: Begun,
-        stacked: Stacked,
+        agreed: Agreed,
+        plan: Plan,
+        arrays: Mapping[str, Stored],
         states: Sequence[bytes],
         progress: Progress,
     ) -> Draft:
         """Finds what of the arrays is taken over, and what this process writes."""
-        name, known, vote, candidate = begun
         directory, processes, skipped = self._directory, self._processes, capture.skipped
-        self._history.refresh(committed_step.named(known, directory.path))
-        plan, arrays = stacked.stored(Vote(vote))
+        self._history.refresh(committed_step.named(agreed.known, directory.path))
         plan = Plan({**plan.stacks, **skipped.stacks}, plan.empty)
         arrays = {**arrays, **skipped.forms}
         if self._reuse and processes.count > 1:  # some may skip what others do not
@@ -287,14 +297,14 @@ class Writer:
         here = self._here(arrays)
         division = Division()
         if self._reuse:
-            if candidate[1] is not None:
+            if agreed.candidate[1] is not None:
                 progress.enter("comparing the arrays with earlier steps")
-            division = self._reuse.divide(candidate, plan, arrays, here, skipped)
+            division = self._reuse.divide(agreed.candidate, plan, arrays, here, skipped)
             here |= self._here(skipped.stored(skipped.forms.keys() - division.linked))
         nodes, leaves = self._states(capture, document, states)
         plan, more = with_host_leaves(plan, leaves, self._options.layout)
         document, stored = {**document, **nodes}, {**here, **more}
-        return Draft(directory.path / name, document, plan, stored, here, division)
+        return Draft(directory.path / agreed.folder, document, plan, stored, here, division)
 
     def _write_arrays(self, draft: Draft, progress: Progress) -> Mapping[str, Digests]:
         """Takes over and writes arrays; returns the digests of what all processes have written."""

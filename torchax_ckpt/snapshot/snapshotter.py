@@ -178,9 +178,6 @@ class Stacked:
             the next snapshot on, no process makes stacks.
         """
         snapshot, plan = self.snapshot, self.plan
-        if agreed is Vote.STACKED or (plan.plan == plan.flat and self.arrays is not None):
-            assert self.arrays is not None, "this process would have voted otherwise"
-            return plan.plan, self._complete(plan.plan, self.arrays)
         if agreed is Vote.NEITHER:
             snapshot.planner.may_stack = False
             raise SaveError(
@@ -189,6 +186,9 @@ class Stacked:
                 "leaves of this save. From the next save on, leaves are copied and stored one by "
                 "one. Save again"
             )
+        if agreed is Vote.STACKED or (plan.plan == plan.flat and self.arrays is not None):
+            assert self.arrays is not None, "this process would have voted otherwise"
+            return plan.plan, self._complete(plan.plan, self.arrays)
         logger.info("no device memory for stacks: the leaves of this save are stored one by one")
         if snapshot.copies is None:
             return plan.flat, execute(plan.flat, snapshot.leaves(), copy=False)

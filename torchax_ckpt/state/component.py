@@ -151,7 +151,7 @@ class Change:
 
 @dataclasses.dataclass
 class Restoration:
-    """The plan of a restore: the leaves to read, then the writes to live objects, in order."""
+    """The plan of a restore: the leaves to read, then the changes to live objects, in order."""
 
     reads: dict[str, LeafRead] = dataclasses.field(default_factory=dict)
     # checks examine values that were read, before any change
@@ -173,7 +173,7 @@ class Restoration:
         self.reads[node["array"]] = LeafRead(node["array"], spec, placement, changed)
 
     def extend(self, others: Iterable[Restoration]) -> None:
-        """Appends the reads and writes of other plans to this plan, in order."""
+        """Appends the reads and changes of other plans to this plan, in order."""
         for other in others:
             self.reads.update(other.reads)
             self.checks.extend(other.checks)
@@ -201,10 +201,10 @@ class Restoration:
 
     @staticmethod
     @torchax_backend.native_torch()
-    def apply_changes(writes: Iterable[Change], values: Values) -> None:
-        """Executes the given writes, which cannot fail and have no undo."""
-        for write in writes:
-            write.do(values)
+    def apply_changes(changes: Iterable[Change], values: Values) -> None:
+        """Makes the given changes, which cannot fail and have no undo."""
+        for change in changes:
+            change.do(values)
 
     def apply_calls(self, values: Values, agree: Callable[[], None] = lambda: None) -> None:
         """Makes the changes in ``calls``; undoes all if one fails, or ``agree`` then raises."""

@@ -129,7 +129,7 @@ class OptimizerComponent:
         state = self._capture_state()
         groups_ = encoded(hyperparameters, (*self.key_path, "param_groups"))
         parts = [self._with_same_form(groups_), state]
-        is_whole = len(self._order) == len(self.optimizer.state)  # all keys are parameters
+        is_whole = len(set(self._order)) == len(self.optimizer.state)  # all keys are parameters
         if not is_whole and (others := _other_state(self.optimizer)):
             parts.append(encoded(others, (*self.key_path, OTHER_STATE)))
         captured = self._combined(parts)

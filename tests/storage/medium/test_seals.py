@@ -13,16 +13,15 @@ from torchax_ckpt.storage.medium import seals
 def test_known_parts_have_the_text_that_they_would_have_anew() -> None:
     texts = seals.Texts("document", "stacks")
     model, stack = {"dict": [["wäight", {"array": "w"}]]}, ("a", "b")
-    for step, digests in enumerate(({}, {"w": "1"}, {"w": "2"})):
+    for step in range(3):
         document: dict[str, Any] = {"model": model, "state": {"step": step}, 'a"b': None}
-        content = {"document": document, "stacks": {"s": stack}, "digests": digests, "empty": []}
+        content = {"document": document, "stacks": {"s": stack}, "digests": {"w": step}}
         stored = seals.encoded(content, texts)
         assert stored == seals.encoded(content)
         assert seals.unseal(json.loads(stored)) == json.loads(json.dumps(content))
         assert json.loads(stored) == json.loads(json.dumps(seals.seal(content)))
     with pytest.raises(ValueError, match="the JSON was damaged"):
         seals.unseal(json.loads(stored.replace(b"step", b"stop")))
-    assert seals.unseal(json.loads(seals.encoded({}, texts))) == {}
 
 
 def test_what_could_not_be_read_again_is_not_encoded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,7 +103,7 @@ def test_a_save_takes_as_much_host_memory_as_it_may(tmp_path: Path) -> None:
 
 def test_donating_between_batches_fails(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = state_of()
-    begin, num_begun = array_writer._Batch.begin, 0
+    begin, num_begun = array_writer._Batch.write, 0
 
     def donating(self: Any) -> None:
         nonlocal num_begun
@@ -115,7 +115,7 @@ def test_donating_between_batches_fails(directory: Path, monkeypatch: pytest.Mon
     ckpt = bounded(directory, 1, snapshot="reference")
     ckpt.save(1, state=state_of())
     ckpt.wait_until_finished()
-    monkeypatch.setattr(array_writer._Batch, "begin", donating)
+    monkeypatch.setattr(array_writer._Batch, "write", donating)
     ckpt.save(2, state=state, force=True)
     with pytest.raises(SaveError, match=r"state/w\d: its buffer was donated") as caught:
         ckpt.wait_until_finished()
@@ -135,7 +135,7 @@ def test_what_cannot_be_written_fails_the_save_and_nothing_is_written_after(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     state = {**state_of(), "host": np.arange(3)}
-    begin = array_writer._Batch.begin
+    begin = array_writer._Batch.write
 
     def burning(self: Any) -> None:
         begin(self)
@@ -145,7 +145,7 @@ def test_what_cannot_be_written_fails_the_save_and_nothing_is_written_after(
     options = CheckpointOptions(max_host_bytes=max_bytes, layout="flat", save_timeout_secs=60)
     with TorchaxCheckpointer(directory, options=options) as ckpt:
         with monkeypatch.context() as patch:
-            patch.setattr(array_writer._Batch, "begin", burning)
+            patch.setattr(array_writer._Batch, "write", burning)
             ckpt.save(1, state=state)
             with pytest.raises(SaveError, match="the disk is on fire"):
                 ckpt.wait_until_finished()

@@ -43,7 +43,7 @@ BESIDE = """
         odd = {"odd": object()} if (INDEX, step) == (1, 100) else {}
         try:
             ckpt.save(step, state=state | {"step": step} | odd)
-        except errors.UnsupportedLeafError as error:
+        except errors.UnsupportedLeafError:
             refused.append(step)
         if step % 20 == 0 and INDEX == 0:
             use_orbax_alone(step)                 # while the saves of both tiers are in flight
@@ -66,8 +66,7 @@ BESIDE = """
 @pytest.mark.slow
 def test_on_several_processes_neither_is_a_programs_own_orbax(tmp_path: Path) -> None:
     """Saves go to two tiers at once, beside Orbax on both processes and on one; one is refused."""
-    for index, [told] in enumerate(run_processes(BESIDE, 2, str(tmp_path))):
-        refused = [100] if index == 1 else []
+    for refused, [told] in zip(([], [100]), run_processes(BESIDE, 2, str(tmp_path)), strict=True):
         assert told == {"refused": refused, "failed": [True], "steps": [198, 199, 200]}
 
 

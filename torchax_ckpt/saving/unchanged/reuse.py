@@ -411,10 +411,11 @@ class Reuse:
         process that failed for another reason takes nothing over, and so nor does this one.
         """
         says_nothing = isinstance(error, (DonatedBufferError, ProcessError))
-        if not says_nothing and not storage_errors.is_full(error):
+        if not (says_nothing or storage_errors.is_full(error)):
             self._entries = {c: e for c, e in self._entries.items() if e is not self._base}
         self._newest = None
-        if self._takes_over and location.is_bucket(self._directory.path):
+        is_donated = isinstance(error, DonatedBufferError)
+        if self._takes_over and not is_donated and location.is_bucket(self._directory.path):
             # A bucket that refuses every copy must not fail every other save.
             self._num_refused = min(self._num_refused + 1, _MAX_DOUBLINGS)
             self._num_in_full = 2**self._num_refused

@@ -257,13 +257,14 @@ class _Hold:
                 return
             renewed = dataclasses.replace(self.holder, renewed_secs=self._clock())
             try:
-                self._seen = self._record.swap(self._seen, renewed.to_bytes())
-                self.holder = renewed
-            except Conflict:
-                now = self._record.read()
-                # A cleanup of this program may have removed the draft of the record meanwhile.
-                if now != self._seen and not self._record.is_orphaned():
-                    self._lose(now)
+                try:
+                    self._seen = self._record.swap(self._seen, renewed.to_bytes())
+                    self.holder = renewed
+                except Conflict:
+                    now = self._record.read()
+                    # A cleanup of this program may have removed the draft of the record meanwhile.
+                    if now != self._seen and not self._record.is_orphaned():
+                        self._lose(now)
             except OSError as error:
                 # Only writes need the lease, and each write checks the lease itself.
                 logger.warning("%s: cannot renew the lease: %s", self._directory, error)

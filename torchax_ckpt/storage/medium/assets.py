@@ -40,7 +40,8 @@ class Assets:
     def of(cls, files: Mapping[str, str]) -> Assets:
         """Encodes assets; raises ValueError as ``parsed`` does."""
         content = seals.seal({_FILES: parsed({_FILES: dict(files)})})
-        return cls(json.dumps(content).encode(), seals.seal_of(content))
+        text = json.dumps(content, separators=(",", ":"))
+        return cls(text.encode(), seals.seal_of(content))
 
 
 def parsed(content: Any) -> dict[str, str]:

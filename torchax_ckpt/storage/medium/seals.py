@@ -15,6 +15,7 @@ from etils import epath
 _SEAL = "xxh3_64"
 # The largest size of a JSON or index file that is read. A million leaves need half of this.
 MAX_JSON_BYTES = 1 << 28
+_SEAL_BYTES = len(f',"{_SEAL}":""') + 16
 
 
 def read_sealed(folder: epath.Path, expected: str | None = None) -> dict[str, Any]:
@@ -49,7 +50,7 @@ def encoded(content: Mapping[str, Any], texts: Texts | None = None) -> bytes:
 
 
 def _readable(text: str, content: Mapping[str, Any]) -> bytes:
-    if len(text) > MAX_JSON_BYTES:
+    if len(text) + _SEAL_BYTES > MAX_JSON_BYTES:
         raise ValueError(
             f"the JSON of a step may have at most {MAX_JSON_BYTES >> 20} MiB, found "
             f"{len(text) / 2**20:.0f} MiB. Save less in the JSON's largest part, "

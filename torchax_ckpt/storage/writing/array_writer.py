@@ -98,7 +98,7 @@ def write_arrays(
         with _Batch(state, folders, process, codec, context) as writing:
             for name in batch:
                 writing.add(name, arrays[name], parts[name])
-            writing.begin()
+            writing.write()
             # Meanwhile TensorStore writes: neither holds the interpreter lock for long.
             for name in batch:
                 taken[name] = _digests(
@@ -141,7 +141,7 @@ class _Batch:
         opening = ts.open(spec, create=True, context=self._context, transaction=transaction)
         self._opened.append((opening, parts))
 
-    def begin(self) -> None:
+    def write(self) -> None:
         """Begins to write; leaving the context waits until everything is durable."""
         copies = []
         for opening, parts in self._opened:

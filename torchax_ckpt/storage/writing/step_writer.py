@@ -50,7 +50,7 @@ _JSON_HANDLER = "orbax.checkpoint.experimental.v1._src.handlers.json_handler.Jso
 _DICT_KEY = 2
 
 
-def begin(step: epath.Path) -> None:
+def make_folder(step: epath.Path) -> None:
     """Creates the folder of a step, which other users cannot enter until ``mark``."""
     permissions.make_closed_folder(step)
     (step / STATE).mkdir(exist_ok=True)
@@ -106,8 +106,8 @@ def complete(
 def mark(step: epath.Path) -> None:
     """Writes the commit mark, and makes everything durable but the name of the step's folder.
 
-    Raises SaveError if the folder was removed since ``begin``: TensorStore makes folders anew, in
-    which what was written before is missing.
+    Raises SaveError if the folder was removed since ``make_folder``: TensorStore makes folders
+    anew, in which what was written before is missing.
     """
     if not location.is_bucket(step) and not (step / _INDICATOR).exists():
         raise SaveError(
