@@ -141,18 +141,18 @@ def _apply_in_budget(
     try:
         sizes, limit = _device_bytes(reads), _part_bytes(reads.values())
         for part in batches(
-            restoration.changes, lambda w: sum(sizes[name] for name in w.needs), limit
+            restoration.changes, lambda change: sum(sizes[n] for n in change.needs), limit
         ):
-            for write in part:
-                if write.release is not None:
-                    write.release()
-            needed = {name: reads[name] for write in part for name in write.needs}
+            for change in part:
+                if change.release is not None:
+                    change.release()
+            needed = {name: reads[name] for change in part for name in change.needs}
             restoration.apply_changes(part, reader(needed))
         processes.meet()
     except BaseException as error:
-        for write in restoration.changes:
-            if write.release is not None:
-                write.release()
+        for change in restoration.changes:
+            if change.release is not None:
+                change.release()
         if isinstance(error, UnusableStateError):
             raise  # another process has raised it
         raise UnusableStateError(

@@ -237,7 +237,7 @@ def restore_by_call(
     take: Callable[[Any], Any],
     put_back: Callable[[Any], Any] | None = None,
 ) -> Change:
-    """Returns a write that passes the value that ``node`` describes to ``take``, the user's code.
+    """Returns a change that passes the value that ``node`` describes to ``take``, the user's code.
 
     The undo passes the state ``live`` to ``put_back`` (default: ``take``). An array saved from a
     device goes to the placement of the live leaf of the same name and shape, else to the default
