@@ -228,7 +228,7 @@ def processes(
             ThreadPoolExecutor(count) as pool,
             mock.patch.object(array_writer, "write_arrays", return_value={}),
             mock.patch.multiple(
-                step_writer, begin=mock.DEFAULT, complete=mock.DEFAULT, mark=mock.DEFAULT
+                step_writer, make_folder=mock.DEFAULT, complete=mock.DEFAULT, mark=mock.DEFAULT
             ),
             mock.patch.object(writer.retained, "remove"),
             mock.patch.object(local_tier, "StoredStep", opened),
