@@ -96,7 +96,7 @@ def open_torch_file(path: Path, at: str | None = None) -> TensorFiles:
             tensors[name] = FileTensor(array.dtype.name, array.shape, (part,))
         if not tensors:
             raise _no_tensors(path, root, at)
-    require_stored(path, tensors, path.stat().st_size)
+        require_stored(path, tensors, path.stat().st_size)
     return TensorFiles(tensors, ties, (path,))
 
 

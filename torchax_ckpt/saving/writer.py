@@ -151,8 +151,14 @@ class Writer:
         at_nsecs = time.time_ns() if self._hosts is None else self._hosts.agreed_time()
         self._complete(capture, metrics, draft, digests, began_nsecs, at_nsecs)
         if self._reuse:
-            told = draft.division, draft.plan, draft.reusable, digests, capture.skipped.references
-            self._pending = self._reuse.pending(draft.path, *told)
+            self._pending = self._reuse.pending(
+                draft.path,
+                draft.division,
+                draft.plan,
+                draft.reusable,
+                digests,
+                capture.skipped.references,
+            )
         return self._commit(capture.step, draft.path) if self._processes.is_first else None
 
     def _metrics(self, capture: Capture) -> dict[str, Any]:
