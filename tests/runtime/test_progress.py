@@ -98,10 +98,10 @@ def test_copies_and_exports_show_a_bar(directory: Path, monkeypatch: pytest.Monk
     kept, out = directory.with_name("kept"), directory.with_name("out")
     copy(str(directory), str(kept), as_json=True)
     assert re.search(r"\rcopying: ", terminal.getvalue())
-    for format, said in (("safetensors", "writing"), ("pt", "reading step 3"), ("dcp", "reading")):
-        before = len(terminal.getvalue())
-        step_and_out = ["3", str(out / f"of.{format}")]
-        export(str(directory), step_and_out, format=format, at="state", as_json=True)
+    forms: Any = (("safetensors", "writing"), ("pt", "reading step 3"), ("dcp", "reading"))
+    for format, said in forms:
+        before, target = len(terminal.getvalue()), str(out / f"of.{format}")
+        export(str(directory), ["3", target], format=format, at="state", as_json=True)
         assert re.search(rf"\r{said}", terminal.getvalue()[before:])
 
 

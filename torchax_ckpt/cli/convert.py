@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence, Set
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, Literal, cast
+
+import typer
 
 from torchax_ckpt.cli import output
 from torchax_ckpt.cli.exit_codes import OK, UsageError
 from torchax_ckpt.cli.quantities import parsed_size
-from torchax_ckpt.cli.step_arguments import existing, step_named
+from torchax_ckpt.cli.step_arguments import Directory, Json, existing, step_named
 from torchax_ckpt.errors import DirectoryError, MismatchError, SelectionError
 from torchax_ckpt.formats.huggingface.model_folder import FolderFiles, assets_of
 from torchax_ckpt.formats.weights import Weights
@@ -22,23 +24,74 @@ from torchax_ckpt.stored.stored_step import StoredLeaf, StoredStep, about
 _PICKLED = (".pt", ".pth", ".bin")  # suffixes of torch.save's files
 _FOLDERS, _FOR_TORCH = ("hf", "peft"), ("pt", "dcp")
 
+Patterns = Annotated[
+    list[str] | None,
+    typer.Option(metavar="PATTERN", help="Names of tensors or modules; may be repeated."),
+]
+
 
 def export(
-    directory: str,
-    step_and_out: Sequence[str],
-    *,
-    format: str | None = None,
-    dtype: Dtype | None = None,
-    max_shard_size: str | None = None,
-    config: Path | None = None,
-    with_optimizer: bool = False,
-    at: str | None = None,
-    include: Sequence[str] | None = None,
-    exclude: Sequence[str] | None = None,
-    rename: Sequence[str] | None = None,
-    as_json: bool,
+    directory: Directory,
+    step_and_out: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[STEP] OUT",
+            help="STEP: its number, best:loss, or best:accuracy:max; default: the newest. OUT: a "
+            "file for pt; a directory for hf, peft and dcp; either for safetensors.",
+        ),
+    ],
+    format: Annotated[
+        Literal[Format, "pt", "dcp"] | None,
+        typer.Option(
+            help="hf: a folder for transformers and vLLM; peft: a folder of adapters; "
+            "pt: for torch.load(weights_only=True); dcp: for torch.distributed.checkpoint. "
+            "Default: pt if OUT ends in .pt, .pth or .bin, else safetensors."
+        ),
+    ] = None,
+    max_shard_size: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="safetensors, hf: files of at most this size: 5GB."),
+    ] = None,
+    dtype: Annotated[
+        Dtype | None,
+        typer.Option(help="safetensors, hf, peft: cast floating-point weights to this dtype."),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="hf, peft: take config.json and other text files from here, not from the step.",
+        ),
+    ] = None,
+    with_optimizer: Annotated[
+        bool,
+        typer.Option("--optimizer", help="pt, dcp: write the attached optimizer too."),
+    ] = False,
+    include: Patterns = None,
+    exclude: Patterns = None,
+    rename: Annotated[
+        list[str] | None,
+        # Markdown outside of backticks would take two stars for emphasis, and drop them.
+        typer.Option(
+            metavar="OLD=NEW", help="Write other names: `'transformer.h.*=layers.*'`; repeatable."
+        ),
+    ] = None,
+    at: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PLACE",
+            help="Place of the weights in the step: model/NAME, state/params or optimizer. "
+            "Default: the one attached model.",
+        ),
+    ] = None,
+    as_json: Json = False,
 ) -> int:
-    """Runs ``torchax-ckpt export``; returns the exit code."""
+    """Writes the weights of a step to files for other programs; stores each tied weight once.
+
+    Without --rename and --dtype, weights keep their names in torch and their dtypes. A directory of
+    safetensors files has the file names and the index that Hugging Face uses. An export as pt or
+    dcp of more than 256 MiB needs disk space for two copies while it runs.
+    """
     *step, last = step_and_out
     if len(step) > 1:
         raise UsageError(f"export: expected [STEP] OUT, found {len(step_and_out)} arguments")
@@ -175,14 +228,35 @@ def _require_consistent(out: Path, format: str, given: Set[str]) -> None:
 
 
 def import_(
-    source: Path, directory: str, ties: Sequence[str], at: str | None, *, as_json: bool
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FROM",
+            help="A .safetensors file; a directory of such files, or its index; a file of "
+            "torch.save; or a directory of torch's DCP.",
+        ),
+    ],
+    directory: Annotated[str, typer.Argument(metavar="DIRECTORY", help="The new run's directory.")],
+    tie: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ALIAS=NAME", help="A tied weight's other name; may be repeated."),
+    ] = None,
+    at: Annotated[
+        str | None,
+        typer.Option(metavar="PLACE", help="torch.save, DCP: keys of the weights, if not model."),
+    ] = None,
+    as_json: Json = False,
 ) -> int:
-    """Runs ``torchax-ckpt import``; returns the exit code."""
+    """Writes weights of another program as step 0 of a new run, whose attach then restores step 0.
+
+    The optimizer and all other attached objects start anew, because only weights are imported. The
+    command holds the directory's lease while it writes.
+    """
     from torchax_ckpt.formats.importing import import_weights, parsed_ties
     from torchax_ckpt.formats.opening import open_files
 
     try:
-        tied = parsed_ties(ties)
+        tied = parsed_ties(tie or ())
     except ValueError as error:
         raise UsageError(f"import: --tie: {error}") from None
     require_local(source)

@@ -5,11 +5,18 @@ from __future__ import annotations
 import json as json_format
 import os
 import signal
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
+from torchax_ckpt.cli import output
 from torchax_ckpt.cli.exit_codes import INTERRUPTED, OK, TERMINATED, UsageError
+from torchax_ckpt.cli.step_arguments import existing
+from torchax_ckpt.errors import DirectoryError, MismatchError, OutOfMemoryError, SelectionError
+from torchax_ckpt.publishing.folder_form import Dtype, FolderForm, Format
+from torchax_ckpt.publishing.follower import Follower
+from torchax_ckpt.publishing.published_folders import Published
+from torchax_ckpt.storage.medium import location
 
 
 def follow(
@@ -24,7 +31,7 @@ def follow(
         ),
     ],
     format: Annotated[
-        Literal["hf", "peft", "safetensors"],
+        Format,
         typer.Option(help="hf: for transformers and vLLM; peft: adapters."),
     ] = "hf",
     every: Annotated[
@@ -40,7 +47,7 @@ def follow(
     ] = None,
     keep: Annotated[int, typer.Option(metavar="N", help="How many folders to keep.")] = 3,
     dtype: Annotated[
-        Literal["bf16", "fp16", "fp32"] | None,
+        Dtype | None,
         typer.Option(help="Cast floating-point weights to this dtype."),
     ] = None,
     at: Annotated[
@@ -62,13 +69,6 @@ def follow(
     host that can read the run's directory. Only reads there: the training is never disturbed. After
     a restart, or if it was killed, it goes on where it was.
     """
-    from torchax_ckpt.cli import output
-    from torchax_ckpt.cli.step_arguments import existing
-    from torchax_ckpt.errors import DirectoryError, MismatchError, OutOfMemoryError, SelectionError
-    from torchax_ckpt.publishing.folder_form import FolderForm
-    from torchax_ckpt.publishing.follower import Follower
-    from torchax_ckpt.publishing.published_folders import Published
-    from torchax_ckpt.storage.medium import location
 
     def show(new: Published | None) -> None:
         if json:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from torchax_ckpt.cli import output
 from torchax_ckpt.cli.exit_codes import FOUND, OK, USAGE, UsageError
-from torchax_ckpt.cli.step_arguments import existing, named_or_all, step_infos
+from torchax_ckpt.cli.step_arguments import Directory, Json, existing, named_or_all, step_infos
 from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError, PolicyError
 from torchax_ckpt.policies import described
 from torchax_ckpt.policies.preservation import with_newest
@@ -19,12 +21,31 @@ from torchax_ckpt.stored.copy import copy_steps
 from torchax_ckpt.stored.shared_files import Usage
 
 
-def prune(directory: str, words: Sequence[str], *, delete: bool, as_json: bool) -> int:
-    """Runs ``torchax-ckpt prune`` with the preservation rules ``words``; returns the exit code."""
-    if not words:
+def prune(
+    directory: Directory,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="RULE",
+            help="Keep the steps of this rule: 'LatestN(3)', 'EveryNSteps(1000)', "
+            "'BestN(loss, min)'. May be repeated.",
+        ),
+    ] = None,
+    delete: Annotated[
+        bool, typer.Option("--delete", help="Delete the steps; without it, only list them.")
+    ] = False,
+    as_json: Json = False,
+) -> int:
+    """Lists the steps that no given rule keeps; with --delete, deletes these steps.
+
+    The newest step and the newest verified step are kept even if no rule keeps them. With --delete,
+    the command takes the directory's lease and refuses a directory to which a training writes,
+    because the training prunes its own steps.
+    """
+    if not policy:
         raise UsageError("prune: expected a rule for the steps to keep; give --policy 'LatestN(3)'")
     try:
-        rules = [described.parsed(rule) for rule in words]
+        rules = [described.parsed(rule) for rule in policy]
     except PolicyError as error:
         raise UsageError(f"prune: --policy: {error}") from None
     run = existing(directory, read_only=not delete)
@@ -88,8 +109,17 @@ def _steps_to_delete(
     return [step for step, is_kept in zip(steps, keep, strict=True) if not is_kept], Usage(steps)
 
 
-def copy(source: str, target: str, *, as_json: bool) -> int:
-    """Runs ``torchax-ckpt copy``; returns the exit code."""
+def copy(
+    source: Annotated[
+        str, typer.Argument(metavar="FROM", help="A step, DIRECTORY/STEP; or all steps, DIRECTORY.")
+    ],
+    target: Annotated[str, typer.Argument(metavar="TO", help="A directory; created if necessary.")],
+    as_json: Json = False,
+) -> int:
+    """Copies steps to another directory; reads and verifies each copy before it appears there.
+
+    Holds the lease of the target directory during the copy.
+    """
     steps = named_or_all(source)
     run = RunDirectory(target)
     usage = Usage(steps)

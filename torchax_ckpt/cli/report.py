@@ -15,16 +15,17 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import jinja2
+import typer
 from etils import epath
 
 from torchax_ckpt.cli import output
 from torchax_ckpt.cli.exit_codes import OK, UsageError
 from torchax_ckpt.cli.output import duration, number, plain, size
 from torchax_ckpt.cli.show import steps_of, writer_of
-from torchax_ckpt.cli.step_arguments import existing
+from torchax_ckpt.cli.step_arguments import Directory, Json, existing
 from torchax_ckpt.errors import DirectoryError
 from torchax_ckpt.storage.medium import fsync, location, permissions
 from torchax_ckpt.telemetry.journal import read_events
@@ -38,8 +39,18 @@ from torchax_ckpt.telemetry.timeline import (
 )
 
 
-def report(directory: str, out: Path, *, as_json: bool) -> int:
-    """Runs ``torchax-ckpt report``, which writes the file ``out``; returns the exit code."""
+def report(
+    directory: Directory,
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="The page to write; replaces an older report.")
+    ] = Path("report.html"),
+    as_json: Json = False,
+) -> int:
+    """Writes one HTML page about a run: its events over time, save intervals, storage, steps.
+
+    Reads the events that the run's programs have recorded in the directory; a program may still be
+    running. The page contains no script and loads nothing from the network.
+    """
     _require_ours(out)
     run = existing(directory)
     now_secs = time.time()

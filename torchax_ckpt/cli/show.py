@@ -7,15 +7,25 @@ import fnmatch
 import math
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import rich.live
+import typer
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from torchax_ckpt.cli import output
 from torchax_ckpt.cli.exit_codes import FOUND, OK, UNAVAILABLE, UsageError, code_of
-from torchax_ckpt.cli.step_arguments import all_of, chosen, existing, step_infos
+from torchax_ckpt.cli.step_arguments import (
+    Directory,
+    Json,
+    RunOrStep,
+    Step,
+    all_of,
+    chosen,
+    existing,
+    step_infos,
+)
 from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
 from torchax_ckpt.policies import described
 from torchax_ckpt.runtime import progress
@@ -35,9 +45,25 @@ from torchax_ckpt.telemetry.journal import latest_start
 # Seconds from one look of ``ls --watch`` to the next, and of those at a bucket.
 _WATCH_SECS, _WATCH_BUCKET_SECS = 2.0, 10.0
 
+Filter = Annotated[
+    str | None,
+    typer.Option(
+        "--filter", metavar="GLOB", help="Only leaves whose name matches: 'model/*.weight'."
+    ),
+]
 
-def list_steps(directory: str, *, watch: bool, as_json: bool) -> int:
-    """Runs ``torchax-ckpt ls``; returns the exit code, which is 0 also after Ctrl-C."""
+
+def list_steps(
+    directory: Directory,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="List them again and again until Ctrl-C, at a terminal.")
+    ] = False,
+    as_json: Json = False,
+) -> int:
+    """Lists each step's age, size, metrics, the rules that keep it, and whether it is verified.
+
+    The last line names the program that writes to the directory, if there is one.
+    """
     run = existing(directory)
     if as_json:
         steps, total_bytes = steps_of(run)
@@ -176,8 +202,10 @@ def _kept_by(run: RunDirectory, steps: Sequence[CommittedStep]) -> list[list[str
     return found
 
 
-def show(directory: str, step: int | None, pattern: str | None, *, as_json: bool) -> int:
-    """Runs ``torchax-ckpt show``; returns the exit code."""
+def show(
+    directory: RunOrStep, step: Step = None, pattern: Filter = None, as_json: Json = False
+) -> int:
+    """Lists a step's leaves: dtype, shape, size, sharding at the save, shared array if stacked."""
     run, committed = chosen(directory, step)
     stored = StoredStep(committed)
     leaves = [
@@ -243,14 +271,19 @@ _HOST_KINDS = frozenset({"torch", "numpy", "numpy_scalar"})
 
 
 def verify(
-    directory: str,
-    step: int | None,
-    *,
-    verify_all: bool,
-    read_only: bool,
-    as_json: bool,
+    directory: RunOrStep,
+    step: Step = None,
+    verify_all: Annotated[bool, typer.Option("--all", help="Verify every step.")] = False,
+    read_only: Annotated[
+        bool, typer.Option("--read-only", help="Do not mark intact steps as verified.")
+    ] = False,
+    as_json: Json = False,
 ) -> int:
-    """Runs ``torchax-ckpt verify``; returns the exit code."""
+    """Reads a whole step and compares every byte with the digests of the save.
+
+    Marks an intact step as verified, unless --read-only is given. No preservation rule deletes the
+    newest step that is marked.
+    """
     if verify_all and step is not None:
         raise UsageError("verify: expected a step or --all, not both; omit one of them")
     if verify_all:
@@ -333,8 +366,19 @@ _IN_WORDS = {
 }
 
 
-def diff(a: str, b: str, pattern: str | None, *, as_json: bool) -> int:
-    """Runs ``torchax-ckpt diff``; returns the exit code."""
+def diff(
+    a: Annotated[str, typer.Argument(metavar="A", help="A step, DIRECTORY/STEP; or a directory.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="The step or directory to compare with A.")],
+    pattern: Filter = None,
+    as_json: Json = False,
+) -> int:
+    """Compares every bit of two steps; if A or B is a run's directory, takes its newest step.
+
+    Lists leaves (arrays) and plain values (hyperparameters, counters) that only one step has, plain
+    values that differ, leaves that differ in kind, dtype or shape, and, for leaves with different
+    elements, how many elements differ and by how much at most. Two NaNs are equal. Leaves that
+    differ only in the bits of equal values (NaN payloads, signs of zero) are listed too.
+    """
     steps = [StoredStep(chosen(text)[1]) for text in (a, b)]
     left, right = steps
     with progress.bar("comparing", lambda: left.stored_bytes) as on_bytes:

@@ -1,10 +1,13 @@
-"""Interprets command-line arguments that name the directory of a run or a step."""
+"""The arguments that several commands have, and the run and the steps that they name."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 from collections.abc import Iterable
+from typing import Annotated
+
+import typer
 
 from torchax_ckpt import policies
 from torchax_ckpt.cli.exit_codes import UsageError
@@ -13,6 +16,20 @@ from torchax_ckpt.policies.described import StepInfo
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import location
+
+Directory = Annotated[
+    str, typer.Argument(metavar="DIRECTORY", help="A run's directory, or gs://bucket/prefix.")
+]
+RunOrStep = Annotated[
+    str,
+    typer.Argument(
+        metavar="DIRECTORY", help="A run's directory, or gs://bucket/prefix; or DIRECTORY/STEP."
+    ),
+]
+Step = Annotated[
+    int | None, typer.Argument(metavar="STEP", min=0, help="Number of the step; default: newest.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def existing(directory: str, *, read_only: bool = True) -> RunDirectory:
