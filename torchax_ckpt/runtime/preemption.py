@@ -25,7 +25,7 @@ import threading
 import time
 import types
 import weakref
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import jax
 from jax.experimental import multihost_utils
@@ -39,7 +39,8 @@ logger = logging.getLogger(__name__)
 EXIT_CODE = 128 + signal.SIGTERM
 # Signals within this time count as one notice, because GNU timeout sends its child two in a row.
 _ONE_NOTICE_SECS = 0.1
-_WAKE = b"\0"  # wakes the thread that reads the pipe; not a signal number
+# To the thread that reads the pipe; no numbers of signals.
+_WAKE, _MISSED = b"\0", b"\xff"
 
 
 class Preemption:
@@ -134,7 +135,7 @@ class _Watch:
         self.was_early: bool | None = None
         self._listeners: weakref.WeakSet[Preemption] = weakref.WeakSet()
         self._grace_secs = 0.0
-        self._first_noticed: dict[str, float] = {}
+        self._first_heard: float | None = None
         self._said: set[str] = set()
         self._pipe: tuple[int, int] | None = None
         self._task: Task | None = None
@@ -182,15 +183,18 @@ class _Watch:
             read_end, write_end = self._pipe = os.pipe()
             os.set_blocking(write_end, False)
             self._previous = previous
-            self._first_noticed = {}
+            self._first_heard = None
             self._task = Task("sigterm", functools.partial(self._run, read_end))
             self._task.start()
             self._take_wakeup_fd()
             signal.signal(signal.SIGTERM, self._handle)
         return self._pipe is not None
 
-    def _take_wakeup_fd(self) -> None:
-        """Sets a pipe as Python's wakeup descriptor; keeps the previous one, to pass signals on."""
+    def _take_wakeup_fd(self) -> bool:
+        """Sets a pipe as Python's wakeup descriptor; returns False if another one was set.
+
+        Keeps the other one, to pass signals on.
+        """
         assert self._pipe is not None
         current = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         if current not in (-1, self._pipe[1]):
@@ -199,6 +203,7 @@ class _Watch:
                 # may be writing to that number.
                 duplicate = os.dup(current) if self._chained is None else self._chained[1]
                 self._chained = current, os.dup2(current, duplicate, inheritable=False)
+        return current == self._pipe[1]
 
     def _uninstall(self) -> None:
         assert self._pipe is not None
@@ -239,21 +244,20 @@ class _Watch:
     # --- receiving signals ---
 
     def _handle(self, signum: int, frame: types.FrameType | None) -> None:
-        self._notice("handler")
-        if self._pipe is not None:
-            with contextlib.suppress(OSError):
-                os.write(self._pipe[1], _WAKE)  # another library may have replaced our descriptor
+        """Passes a SIGTERM on; lets ``reached`` tell of it before the thread runs again."""
+        if self._pipe is None:  # another library has restored this handler since it was removed
+            self._notice()
+        else:
+            if self._listeners and self.noticed_at is None:
+                self.noticed_at = time.monotonic()
+            if not self._take_wakeup_fd():
+                with contextlib.suppress(OSError):
+                    os.write(self._pipe[1], _MISSED)
         if callable(self._previous):
             self._previous(signum, frame)
 
-    def _notice(self, receiver: Literal["handler", "thread"]) -> None:
-        """Records a SIGTERM, and ends the process at a second SIGTERM.
-
-        For one SIGTERM, this method runs at most twice: once in the Python signal handler, and once
-        in the thread that reads the pipe. A SIGTERM less than ``_ONE_NOTICE_SECS`` (0.1 s) after
-        the first one does not count as a second SIGTERM. The handler may receive a SIGTERM late, so
-        this time is measured separately for the handler and the thread.
-        """
+    def _notice(self) -> None:
+        """Records a SIGTERM; ends the process at one that comes over 0.1 s after the first."""
         now = time.monotonic()
         if self.noticed_at is None:
             if not self._listeners:
@@ -261,7 +265,9 @@ class _Watch:
                     _end("SIGTERM")
                 return
             self.noticed_at = now
-        if now - self._first_noticed.setdefault(receiver, now) > _ONE_NOTICE_SECS:
+        if self._first_heard is None:
+            self._first_heard = now
+        if now - self._first_heard > _ONE_NOTICE_SECS:
             _end("a second SIGTERM")
 
     def _run(self, read_end: int) -> None:
@@ -277,12 +283,12 @@ class _Watch:
             signals = os.read(read_end, 4096)
             if self._pipe is None or self._pipe[0] != read_end:
                 return
-            signals = signals.replace(_WAKE, b"")
-            if signals and self._chained is not None:
+            others = signals.replace(_WAKE, b"").replace(_MISSED, b"")
+            if others and self._chained is not None:
                 with contextlib.suppress(OSError):
-                    os.write(self._chained[1], signals)
-            if signal.SIGTERM in signals:
-                self._notice("thread")
+                    os.write(self._chained[1], others)
+            if signal.SIGTERM in signals or _MISSED in signals:
+                self._notice()
             if self.noticed_at is not None and not is_logged:
                 is_logged = True
                 # On another thread, because the logging lock may be held forever.
