@@ -109,64 +109,40 @@ class CheckpointOptions:
     save_timeout_secs: float | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.compression, bool) and self.compression not in get_args(Codec):
-            raise ValueError(
-                "CheckpointOptions: compression: expected one of False, True, "
-                f"{', '.join(get_args(Codec))}, found {self.compression!r}"
-            )
-        for name in (
-            "restore_in_budget",
-            "read_back",
-            "read_only",
-            "single_replica_restore",
-        ):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(
-                    f"CheckpointOptions: {name}: expected a bool, found {getattr(self, name)!r}"
-                )
-        if not isinstance(self.reuse, bool) and self.reuse != "auto":
-            raise ValueError(
-                f"CheckpointOptions: reuse: expected one of True, False, auto, found {self.reuse!r}"
-            )
-        if self.single_replica_restore and self.restore_in_budget:
-            raise ValueError(
-                "CheckpointOptions: single_replica_restore restores all leaves together, but "
-                "restore_in_budget restores parts that differ between processes: set only one of "
-                "these two options"
-            )
+        for name in ("restore_in_budget", "read_back", "read_only", "single_replica_restore"):
+            if not isinstance(found := getattr(self, name), bool):
+                raise TypeError(f"CheckpointOptions: {name}: expected a bool, found {found!r}")
         for name, choices in (
+            ("compression", (False, True, *get_args(Codec))),
+            ("reuse", (True, False, "auto")),
             ("layout", get_args(Layout)),
             ("snapshot", get_args(SnapshotMode)),
             ("verify", get_args(Verify)),
             ("on_save_error", get_args(OnSaveError)),
         ):
-            if getattr(self, name) not in choices:
-                raise ValueError(
-                    f"CheckpointOptions: {name}: expected one of {', '.join(choices)}, found "
-                    f"{getattr(self, name)!r}"
-                )
-        for name, or_none in (
-            ("preemption_grace_secs", "None or "),
-            ("save_timeout_secs", "None or "),
-            ("process_timeout_secs", ""),
-            ("min_read_bytes_per_sec", ""),
-        ):
             found = getattr(self, name)
-            is_number = isinstance(found, (int, float)) and not isinstance(found, bool)
-            if not (is_number and 0 < found < math.inf) and not (or_none and found is None):
-                unit = "seconds" if name.endswith("_secs") else "bytes"
+            if not isinstance(found, (bool, str)) or found not in choices:
                 raise ValueError(
-                    f"CheckpointOptions: {name}: expected {or_none}a positive number of {unit}, "
+                    f"CheckpointOptions: {name}: expected one of {', '.join(map(str, choices))}, "
                     f"found {found!r}"
                 )
-        if self.max_host_bytes is not None and (
-            isinstance(self.max_host_bytes, bool)
-            or not isinstance(self.max_host_bytes, int)
-            or self.max_host_bytes <= 0
+        for name, kinds, expected in (
+            ("preemption_grace_secs", (int, float), "None or a positive number of seconds"),
+            ("save_timeout_secs", (int, float), "None or a positive number of seconds"),
+            ("process_timeout_secs", (int, float), "a positive number of seconds"),
+            ("min_read_bytes_per_sec", (int, float), "a positive number of bytes"),
+            ("max_host_bytes", (int,), "None or a positive number of bytes"),
         ):
+            found = getattr(self, name)
+            if found is None and expected.startswith("None"):
+                continue
+            if isinstance(found, bool) or not isinstance(found, kinds) or not 0 < found < math.inf:
+                raise ValueError(f"CheckpointOptions: {name}: expected {expected}, found {found!r}")
+        if self.single_replica_restore and self.restore_in_budget:
             raise ValueError(
-                "CheckpointOptions: max_host_bytes: expected None or a positive number of bytes, "
-                f"found {self.max_host_bytes!r}"
+                "CheckpointOptions: single_replica_restore restores all leaves together, but "
+                "restore_in_budget restores parts that differ between processes: set only one of "
+                "these two options"
             )
 
 
