@@ -77,7 +77,7 @@ DEATHS: dict[str, tuple[Any, str, int]] = {
     "writing a name": (RunName, "write", 3),
     "write_arrays": (array_writer, "write_arrays", 6),
     "commit": (Writer, "_commit", 4),  # by process 0
-    "committed": (Writer, "committed", 6),
+    "succeeded": (Writer, "succeeded", 6),
     "commit of a part": (Writer, "_commit_part", 6),
     "commit of a folder": (RunDirectory, "commit", 6),
     "settle": (RunDirectory, "settle", 4),
@@ -87,6 +87,7 @@ DEATHS: dict[str, tuple[Any, str, int]] = {
     "share": (Processes, "share", 40),
     "end of a round": (Processes, "_end", 30),
 }
+assert all(hasattr(owner, function) for owner, function, _ in DEATHS.values())
 # What the program is seen at, in what changes a directory.
 WATCHED = [
     (RunDirectory, "claim", "claiming"),
@@ -453,6 +454,7 @@ def _train(
     training.lineage = (*up_to(training.lineage, step), (step, start.attempt * BRANCHES))
     begun: list[dict[str, Any]] = []  # saves that nobody has waited for
     durable: list[int] = []  # steps of this start
+    newest = ENDLESS  # of this branch: until a save has begun, those of the branch before are there
 
     def wait() -> None:
         with phase("waiting"):
@@ -478,8 +480,9 @@ def _train(
                 wait()  # pruning, too, has then ended
                 # What others list meanwhile may differ; of several processes each knows its own.
                 others = ckpt.all_steps()[:-1] if start.count == 1 else durable[-2:-1]
+                others = [other for other in others if other <= newest]
             if what < settings.back and others:
-                step = choose.choice(others)
+                step = newest = choose.choice(others)
                 durable[:] = [step]  # older ones may be pruned
                 branch = start.attempt * BRANCHES + action
                 log("back", step=step, branch=branch, lineage=up_to(training.lineage, step))
@@ -507,6 +510,7 @@ def _train(
                 log("told", **details | {"tiers": ["durable"]})
                 return PREEMPTED
             begun.extend([details] * is_saved)
+            newest = ENDLESS if is_saved else newest
             if waits:
                 wait()
         wait()
