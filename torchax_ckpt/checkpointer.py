@@ -94,7 +94,7 @@ class TorchaxCheckpointer:
         self._options = options or CheckpointOptions()
         if not self._options.read_only:
             torchax_backend.check_internals()
-        self._keep_policy = preservation_policy or preservation.default_preservation_policy()
+        self._keep_policy = preservation_policy or policies.LatestN(3)
         snapshotter = Snapshotter(self._options.snapshot, self._options.layout)
         # Threads get only hook.call, which keeps neither on_event nor this checkpointer alive.
         self._hook = Hook(on_event) if on_event is not None else None

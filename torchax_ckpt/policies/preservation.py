@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from torchax_ckpt.errors import PolicyError
 from torchax_ckpt.runtime.lazily import orbax
-
-if TYPE_CHECKING:
-    from torchax_ckpt.policies.orbax_policies import PreservationContext, PreservationPolicy
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,9 +36,7 @@ class BestN:
         if isinstance(self.n, bool) or not isinstance(self.n, int) or self.n < 1:
             raise PolicyError(f"BestN: n must be a positive int, found {self.n!r}")
 
-    def should_preserve(
-        self, checkpoints: Sequence[Any], *, context: PreservationContext
-    ) -> list[bool]:
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         """Returns for each step whether it is among the n best; of equal values the newest wins."""
         best = {id(c) for c in self.ranked(checkpoints)[: self.n]}
         return [id(c) in best for c in checkpoints]
@@ -57,11 +52,6 @@ class BestN:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
             return None
         return value
-
-
-def default_preservation_policy() -> PreservationPolicy:
-    """Returns the default policy, which keeps the latest three steps."""
-    return orbax.v1.training.preservation_policies.LatestN(3)
 
 
 def with_children(policy: Any) -> Iterator[Any]:

@@ -16,19 +16,15 @@ import datetime
 import math
 import statistics
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from orbax.checkpoint import v1 as ocp
 
 from torchax_ckpt.errors import PolicyError
 from torchax_ckpt.planning import save_cost_secs, young_interval_secs
-from torchax_ckpt.policies.orbax_policies import (
-    AnySavePolicy,
-    DecisionContext,
-    PreemptionCheckpointingPolicy,
-    SaveDecisionPolicy,
-)
 from torchax_ckpt.policies.preservation import with_children
+
+DecisionContext: TypeAlias = ocp.training.save_decision_policies.DecisionContext
 
 _MULTIPROCESSING = ocp.options.MultiprocessingOptions()
 _SAVES_PER_PAUSE = 20
@@ -37,15 +33,11 @@ _OBSERVED = 5
 
 @dataclasses.dataclass
 class _Stretch:
+    """Steps that follow each other; ``first`` and ``last`` are a time in seconds and a step."""
+
     kind: tuple[bool, int | None]
     first: tuple[float, int]
     last: tuple[float, int]
-
-    @property
-    def secs_per_step(self) -> float | None:
-        """Average seconds per step of the stretch; None until it contains a whole step."""
-        num_steps = self.last[1] - self.first[1]
-        return (self.last[0] - self.first[0]) / num_steps if num_steps > 0 else None
 
 
 class StepTimes:
@@ -76,15 +68,15 @@ class StepTimes:
         self._stretch = _Stretch(kind, at, at)
 
     def _end(self) -> None:
-        secs = self._stretch.secs_per_step if self._stretch is not None else None
-        if self._stretch is None or secs is None or secs <= 0:
+        if self._stretch is None:
             return
-        if self._stretch.kind[0]:
-            self._saving.append(secs)
-            self.num_unmatched += 1
-        else:
-            self._quiet.append(secs)
-            self.num_unmatched = 0
+        (began_secs, first), (ended_secs, last) = self._stretch.first, self._stretch.last
+        if last <= first or ended_secs <= began_secs:
+            return
+        is_saving, _ = self._stretch.kind
+        times = self._saving if is_saving else self._quiet
+        times.append((ended_secs - began_secs) / (last - first))
+        self.num_unmatched = self.num_unmatched + 1 if is_saving else 0
 
     @property
     def has_quiet(self) -> bool:
@@ -225,11 +217,6 @@ class OptimalIntervalPolicy:
         secs = max(self.interval_secs - self._durable, self._pause_secs)
         self._continuous.minimum_interval_secs = max(0.0, secs)
         return self._continuous.should_save(step, previous_steps, context=context)
-
-
-def default_save_decision_policy() -> SaveDecisionPolicy:
-    """Returns the default policy, which saves continuously, and at a preemption."""
-    return AnySavePolicy([ContinuousCheckpointingPolicy(), PreemptionCheckpointingPolicy()])
 
 
 def observers(policy: Any) -> list[Any]:

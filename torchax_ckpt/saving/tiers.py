@@ -13,7 +13,7 @@ from typing import Any
 from torchax_ckpt import policies
 from torchax_ckpt.errors import CheckpointError, PolicyError, StepNotFoundError, TierError
 from torchax_ckpt.options import CheckpointOptions, LocalTier, TierName
-from torchax_ckpt.policies import described, save_decision
+from torchax_ckpt.policies import described
 from torchax_ckpt.processes import liveness
 from torchax_ckpt.processes.call_log import CallLog
 from torchax_ckpt.processes.coordination import Processes
@@ -99,7 +99,9 @@ class Tiers:
         calls: Processes,
         saves: Processes,
     ) -> RunTier:
-        save_policy = save_policy or save_decision.default_save_decision_policy()
+        save_policy = save_policy or policies.AnySavePolicy(
+            [policies.ContinuousCheckpointingPolicy(), policies.PreemptionCheckpointingPolicy()]
+        )
         for policy, method in ((save_policy, "should_save"), (keep_policy, "should_preserve")):
             if not callable(getattr(policy, method, None)):
                 raise PolicyError(f"{policy!r:.100} is not a policy: it has no method {method}()")
