@@ -16,9 +16,8 @@ from support.damage import edit_json
 from torchax_ckpt import TorchaxCheckpointer
 from torchax_ckpt.errors import CorruptCheckpointError
 from torchax_ckpt.layout import unchanged
-from torchax_ckpt.layout.digests import Digests
 from torchax_ckpt.layout.manifest import FORMAT, VERSION, Manifest
-from torchax_ckpt.layout.unchanged import Database
+from torchax_ckpt.layout.unchanged import Database, Digests
 from torchax_ckpt.state.pytree import decode
 
 EMPTY: dict[str, Any] = {
@@ -185,7 +184,5 @@ def test_each_process_has_a_folder_of_its_own() -> None:
     folders = [f for n in (1, 11) for f in unchanged.folders_of(f"unchanged{n}", [1, 11, 111])]
     assert len({*folders, "ocdbt.process_unchanged1"}) == 7
     for folder in folders:
-        assert unchanged.is_folder(folder)
+        assert folder.startswith(unchanged.FOLDER_PREFIX)
         assert folder.removeprefix("ocdbt.process_").isalnum()  # else Orbax would not merge it
-    for other in ("ocdbt.process_0", "ocdbt.process_unchanged", "ocdbt.process_unchanged0x"):
-        assert not unchanged.is_folder(other)

@@ -32,9 +32,8 @@ from typing import Any, TypeGuard
 
 from torchax_ckpt.errors import CorruptCheckpointError
 from torchax_ckpt.layout import names, unchanged
-from torchax_ckpt.layout.digests import Digests
 from torchax_ckpt.layout.storage_plan import Plan
-from torchax_ckpt.layout.unchanged import Database
+from torchax_ckpt.layout.unchanged import Database, Digests
 
 FORMAT = "torchax_ckpt"
 # Specified in docs/format.md. A reader refuses versions newer than its own and reads older ones.
@@ -157,12 +156,9 @@ class Manifest:
             raise _corrupt(path, "assets", "the digest of the assets", _brief(assets))
         return cls(document, plan, raw["versions"], digests, databases, assets)
 
-    def leaves(self) -> Mapping[str, dict[str, Any]]:
-        """Returns a mapping from leaf name to array node, for all leaves of the step."""
-        return self._leaves
-
     @functools.cached_property
-    def _leaves(self) -> dict[str, dict[str, Any]]:
+    def leaves(self) -> Mapping[str, dict[str, Any]]:
+        """Leaf name -> array node, for all leaves of the step."""
         return {
             node["array"]: node
             for component in self.document.values()
@@ -174,7 +170,7 @@ class Manifest:
         located = self.plan.locate()
         result = {}
         for name in wanted:
-            node = self._leaves[name]
+            node = self.leaves[name]
             shape, dtype = tuple(node["shape"]), node["dtype"]
             if name in located:
                 stored, _ = located[name]

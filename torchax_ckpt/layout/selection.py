@@ -183,10 +183,6 @@ def _patterns(argument: str, patterns: str | Iterable[str]) -> dict[str, re.Patt
     for pattern in listed:
         if not isinstance(pattern, str) or not pattern:
             raise SelectionError(f"{argument}: expected a pattern, found {pattern!r:.80}")
-    return {pattern: _compiled(pattern) for pattern in listed}
-
-
-def _compiled(pattern: str) -> re.Pattern[str]:
-    """Converts a pattern to an expression for a name, or for its beginning up to ``.`` or ``/``."""
-    text = "(.+?)".join(re.escape(part) for part in pattern.split(_ANY))
-    return re.compile(rf"{text}(?=[./]|\Z)", re.DOTALL)
+    # Each matches a whole name, or its beginning up to ``.`` or ``/``.
+    texts = {p: "(.+?)".join(map(re.escape, p.split(_ANY))) for p in listed}
+    return {p: re.compile(rf"{text}(?=[./]|\Z)", re.DOTALL) for p, text in texts.items()}

@@ -103,7 +103,8 @@ def plan_leaves(
     used = set(reserved)
     for (pattern, *_), members in groups.items():
         size = max(1, MAX_STACK_BYTES // max(1, members[0][1].nbytes))
-        for part in _split(members, size):
+        for first in range(0, len(members), size):
+            part = members[first : first + size]
             if len(part) > 1:
                 stored = _unused(str(pattern), used)
                 used.add(stored)
@@ -124,10 +125,6 @@ def _group(name: str, spec: LeafSpec, layout: Layout) -> tuple[Hashable, ...] | 
     if pattern == name:
         return None
     return (pattern, spec.is_on_host, spec.shape, spec.dtype, spec.placement, spec.is_unchanging)
-
-
-def _split(members: list[tuple[str, LeafSpec]], size: int) -> Iterable[list[tuple[str, LeafSpec]]]:
-    return (members[i : i + size] for i in range(0, len(members), size))
 
 
 def _unused(pattern: str, used: Collection[str]) -> str:

@@ -1,4 +1,4 @@
-"""Databases of unchanged arrays, which several steps may share.
+"""The digests of arrays, and databases of unchanged arrays, which several steps may share.
 
 The arrays that do not change from save to save are stored in databases of their own inside a step,
 beside the database of the other arrays. A later step can then take such a database whole: on a file
@@ -30,16 +30,29 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchax_ckpt.errors import CorruptCheckpointError
-from torchax_ckpt.layout.digests import Digests
 
 # Orbax merges the databases of a step whose folders are named ``ocdbt.process_`` and an id of
 # letters and digits.
-_NUMBER = "(0|[1-9][0-9]{0,8})"
 FOLDER_PREFIX = "ocdbt.process_unchanged"
 """How the names of all folders of databases of unchanged arrays begin."""
-_NAME = re.compile(f"unchanged{_NUMBER}")
-_FOLDER = re.compile(rf"{re.escape(FOLDER_PREFIX)}{_NUMBER}(x{_NUMBER})?")
+_NAME = re.compile("unchanged(0|[1-9][0-9]{0,8})")
 _MAX_PROCESSES = 10**9
+
+
+@dataclasses.dataclass(frozen=True)
+class Digests:
+    """The digests of one stored array, with one digest for each block of the array.
+
+    Attributes:
+      block: the shape of the blocks into which the array is divided.
+      values: 8 octets, little-endian, for each block, in C order of the blocks.
+      long: 16 octets for each block, in the same order: the digests that decide whether an array
+        equals a stored one; None for an array that is not compared in this way.
+    """
+
+    block: tuple[int, ...]
+    values: bytes
+    long: bytes | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,11 +84,6 @@ def folder_of(name: str, process: int | None = None) -> str:
 def folders_of(name: str, processes: Sequence[int] | None) -> list[str]:
     """Returns the names of all folders of a database; ``processes`` as in ``Database``."""
     return [folder_of(name, process) for process in ([None] if processes is None else processes)]
-
-
-def is_folder(name: str) -> bool:
-    """Returns whether a folder of this name belongs to a database of unchanged arrays."""
-    return _FOLDER.fullmatch(name) is not None
 
 
 def to_json(databases: Mapping[str, Database], digests: Mapping[str, Digests]) -> dict[str, Any]:

@@ -181,7 +181,7 @@ def warm_start(
         with reading(committed, run, processes), about(committed):
             stored = StoredStep(committed, options, processes.meet)
             stored.require_restorable()
-            weights, nodes = weights_at(stored, at), stored.manifest.leaves()
+            weights, nodes = weights_at(stored, at), stored.manifest.leaves
             tensors = {name: nodes[leaf.name] for name, leaf in weights.leaves.items()}
             module = StoredModule(tensors, weights.ties, are_ties_known=False, converts=converts)
             return start(stored, module, str(committed.path), committed.step)

@@ -148,7 +148,7 @@ class StoredStep:
                 tuple(node["shape"]),
                 located[name][0] if name in located else None,
             )
-            for name, node in self.manifest.leaves().items()
+            for name, node in self.manifest.leaves.items()
         }
         self.compared: Compared | None = None
         if self.manifest.unchanged and self.options.verify != "never":
@@ -156,7 +156,7 @@ class StoredStep:
 
     def _require_whole(self) -> None:
         step, path = self.committed.step, self.committed.path
-        for name, node in self.manifest.leaves().items():
+        for name, node in self.manifest.leaves.items():
             if "whole" in node:
                 raise CorruptCheckpointError(
                     f"step {step} in {path}: {name}: expected the whole leaf, "

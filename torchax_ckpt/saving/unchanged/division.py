@@ -10,9 +10,8 @@ import numpy as np
 from etils import epath
 
 from torchax_ckpt.layout import unchanged
-from torchax_ckpt.layout.digests import Digests
 from torchax_ckpt.layout.storage_plan import Plan
-from torchax_ckpt.layout.unchanged import Database
+from torchax_ckpt.layout.unchanged import Database, Digests
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.saving.unchanged import ledger
 from torchax_ckpt.saving.unchanged.ledger import Entry

@@ -18,10 +18,9 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from torchax_ckpt.layout.digests import Digests
 from torchax_ckpt.layout.manifest import Manifest
 from torchax_ckpt.layout.storage_plan import Plan
-from torchax_ckpt.layout.unchanged import Database
+from torchax_ckpt.layout.unchanged import Database, Digests
 from torchax_ckpt.storage.arrays import block_digests, chunking
 from torchax_ckpt.storage.arrays.chunking import AnyArray
 from torchax_ckpt.storage.directory.abandonment import Key
@@ -81,7 +80,7 @@ def contents_of_step(manifest: Manifest) -> dict[str, Content]:
     """Returns stored name -> content, for the arrays of a step that have digests that fit."""
     return {
         name: Content(members_of(manifest.plan, name), shape, dtype, digests)
-        for name, (shape, dtype) in manifest.stored(manifest.leaves()).items()
+        for name, (shape, dtype) in manifest.stored(manifest.leaves).items()
         if (digests := manifest.digests.get(name)) and block_digests.fit(digests, shape)
     }
 
