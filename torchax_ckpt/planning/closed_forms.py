@@ -14,7 +14,9 @@ import math
 from typing import TYPE_CHECKING
 
 from torchax_ckpt.errors import PlanError
-from torchax_ckpt.planning import arguments
+
+if TYPE_CHECKING:
+    import torch
 
 _MTBF_HINT = "give the mean time between failures of the whole run in seconds"
 
@@ -31,15 +33,15 @@ def save_cost_secs(*, blocking_secs: float, durable_secs: float, slowdown: float
       PlanError: a time is negative, or P is less than b.
     """
     hint = "give the seconds that one save blocks training"
-    arguments.at_least("blocking_secs", blocking_secs, 0, hint)
-    arguments.at_least(
+    at_least("blocking_secs", blocking_secs, 0, hint)
+    at_least(
         "durable_secs",
         durable_secs,
         blocking_secs,
         f"it lasts from the snapshot to the commit, so it includes the {blocking_secs:g} s of "
         "blocking_secs; both are equal if saves are synchronous",
     )
-    arguments.at_least("slowdown", slowdown, 0, "0.05: steps take 5 % longer during a save")
+    at_least("slowdown", slowdown, 0, "0.05: steps take 5 % longer during a save")
     return blocking_secs + (durable_secs - blocking_secs) * slowdown / (1 + slowdown)
 
 
@@ -68,8 +70,8 @@ def daly_training_secs(*, blocking_secs: float, mtbf_secs: float) -> float:
     Raises:
       PlanError: a time is not finite, ``blocking_secs`` is negative, or ``mtbf_secs`` not positive.
     """
-    arguments.at_least("blocking_secs", blocking_secs, 0, "give the seconds that one save blocks")
-    arguments.positive("mtbf_secs", mtbf_secs, _MTBF_HINT)
+    at_least("blocking_secs", blocking_secs, 0, "give the seconds that one save blocks")
+    positive("mtbf_secs", mtbf_secs, _MTBF_HINT)
     if blocking_secs >= 2 * mtbf_secs:  # beyond the range in which the series holds
         return mtbf_secs
     ratio = blocking_secs / (2 * mtbf_secs)
@@ -153,12 +155,12 @@ def expected_goodput(
     cost_secs = save_cost_secs(
         blocking_secs=blocking_secs, durable_secs=durable_secs, slowdown=slowdown
     )
-    arguments.positive("interval_secs", interval_secs, "give the seconds from snapshot to snapshot")
-    arguments.at_least(
+    positive("interval_secs", interval_secs, "give the seconds from snapshot to snapshot")
+    at_least(
         "interval_secs", interval_secs, durable_secs, "a save begins when the last one is durable"
     )
-    arguments.positive("mtbf_secs", mtbf_secs, _MTBF_HINT)
-    arguments.at_least("restart_secs", restart_secs, 0, "give the seconds from failure to training")
+    positive("mtbf_secs", mtbf_secs, _MTBF_HINT)
+    at_least("restart_secs", restart_secs, 0, "give the seconds from failure to training")
     kept_secs_of_uptime = (
         (interval_secs - cost_secs)
         * math.exp(-(interval_secs + durable_secs - cost_secs) / mtbf_secs)
@@ -166,9 +168,6 @@ def expected_goodput(
     )
     return kept_secs_of_uptime / (mtbf_secs + restart_secs)
 
-
-if TYPE_CHECKING:
-    import torch
 
 MOMENTS: dict[str, int] = {
     **dict.fromkeys(("none", "sgd"), 0),
@@ -217,8 +216,8 @@ def state_bytes(
 
     Args:
       num_params: the number of parameters.
-      optimizer: a key of ``sizes.MOMENTS``, or the number of values that the optimizer keeps per
-        parameter (Adafactor's factored moments: about 0).
+      optimizer: its name in torch in lower case, or the number of values that the optimizer keeps
+        per parameter (Adafactor's factored moments: about 0).
       param_bytes: bytes of one weight and its master copy, if there is one.
       moment_bytes: bytes of one value of the optimizer; None for ``param_bytes``, as in
         torch.optim.
@@ -226,13 +225,11 @@ def state_bytes(
     Raises:
       PlanError: a number is out of range, or the optimizer is unknown.
     """
-    arguments.count(
-        "num_params", num_params, "give the number of parameters, for example 70_000_000_000"
-    )
-    arguments.positive("param_bytes", param_bytes, "4 is float32, 2 is bfloat16")
+    count("num_params", num_params, "give the number of parameters, for example 70_000_000_000")
+    positive("param_bytes", param_bytes, "4 is float32, 2 is bfloat16")
     if moment_bytes is None:
         moment_bytes = param_bytes
-    arguments.at_least("moment_bytes", moment_bytes, 0, "4 is float32, 2 is bfloat16")
+    at_least("moment_bytes", moment_bytes, 0, "4 is float32, 2 is bfloat16")
     return StateBytes(
         parameters_bytes=math.ceil(num_params * param_bytes),
         optimizer_bytes=math.ceil(num_params * _num_moments(optimizer) * moment_bytes),
@@ -293,9 +290,9 @@ def ramdisk_bytes_per_host(total_bytes: int, *, hosts_per_slice: int, num_copies
     Raises:
       PlanError: a number is out of range.
     """
-    arguments.count("total_bytes", total_bytes, "give the bytes of one checkpoint, an int")
-    arguments.count("hosts_per_slice", hosts_per_slice, "each slice has at least one host")
-    arguments.count(
+    count("total_bytes", total_bytes, "give the bytes of one checkpoint, an int")
+    count("hosts_per_slice", hosts_per_slice, "each slice has at least one host")
+    count(
         "num_copies",
         num_copies,
         "the checkpoints that stay plus the one being written, by default 2",
@@ -311,11 +308,31 @@ def _num_moments(optimizer: str | float) -> float:
                 "for any other optimizer give an int: how many values it keeps per parameter"
             )
         return MOMENTS[optimizer]
-    arguments.at_least(
-        "optimizer", optimizer, 0, "give its name, or its number of values per parameter"
-    )
+    at_least("optimizer", optimizer, 0, "give its name, or its number of values per parameter")
     return optimizer
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.dtype.itemsize
+
+
+def at_least(name: str, value: float, least: float, hint: str) -> None:
+    """Raises PlanError unless ``value`` is a finite number of at least ``least``."""
+    if not _is_number(value) or not least <= value < math.inf:
+        raise PlanError(f"{name}: expected a number >= {least:g}, found {value!r}; {hint}")
+
+
+def positive(name: str, value: float, hint: str) -> None:
+    """Raises PlanError unless ``value`` is a finite number above zero."""
+    if not _is_number(value) or not 0 < value < math.inf:
+        raise PlanError(f"{name}: expected a positive number, found {value!r}; {hint}")
+
+
+def count(name: str, value: int, hint: str) -> None:
+    """Raises PlanError unless ``value`` is an int above zero."""
+    if not _is_number(value) or not isinstance(value, int) or value < 1:
+        raise PlanError(f"{name}: expected a positive int, found {value!r}; {hint}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

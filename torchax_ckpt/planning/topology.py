@@ -23,7 +23,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from torchax_ckpt.errors import PlanError
-from torchax_ckpt.planning import arguments
+from torchax_ckpt.planning import closed_forms
 
 _TOPOLOGY = re.compile(r"(v\w+):([1-9][0-9]*(?:x[1-9][0-9]*){1,2})")
 _PRODUCT = re.compile(r"(v\w+?)-([1-9][0-9]*)")
@@ -77,7 +77,7 @@ def devices(
         know the topology.
     """
     chip, lengths = _parsed(topology)
-    arguments.count("num_slices", num_slices, "give the number of slices of the run")
+    closed_forms.count("num_slices", num_slices, "give the number of slices of the run")
     _require_libtpu()
     options: dict[str, Any] = {}
     if chip.config is not None:
@@ -97,7 +97,7 @@ def devices(
 def mesh(devices: Sequence[jax.Device], axes: Mapping[str, int]) -> Mesh:
     """Returns a mesh of all the devices, in their order; PlanError if there are more or fewer."""
     for name, length in axes.items():
-        arguments.count(f"axis {name!r} of the mesh", length, "give the length of the mesh axis")
+        closed_forms.count(f"axis {name!r} of the mesh", length, "give the length of the mesh axis")
     found = math.prod(axes.values())
     if not axes or found != len(devices):
         product = " x ".join(f"{name}={length}" for name, length in axes.items())

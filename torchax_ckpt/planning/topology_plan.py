@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from torchax_ckpt.errors import PlanError
-from torchax_ckpt.planning import arguments, topology
+from torchax_ckpt.planning import closed_forms, topology
 from torchax_ckpt.planning.topology import CHIPS, Chip
 from torchax_ckpt.snapshot.device_memory import HEADROOM, DeviceMemory, is_exhausted
 from torchax_ckpt.snapshot.device_sizes import shard_bytes
@@ -115,10 +115,10 @@ def on_topology(
         it, or a leaf cannot be sharded as its own sharding says.
     """
     chip = topology.chip_of(topology_name)
-    arguments.at_least("training_bytes", training_bytes, 0, "give the bytes on one chip, or 0")
+    closed_forms.at_least("training_bytes", training_bytes, 0, "give the bytes on one chip, or 0")
     if host_memory_bytes is not None:
         advice = "give the bytes that one host has available, or None"
-        arguments.at_least("host_memory_bytes", host_memory_bytes, 0, advice)
+        closed_forms.at_least("host_memory_bytes", host_memory_bytes, 0, advice)
     hosts = [device.process_index for device in topology.devices(topology_name, num_slices)]
     if axes is None:
         axes = {"slice": num_slices} if num_slices > 1 else {}
@@ -129,7 +129,8 @@ def on_topology(
     chips = topology.devices(topology_name, num_slices, one_chip_per_host=spans_hosts)
     parts_of_host = hosts.count(0) if spans_hosts else 1
     leaves = _placed(abstract_state, topology.mesh(chips, axes))
-    elements = {name: _elements_bytes(leaf) for name, leaf in leaves.items()}
+    shards = {name: leaf.sharding.shard_shape(leaf.shape) for name, leaf in leaves.items()}
+    elements = {n: math.prod(shards[n]) * leaf.dtype.itemsize for n, leaf in leaves.items()}
     try:
         sizes = shard_bytes(leaves)
     except jax.errors.JaxRuntimeError as error:
@@ -139,24 +140,18 @@ def on_topology(
     chip_bytes = sum(sizes.values())
     free_bytes = chip.usable_bytes - chip_bytes - training_bytes
     is_fitting = free_bytes >= 0
-    replicated_bytes = sum(sizes[name] for name in leaves if _num_shards(leaves[name]) == 1)
+    replicated_bytes = sum(sizes[n] for n, leaf in leaves.items() if shards[n] == leaf.shape)
     of_save: dict[str, Any] = {}
     if is_fitting:
-        found = snapshot_forecast(
+        forecast = snapshot_forecast(
             leaves,
             chip,
             state_bytes=chip_bytes,
             peak_bytes=chip_bytes + training_bytes,
-            host_bytes=None if host_memory_bytes is None else host_memory_bytes // parts_of_host,
+            host_bytes=host_memory_bytes,
+            parts_of_host=parts_of_host,
         )
-        of_save = {
-            "copy_bytes": found.copy_bytes,
-            "wanted_bytes": found.wanted_bytes,
-            "snapshot": found.way,
-            "offload_host_bytes": found.host_bytes * parts_of_host,
-            "num_programs": found.num_programs,
-            "compile_secs": found.compile_secs,
-        }
+        of_save = dataclasses.asdict(forecast)
     return TopologyPlan(
         topology=topology_name,
         num_slices=num_slices,
@@ -183,37 +178,37 @@ def on_topology(
 
 @dataclasses.dataclass(frozen=True)
 class Forecast:
-    """How "auto" takes a snapshot, and what it needs: ``copy_bytes`` None exceed a device.
+    """How "auto" takes a snapshot, and what it needs; the fields are those of ``TopologyPlan``."""
 
-    ``host_bytes`` are of this process, if it offloads. The programs of a transfer stack afterwards.
-    """
-
-    way: Way
     copy_bytes: int | None
     wanted_bytes: int | None
-    host_bytes: int
+    snapshot: Way
+    offload_host_bytes: int
     num_programs: int
     compile_secs: float
 
 
 def snapshot_forecast(
-    leaves: Mapping[str, jax.ShapeDtypeStruct],
+    leaves: Mapping[str, Any],
     chip: Chip,
     *,
     state_bytes: int,
     peak_bytes: int,
     host_bytes: int | None,
+    parts_of_host: int = 1,
 ) -> Forecast:
     """Asks the code of a save for its snapshot on chips with this memory in use; makes no arrays.
 
-    ``host_bytes`` is the memory of the host that is available; None if it suffices.
+    ``host_bytes`` is the memory available on a host, of which this process has one of so many
+    parts; None if it suffices.
     """
     stats = {
         "bytes_limit": chip.usable_bytes,
         "bytes_in_use": state_bytes,
         "peak_bytes_in_use": peak_bytes,
     }
-    memory = DeviceMemory(lambda device: stats, lambda: host_bytes)
+    of_process = None if host_bytes is None else host_bytes // parts_of_host
+    memory = DeviceMemory(lambda device: stats, lambda: of_process)
     arrays = [*leaves.values()]
     began = time.perf_counter()
     try:
@@ -225,16 +220,17 @@ def snapshot_forecast(
         raise topology.unusable(error) from error
     copy_bytes = None if copies is None else max(copies.devices.values(), default=0)
     return Forecast(
-        way=way,
+        snapshot=way,
         copy_bytes=copy_bytes,
         wanted_bytes=None if copy_bytes is None else math.ceil(copy_bytes * HEADROOM),
-        host_bytes=found.host_bytes if found and way == "offload" else 0,
+        offload_host_bytes=found.host_bytes * parts_of_host if found and way == "offload" else 0,
         num_programs=found.num_programs if found else 0,
         compile_secs=time.perf_counter() - began,
     )
 
 
-def _placed(abstract_state: Mapping[str, Any], mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+def _placed(abstract_state: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:
+    """Returns each leaf as a ``jax.ShapeDtypeStruct`` with a sharding on the mesh."""
     if not abstract_state:
         raise PlanError(
             "abstract_state: expected at least one leaf on devices, found none; give name -> "
@@ -265,17 +261,6 @@ def _placed(abstract_state: Mapping[str, Any], mesh: Mesh) -> dict[str, jax.Shap
             ) from error
         leaves[name] = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
     return leaves
-
-
-def _elements_bytes(leaf: jax.ShapeDtypeStruct) -> int:
-    sharding: Any = leaf.sharding
-    return math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-
-
-def _num_shards(leaf: jax.ShapeDtypeStruct) -> int:
-    sharding: Any = leaf.sharding
-    shard = sharding.shard_shape(leaf.shape)
-    return math.prod(dim // part for dim, part in zip(leaf.shape, shard, strict=True) if part)
 
 
 def _advice(chip: Chip, chip_bytes: int, replicated_bytes: int, training_bytes: int) -> str:
