@@ -15,31 +15,21 @@ import jax
 from torchax_ckpt.runtime import host_memory
 from torchax_ckpt.snapshot.device_sizes import Needed, bytes_on_devices
 
-Stats = Callable[[jax.Device], "Mapping[str, int] | None"]
-
 # Free memory must be at least this factor times the size of the copies, because a training step
 # runs while the copies exist.
 HEADROOM = 1.25
 
 
-def memory_stats(device: jax.Device) -> Mapping[str, int] | None:
-    """Returns JAX's memory statistics of a device; None if it has none, such as a CPU."""
-    return device.memory_stats()
-
-
-def free_device_bytes(device: jax.Device, stats: Stats = memory_stats) -> int | None:
-    """Returns the free memory of a device in bytes; None if it is unknown.
-
-    For a CPU device, this is the host's available memory. For others it is the limit minus the peak
-    of use so far, not minus the present use, because the next training step needs the peak again.
-    """
-    beyond_peak = _free_beyond_peak(stats(device))
+def free_device_bytes(device: jax.Device) -> int | None:
+    """Returns the free bytes of a device, of a CPU those of the host; None if they are unknown."""
+    beyond_peak = _free_beyond_peak(device.memory_stats())
     if beyond_peak is None and device.platform == "cpu":
         return host_memory.available_host_bytes()
     return beyond_peak
 
 
 def _free_beyond_peak(stats: Mapping[str, int] | None) -> int | None:
+    """Returns what was never used, because the next training step needs the peak again."""
     if not stats or "bytes_limit" not in stats or "bytes_in_use" not in stats:
         return None
     return stats["bytes_limit"] - stats.get("peak_bytes_in_use", stats["bytes_in_use"])
@@ -53,34 +43,29 @@ def is_exhausted(error: BaseException) -> bool:
 class DeviceMemory:
     """Decides from memory statistics and a record of earlier copies whether new copies fit.
 
-    The peak memory use that a device reports never falls, and it includes the copies of earlier
-    saves. This class therefore keeps, for each device, an upper bound of the memory that the
-    program needs without copies. For a peak that was reached while copies existed, the bound is the
-    peak minus the size of the copies. For a peak that was reached without copies, the bound is the
-    whole peak. To know whether copies existed at a peak, the class reads the statistics when copies
-    are made, and again when they are freed. Once any device has run out of memory, the class no
-    longer uses the bounds: it assumes that the program needs the whole peak on every device.
+    The peak memory use that a device reports never falls, and includes the copies of earlier saves.
+    This class therefore keeps, for each device, an upper bound of what the program needs without
+    copies: the peak, less the copies that existed when it was reached. To know these, it reads the
+    statistics when copies are made and when they are freed. Once any device has run out of memory,
+    it assumes that the program needs the whole peak on every device.
 
-    The bound of the program's memory can be too low: if the program begins to need more memory, but
-    not more than the program and the copies together needed before, no statistic shows the growth.
-    ``holds`` may then return True although the copies do not fit.
+    The bound can be too low: if the program begins to need more memory, but not more than program
+    and copies together needed before, no statistic shows the growth.
 
-    The memory of the host that an offload needs counts as used from its begin. The class assumes
-    that no other process of the run shares the host.
+    The memory of the host that an offload needs counts as used from its begin. No other process of
+    the run is assumed to share the host. Several threads may use one object at the same time.
 
-    Several threads may use one object of this class at the same time. ``host_bytes`` returns the
-    available bytes of the host's memory, or None if they are unknown.
-
-    Attributes:
-      may_offload: False once an offload has run out of memory although ``host_holds`` was True.
+    ``stats`` and ``host_bytes`` return what JAX reports of a device, and the available bytes of the
+    host, or None if that is unknown. ``may_offload`` is False once an offload has run out of memory
+    although ``host_holds`` was True.
     """
 
     def __init__(
         self,
-        stats: Stats = memory_stats,
+        stats: Callable[[jax.Device], Mapping[str, int] | None] | None = None,
         host_bytes: Callable[[], int | None] | None = None,
     ) -> None:
-        self._stats = stats
+        self._stats = stats or (lambda device: device.memory_stats())
         self._host_bytes = host_bytes or host_memory.available_host_bytes
         # Reentrant, because Python may collect copies, and call _forget_copies, inside these
         # methods too.
@@ -105,12 +90,9 @@ class DeviceMemory:
             )
 
     def host_holds(self, needed: Needed) -> bool:
-        """Returns whether the host has memory for an offload.
-
-        Pinned memory that an earlier offload took does not have to be available again, because the
-        runtime may have kept it for the next one.
-        """
+        """Returns whether the host has memory for an offload."""
         available = self._available_on_host()
+        # The runtime may have kept pinned memory that an earlier offload took.
         pinned_bytes = max(0, needed.pinned_bytes - self._pinned_bytes)
         return available is None or (pinned_bytes + needed.ordinary_bytes) * HEADROOM <= available
 

@@ -30,10 +30,9 @@ K = TypeVar("K")
 
 
 class Program:
-    """A jitted function of arrays, called outside of the mesh that the program set.
+    """A jitted function, called outside of the mesh that the program set with ``jax.set_mesh``.
 
-    After ``jax.set_mesh(mesh)``, JAX refuses jitted functions of arrays on other devices, such as
-    single shards.
+    Within that mesh, JAX refuses arrays on other devices, such as single shards.
     """
 
     def __init__(self, jitted: Any) -> None:
@@ -61,15 +60,12 @@ BUILDERS: dict[str, Callable[..., Program]] = {}
 
 
 def device_program(maxsize: int) -> Callable[[Callable[P, Any]], Callable[P, Program]]:
-    """Registers a function that returns a jitted function; caches its last ``maxsize`` programs.
-
-    Without the cache, each call would give ``jax.jit`` a new function object, and JAX would compile
-    the same program again.
-    """
+    """Registers a function that returns a jitted function; caches its last ``maxsize`` programs."""
 
     def register(build: Callable[P, Any]) -> Callable[P, Program]:
         BUILDERS[build.__name__] = build
 
+        # Without the cache, JAX would compile the program of each new function object again.
         @functools.lru_cache(maxsize)
         @functools.wraps(build)
         def program(*args: P.args, **kwargs: P.kwargs) -> Program:
@@ -156,16 +152,13 @@ def sliced(array: jax.Array, within: tuple[slice, ...]) -> jax.Array:
 def run_by_sharding(
     build: Callable[[Sharding], Program], arrays: Mapping[K, Any], run: Run
 ) -> dict[K, Any]:
-    """Runs the programs that ``build`` returns for the arrays' shardings; returns key -> output.
-
-    One program gets the arrays of one sharding, at most ``MAX_ARGUMENTS`` at a time. Complex arrays
-    come one at a time, because the programs of a TPU need temporary memory for each of them.
-    """
+    """Runs the programs that ``build`` returns for the arrays' shardings; returns key -> output."""
     groups: dict[tuple[Sharding, bool], list[K]] = collections.defaultdict(list)
     for key, array in arrays.items():
         groups[array.sharding, array.dtype.kind == "c"].append(key)
     outputs: dict[K, Any] = {}
     for (sharding, is_complex), keys in groups.items():
+        # The programs of a TPU need temporary memory for each complex array.
         for chunk in in_chunks(keys, 1 if is_complex else MAX_ARGUMENTS):
             found = run(build(sharding), *(arrays[key] for key in chunk))
             outputs.update(zip(chunk, found, strict=True))

@@ -53,11 +53,7 @@ def padded_bytes(shape: tuple[int, ...], dtype: Any, layout: Layout | None) -> i
 
 
 class Compiled(NamedTuple):
-    """What is known of a compiled program before it runs.
-
-    ``outputs`` are abstract arrays with their layouts. The temporary bytes are those that each
-    device needs while the program runs, in its own memory and in the memory of the host.
-    """
+    """Abstract outputs of a program, with their layouts, and the memory it needs while it runs."""
 
     outputs: Any
     temporary_bytes: int
@@ -81,13 +77,10 @@ def compiled(program: Program, *arrays: Any) -> Compiled:
 
 @dataclasses.dataclass(frozen=True)
 class Needed:
-    """The memory that programs need, and the number of different programs.
+    """The memory that programs and their outputs need on devices of this process and its host.
 
-    Attributes:
-      devices: device of this process -> bytes of outputs and temporary memory, if it needs any.
-      pinned_bytes: bytes of outputs and temporary memory that are in the memory of the host.
-      ordinary_bytes: bytes of ordinary memory of the host that the outputs are copied to.
-      num_programs: programs that differ only in the device count once.
+    ``ordinary_bytes`` are of memory of the host that outputs in pinned memory are then copied to.
+    Programs that differ only in the device count once in ``num_programs``.
     """
 
     devices: Mapping[jax.Device, int]
@@ -104,10 +97,8 @@ class Needed:
 def needed_by(compute: Callable[[Run], object], ordinary_bytes: int = 0) -> Needed:
     """Returns what a computation needs; compiles its programs, which JAX keeps, but runs nothing.
 
-    The computation runs its programs through the function that it gets, on abstract arrays. The
-    outputs of all programs count, also those of which later programs make other outputs, because
-    they may exist at the same time. The programs run one after another, so the temporary memory of
-    the program that needs the most counts, not the sum.
+    All outputs may exist at the same time, also those of which later programs make others. Programs
+    run one after another, so of their temporary memory only the most counts.
     """
     outputs: list[Any] = []
     programs = set()
@@ -125,23 +116,19 @@ def needed_by(compute: Callable[[Run], object], ordinary_bytes: int = 0) -> Need
         return found.outputs
 
     compute(compile_only)
-    by_sharding = _bytes_by_sharding(outputs)
-    pinned_bytes = sum(
-        num_bytes * len(sharding.addressable_devices)
-        for sharding, num_bytes in by_sharding.items()
-        if sharding.memory_kind in HOST_MEMORY
-    ) + sum(host_temporary.values())
-    devices = _on_devices(by_sharding) + collections.Counter(temporary)
+    on_devices, pinned_bytes = _bytes_of(outputs)
+    pinned_bytes += sum(host_temporary.values())
+    devices = on_devices + collections.Counter(temporary)
     return Needed(devices, pinned_bytes, ordinary_bytes, len(programs))
 
 
 def bytes_on_devices(arrays: Iterable[Any]) -> collections.Counter[jax.Device]:
     """Returns the bytes of arrays, perhaps abstract with layouts, on this process's devices."""
-    return _on_devices(_bytes_by_sharding(arrays))
+    return _bytes_of(arrays)[0]
 
 
-def _bytes_by_sharding(arrays: Iterable[Any]) -> dict[Sharding, int]:
-    """Returns sharding -> the bytes that the arrays with this sharding take for each device."""
+def _bytes_of(arrays: Iterable[Any]) -> tuple[collections.Counter[jax.Device], int]:
+    """Returns the bytes of arrays on each device of this process, and in the memory of its host."""
     by_sharding: dict[Sharding, int] = collections.defaultdict(int)
     for array in arrays:
         if not isinstance(array, (jax.Array, jax.ShapeDtypeStruct)):
@@ -153,16 +140,15 @@ def _bytes_by_sharding(arrays: Iterable[Any]) -> dict[Sharding, int]:
         else:
             shape = sharding.shard_shape(array.shape)
             by_sharding[sharding] += padded_bytes(shape, array.dtype, array.format.layout)
-    return by_sharding
-
-
-def _on_devices(by_sharding: Mapping[Sharding, int]) -> collections.Counter[jax.Device]:
-    found: collections.Counter[jax.Device] = collections.Counter()
+    devices: collections.Counter[jax.Device] = collections.Counter()
+    host_bytes = 0
     for sharding, num_bytes in by_sharding.items():
-        if sharding.memory_kind not in HOST_MEMORY:
-            for device in sharding.addressable_devices:
-                found[device] += num_bytes
-    return found
+        here = sharding.addressable_devices
+        if sharding.memory_kind in HOST_MEMORY:
+            host_bytes += num_bytes * len(here)
+        else:
+            devices.update(dict.fromkeys(here, num_bytes))
+    return devices, host_bytes
 
 
 def shard_bytes(targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, int]:

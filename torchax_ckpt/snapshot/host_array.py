@@ -20,9 +20,7 @@ class Local(enum.Enum):
     """The two placements that are not shardings: the host, and JAX's default device.
 
     HOST means a numpy array. DEFAULT_DEVICE means a JAX array that is not committed to its device,
-    such as the arrays that ``.to("jax")`` makes. If a program uses an uncommitted array together
-    with committed arrays, JAX moves the uncommitted array to the devices of the committed arrays.
-    If a program uses arrays that are committed to different devices, JAX raises an error.
+    as ``.to("jax")`` makes them; JAX moves it to the devices of arrays with which it is used.
     """
 
     HOST = "host"
@@ -36,11 +34,9 @@ Placement: TypeAlias = "jax.sharding.Sharding | Local"
 class HostArray:
     """An array in ordinary memory of the host, with the sharding that it had on devices.
 
-    Attributes:
-      shape, dtype: of the whole array.
-      sharding: how the array was sharded over devices, also over devices of other processes.
-      parts: where each part begins -> the part. The parts are of one shape: either the shards of
-        this process's devices, each shard once, or what this process stores.
+    ``shape`` and ``dtype`` are of the whole array. ``parts`` maps where each part begins to the
+    part. The parts are of one shape: the shards of this process's devices, each shard once, or what
+    this process stores.
     """
 
     shape: tuple[int, ...]

@@ -1,7 +1,6 @@
 """Moves shards between the host, the devices of this process, and devices of other processes.
 
-This file builds all programs that move shards on devices during a restore. Other files decide to
-which placement each leaf goes. These are the functions, from the cheapest to the most expensive:
+These are the functions, from the cheapest to the most expensive:
 
 - ``put`` and ``move`` transfer arrays from the host, or between devices of this process, without
   collectives.
@@ -9,21 +8,14 @@ which placement each leaf goes. These are the functions, from the cheapest to th
 - ``sum_over_replicas`` sends the shards of one replica to all others, in one all-reduce.
 - ``reshard`` changes the sharding of leaves on one mesh; XLA picks the collectives.
 
-No single program can replace those of ``permute_over_processes``, ``sum_over_replicas`` and
-``reshard``, for these reasons:
+Each of the last three is needed. Collective permutes reach n replicas only after log2(n) permutes,
+each of which sends every byte; an all-reduce sends every byte less than twice. But after it all
+devices hold the same shards, while hosts that exchange parts of an array need different ones. A
+change of sharding can require parts of shards, and both others send whole shards: they arrange the
+devices in a grid, in which each device has a slot for one shard.
 
-- Collective permutes reach n replicas only after log2(n) successive permutes, each of which sends
-  every byte. An all-reduce sends every byte less than twice, whatever the number of replicas.
-- After an all-reduce, all devices that took part in it hold the same shards. Hosts that exchange
-  parts of an array need different shards, and a host that already has its part should neither send
-  nor receive, so these hosts use permutes.
-- Permutes and all-reduces send whole shards, but a change of sharding can require parts of shards.
-
-``permute_over_processes`` and ``sum_over_replicas`` arrange the devices in a grid, in which each
-device has a slot for one shard. One function, ``_grid_program``, builds the programs of
-``permute_over_processes`` and ``sum_over_replicas``. The last three functions of the list above are
-collectives: every process must call them with the same targets, on its training thread. They move
-the leaves in chunks, one chunk after the other.
+These three are collectives: every process must call them with the same targets, on its training
+thread. They move the leaves in chunks, one chunk after the other.
 
 Programs in which XLA could change values move the bits of the values as integers (see ``bitcast``).
 """
@@ -72,8 +64,7 @@ _ON_GRID = PartitionSpec((_ROW, _COLUMN))
 def put(arrays: Mapping[str, Any], placements: Mapping[str, Placement]) -> dict[str, Any]:
     """Moves arrays to their placements; returns name -> moved array.
 
-    One batched transfer moves all arrays but those that ``move`` must make shard by shard. Host
-    arrays are copied, so that the result does not alias memory that the caller may change.
+    Host arrays are copied, so that the result does not alias memory that the caller may change.
     """
     result = dict(arrays)
     batched: dict[str, Sharding | None] = {}
@@ -113,10 +104,9 @@ def _crosses_processes(array: jax.Array | np.ndarray, sharding: Sharding) -> boo
 
 
 def sum_over_replicas(leaves: MutableMapping[str, Any], targets: Targets) -> None:
-    """Sends the shards of each leaf's first replica to all other replicas of the leaf.
+    """Sends the shards of each leaf's first replica to all others; ``leaves`` gets the results.
 
-    ``leaves`` has a leaf's array on the first of ``replicas``, on the processes with devices of
-    this replica only, and gets the results.
+    ``leaves`` has a leaf's array on the first of ``replicas``, on processes with its devices only.
     """
     grids = {name: replica_grid(_sharding(target)) for name, target in targets.items()}
     _move_on_grids(leaves, targets, grids, sum_program)
@@ -127,10 +117,9 @@ def permute_over_processes(
 ) -> None:
     """Sends shards between processes; ``rounds`` says which process sends to which process.
 
-    The shard on the k-th device of the sending process goes to the k-th device of the receiving
-    process. The devices of each process are numbered in the order of the mesh, which must have
-    equally many of each. ``leaves`` has this process's shards, none if it only receives, and gets
-    the results. A process that receives nothing keeps its shards.
+    The shard on the k-th device of the sending process, in the order of the mesh, goes to the k-th
+    device of the receiving process. ``leaves`` has this process's shards, none if it only receives,
+    and gets the results. A process that receives nothing keeps its shards.
     """
     grids = {name: process_grid(_sharding(target).mesh) for name, target in targets.items()}
     _move_on_grids(leaves, targets, grids, lambda grid: permute_program(grid, rounds))
@@ -138,17 +127,14 @@ def permute_over_processes(
 
 @functools.lru_cache(maxsize=1024)
 def replica_grid(sharding: NamedSharding) -> Mesh:
-    """Returns a mesh of two axes, a grid, with one row of devices for each replica."""
+    """Returns a grid with one row of devices for each replica."""
     rows = [replica.mesh.devices.ravel() for replica in replicas(sharding)]
     return Mesh(np.array(rows), (_ROW, _COLUMN))
 
 
 @functools.lru_cache(maxsize=64)
 def process_grid(mesh: Mesh) -> Mesh:
-    """Returns a mesh of two axes, a grid, with a row of devices, in mesh order, per process.
-
-    Raises ValueError if the processes have different numbers of devices in the mesh.
-    """
+    """Returns a grid with a row of devices, in mesh order, for each process."""
     rows: dict[int, list[jax.Device]] = {i: [] for i in range(jax.process_count())}
     for device in mesh.devices.flat:
         rows[device.process_index].append(device)
@@ -163,11 +149,7 @@ def process_grid(mesh: Mesh) -> Mesh:
 
 
 def slots(target: jax.ShapeDtypeStruct, grid: Mesh) -> jax.ShapeDtypeStruct:
-    """Returns the abstract array in which a program on a grid takes or returns a leaf's shards.
-
-    The array has one shard for each device of the grid. Shards of shape [d0, d1, ...] lie one after
-    the other along the first dim, so the array has the shape [devices * d0, d1, ...].
-    """
+    """Returns the abstract array, of shape [devices * d0, d1, ...], of shards [d0, d1, ...]."""
     first, *rest = _sharding(target).shard_shape(target.shape) or (1,)
     shape = (grid.size * first, *rest)
     return jax.ShapeDtypeStruct(shape, target.dtype, sharding=NamedSharding(grid, _ON_GRID))
@@ -307,10 +289,7 @@ def _leaf(array: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _in_memory(shard: jax.Array, device: jax.Device, kind: str | None) -> jax.Array:
-    """Returns a shard in memory of the given kind, copied if it lies in memory of another kind.
-
-    None as the kind means the default memory of the device.
-    """
+    """Returns a shard in memory of this kind, or the device's default memory, copied if need be."""
     kind = kind or device.default_memory().kind
     if shard.sharding.memory_kind == kind:
         return shard

@@ -51,7 +51,7 @@ def is_supported(arrays: Iterable[AnyArray]) -> bool:
 
 
 def needed_to_offload(leaves: Mapping[str, Any]) -> Needed:
-    """Returns the memory that an offload of leaves on devices takes; the leaves may be abstract."""
+    """Returns the memory that an offload of leaves, perhaps abstract, takes."""
     forms = [_Form(array.shape, array.dtype, array.sharding) for array in leaves.values()]
     ordinary_bytes = sum(len(form.offsets) * form.shard_bytes for form in forms)
     return needed_by(lambda run: pinned(leaves, run), ordinary_bytes)
@@ -82,9 +82,8 @@ class _Form(NamedTuple):
 class Offloaded:
     """Leaves that are on their way from devices to ordinary memory of the host.
 
-    ``plan`` says which of the leaves are stacked there. The memory ``needed``, from
-    ``needed_to_offload``, counts as used in ``memory`` from the beginning. Raises JaxRuntimeError
-    if the devices lack memory.
+    ``plan`` says which of them are stacked there. What they need, ``needed_to_offload``, counts as
+    used in ``memory`` from the beginning. Raises JaxRuntimeError if the devices lack memory.
     """
 
     def __init__(
@@ -108,8 +107,7 @@ class Offloaded:
     def fetched(self) -> Mapping[str, HostArray]:
         """Waits for the leaves; returns the name of each leaf and stack -> its array on the host.
 
-        The arrays of the members of a stack are views of the stack. The threads of several saves
-        may call this method; the first call copies the leaves.
+        Members of a stack are views of it. The threads of several saves may call; the first copies.
         """
         with self._lock:
             is_first = self._fetched is None
@@ -206,10 +204,9 @@ def pinned(
 
 
 def _sources(array: Any) -> Iterator[tuple[Offset | None, Any]]:
-    """Yields arrays that together hold each shard of this process's devices at least once.
+    """Yields the array or its first replica, with None, or its shards and where each begins.
 
-    Yields the array itself, or its first replica, with None. If the array spans processes, yields
-    its shards, each with the index at which it begins.
+    The shards, of an array that spans processes, are those of this process, each once.
     """
     if array.sharding.is_fully_addressable:
         yield None, _one_replica(array)
@@ -225,7 +222,7 @@ def _sources(array: Any) -> Iterator[tuple[Offset | None, Any]]:
 
 
 def _one_replica(array: Any) -> Any:
-    """Returns the first replica of an array with large shards; other arrays as they are."""
+    """Returns the first replica of an array with large shards; any other array itself."""
     first = _replica_to_select(array.sharding, array.shape, array.dtype.itemsize)
     if first is None:
         return array

@@ -25,10 +25,7 @@ Way = Literal["reference", "copy", "offload", "transfer"]
 class SnapshotPlan:
     """The storage plan of the leaves of a snapshot, and the memory that they need.
 
-    Attributes:
-      names: of the leaves.
-      plan: the plan of the leaves.
-      flat: the plan without its stacks of device arrays; stacks of host arrays remain.
+    ``flat`` is the plan without its stacks of device arrays; stacks of host arrays remain.
     """
 
     names: Sequence[str]
@@ -37,10 +34,9 @@ class SnapshotPlan:
     _needed: dict[Way, Needed | None] = dataclasses.field(default_factory=dict)
 
     def needed(self, way: Way, arrays: Sequence[AnyArray]) -> Needed | None:
-        """Returns the memory that a snapshot in this way takes, with its stacks.
+        """Returns the memory that a snapshot takes with its stacks; None if no device has so much.
 
-        None means that no device has so much. The first call for a way compiles the programs; later
-        calls return the same result. ``arrays`` are the leaves, which may be abstract.
+        The first call for a way compiles the programs. ``arrays`` are the leaves, perhaps abstract.
         """
         if way not in self._needed:
             leaves = dict(zip(self.names, arrays, strict=True))
@@ -70,14 +66,12 @@ class Planner:
     """Plans where saves store the leaves; plans anew only if something about the leaves changes.
 
     The training thread and the threads of saves may call one planner at the same time.
-
-    Attributes:
-      may_stack: if it is set to False, all later plans are without stacks of device arrays.
     """
 
     def __init__(self, layout: Layout) -> None:
         self._layout: Layout = layout
         self.may_stack = True
+        """If it is set to False, all later plans are without stacks of device arrays."""
         self._last: tuple[tuple[Any, ...], SnapshotPlan] | None = None
 
     def __call__(
@@ -107,16 +101,21 @@ def plan_snapshot(
     reserved: Collection[str] = (),
     unchanging: Collection[str] = (),
 ) -> SnapshotPlan:
-    """Plans where a save stores the leaves.
+    """Plans where a save stores the leaves, perhaps abstract.
 
-    Args:
-      names: the names of the leaves.
-      arrays: the leaves; abstract arrays with shardings may stand for arrays on devices.
-      layout: which leaves are stacked.
-      reserved: names that no stack may have.
-      unchanging: the leaves that do not change from save to save; they are not stacked with others.
+    No stack has one of the names ``reserved``, or leaves ``unchanging`` together with others.
     """
-    specs = [_spec(a, is_unchanging=n in unchanging) for n, a in zip(names, arrays, strict=True)]
+    specs = [
+        LeafSpec(
+            shape=tuple(array.shape),
+            dtype=array.dtype.name,
+            nbytes=math.prod(array.shape) * array.dtype.itemsize,
+            placement=True if isinstance(array, np.ndarray) else stacked(array.sharding),
+            is_on_host=isinstance(array, np.ndarray),
+            is_unchanging=name in unchanging,
+        )
+        for name, array in zip(names, arrays, strict=True)
+    ]
     plan = plan_leaves(names, specs, layout, reserved)
     on_host = {n for n, array in zip(names, arrays, strict=True) if isinstance(array, np.ndarray)}
     stacks = {name: group for name, group in plan.stacks.items() if group[0] in on_host}
@@ -130,14 +129,3 @@ def with_host_leaves(
     more = plan_snapshot([*leaves], [*leaves.values()], layout, reserved=plan.stacks).plan
     stored = execute(more, leaves, copy=False)
     return Plan({**plan.stacks, **more.stacks}, plan.empty | more.empty), stored
-
-
-def _spec(array: AnyArray, *, is_unchanging: bool) -> LeafSpec:
-    return LeafSpec(
-        shape=tuple(array.shape),
-        dtype=array.dtype.name,
-        nbytes=math.prod(array.shape) * array.dtype.itemsize,
-        placement=True if isinstance(array, np.ndarray) else stacked(array.sharding),
-        is_on_host=isinstance(array, np.ndarray),
-        is_unchanging=is_unchanging,
-    )

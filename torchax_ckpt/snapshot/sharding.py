@@ -1,7 +1,4 @@
-"""Computes with shardings, and evaluates the user's ``shardings`` rule.
-
-The module imports neither torch nor the code that accesses storage.
-"""
+"""Computes with shardings, and evaluates the user's ``shardings`` rule."""
 
 from __future__ import annotations
 
@@ -36,10 +33,7 @@ def placement_of(array: jax.Array | np.ndarray) -> Placement:
 
 
 def replicated_like(placement: Placement) -> Placement:
-    """Returns the placement of a scalar that belongs to an array with the given placement.
-
-    Such as an optimizer's step count of a parameter: it is replicated over the array's devices.
-    """
+    """Returns the placement of a scalar, such as a step count, of an array with this placement."""
     if isinstance(placement, NamedSharding):
         return NamedSharding(placement.mesh, PartitionSpec(), memory_kind=placement.memory_kind)
     return placement
@@ -76,11 +70,8 @@ def replicas(sharding: NamedSharding) -> tuple[NamedSharding, ...]:
 class HostPart:
     """The part that this host's devices hold of an array that spans several hosts.
 
-    Attributes:
-      sharding: the sharding of the part, over this host's devices only.
-      shape: the shape of the part.
-      starts: for each device, in the order of the part's mesh, the index in the array at which the
-        device's shard begins.
+    ``sharding`` is over this host's devices only. ``starts`` has, for each of them in mesh order,
+    the index in the whole array at which its shard begins.
     """
 
     sharding: NamedSharding
@@ -94,9 +85,9 @@ def spans_hosts(placement: Placement) -> bool:
 
 
 def host_part(sharding: Sharding, shape: tuple[int, ...]) -> HostPart:
-    """Returns which part of an array of this sharding and shape this host's devices hold.
+    """Returns the part of an array that this host's devices, which form a block of its mesh, hold.
 
-    Raises ValueError if the sharding has no mesh, or the devices do not form a block of the mesh.
+    Raises ValueError if the sharding has no mesh, or the devices form no block.
     """
     if not isinstance(sharding, NamedSharding):
         raise ValueError(
@@ -121,12 +112,9 @@ def shards_of(array: jax.Array) -> Sequence[jax.Shard]:
     """Returns the shards of an array that lie on devices of this process, each exactly once.
 
     JAX builds ``array.addressable_shards`` when it is first read, without a lock. If two threads
-    read it at the same time, one gets a part of the list, or both append to it: with eight devices
-    and frequent thread switches, in eight of a hundred cases (jax 0.10.2). Code that shares an
-    array with another thread must list its shards with this function.
-
-    Raises:
-      RuntimeError: other code built the list at the same time and left it incomplete.
+    read it at the same time, one may get a part of the list, or both append to it (jax 0.10.2).
+    Code that shares an array with another thread must list its shards with this function. Raises
+    RuntimeError if other code built the list at the same time and left it incomplete.
     """
     count = len(array.sharding.addressable_devices)
     with _listing_lock:
@@ -158,10 +146,7 @@ def unshared(array: jax.Array) -> jax.Array:
 
 
 def to_host_part(array: jax.Array | HostArray) -> jax.Array | HostArray:
-    """Returns the part of an array that this host holds, as an array that shares the buffers.
-
-    ``shards_as`` forms the whole array again from the parts of all hosts.
-    """
+    """Returns the part of an array that this host holds, as an array that shares the buffers."""
     part = host_part(array.sharding, array.shape)
     if isinstance(array, jax.Array):
         return shards_as(array, part.sharding, part.shape)
@@ -177,9 +162,7 @@ def resolve_rule(
 ) -> Sharding | None:
     """Returns the sharding that the user's rule gives to a leaf, or None if there is no rule.
 
-    Raises:
-      MismatchError: the rule returns neither a Sharding nor a PartitionSpec, the mesh axes do not
-        divide the dims, or the rule returns a PartitionSpec and no mesh can be found for it.
+    Raises MismatchError if the rule returns something else, or what does not fit the leaf.
     """
     if rule is None:
         return None
@@ -217,11 +200,7 @@ def auto_axes(mesh: Mesh) -> Mesh:
 
 
 def _mesh_for(spec: PartitionSpec, rule: ShardingRule) -> Mesh | None:
-    """Returns the mesh for a PartitionSpec that a rule returned; None if no mesh can be found.
-
-    This is the mesh that the program set with ``jax.set_mesh``, else a mesh of all devices along
-    the one axis that the spec names, if it names no more.
-    """
+    """Returns the mesh that the program set, or one of all devices along the spec's only axis."""
     ambient = jax.sharding.get_mesh()
     if isinstance(ambient, Mesh) and not ambient.empty:
         return auto_axes(ambient)

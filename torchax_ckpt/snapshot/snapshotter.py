@@ -6,31 +6,27 @@ snapshot is taken in one of four ways:
 - ``reference`` holds the arrays themselves, at no cost. If the program donates an array before the
   save has fetched it, the save fails. The save never stores wrong values, because reading a deleted
   array raises an error.
-- ``copy`` enqueues copies on the devices before any later computation. The copies are stacked as
-  the storage plan says. The copies cost device memory. Making them does not block the training
-  thread.
-- ``offload`` enqueues copies into memory of the host, see ``offload.py``. The copies are stacked on
-  the host. The copies cost memory of the host, and almost none of the devices. Making them does not
-  block the training thread.
+- ``copy`` enqueues copies on the devices before any later computation, stacked as the storage plan
+  says. They cost device memory, and do not block the training thread.
+- ``offload`` enqueues copies into memory of the host, see ``offload.py``, where they are stacked.
+  They cost almost no memory of devices, and do not block the training thread.
 - ``transfer`` holds the arrays themselves, and blocks the training thread until the save has
   fetched them.
 
-The mode ``auto`` makes copies at first. At the next save, ``auto`` checks whether the program
-donated the arrays that were copied. If the program donated none of them, ``auto`` continues with
-references. If a training step then donates an array that a save still holds by reference, that save
-fails, and later saves copy. If device memory does not suffice for copies of all arrays, ``auto``
-offloads all arrays. If the host lacks memory for that, ``auto`` uses ``transfer``.
+The mode ``auto`` makes copies at first. If the program has not donated the copied arrays by the
+next save, ``auto`` continues with references. If a training step then donates an array that a save
+still holds by reference, that save fails, and later saves copy. If device memory does not suffice
+for copies of all arrays, ``auto`` offloads them, and if the host lacks memory, it transfers them.
 
 In snapshots by ``reference`` and ``transfer``, the thread of the save stacks the arrays later, on
 the devices. If device memory does not suffice for these stacks, the save stores each leaf as a
 separate array.
 
 Each process chooses by itself in which way it takes a snapshot, but all processes must stack the
-same leaves. After each process has its snapshot, the processes therefore tell each other whether
-they lack memory for stacks. The threads of the saves exchange these messages, so that training
-never waits for other processes. If one process lacks memory for stacks, no process may stack, but a
-process that has already stacked its copies cannot unstack them. In this case the save fails on all
-processes, and later saves do not stack.
+same leaves. On the threads of their saves, the processes therefore tell each other whether they
+lack memory for stacks. If one process does, no process may stack, but a process that has already
+stacked its copies cannot unstack them. In this case the save fails on all processes, and later
+saves do not stack.
 """
 
 from __future__ import annotations
@@ -74,16 +70,10 @@ class CopiedLeaves(NamedTuple):
 class Snapshot:
     """The leaves that one save stores, as they were when the snapshot was taken.
 
-    A snapshot that holds the arrays themselves is planned later, on the thread of the save, because
-    a look at some thousand leaves takes a millisecond.
-
-    Attributes:
-      way: how the snapshot was taken.
-      names: the names of the leaves.
-      arrays: the leaves, if they are held by reference.
-      reserved: the names of stacks that this process takes over from an earlier step.
-      unchanging: the leaves that are not stacked with other leaves.
-      copies: what was made in place of references.
+    A snapshot has either ``arrays``, which it holds by reference, or ``copies``. The former is
+    planned later, on the thread of the save, because a look at some thousand leaves takes a
+    millisecond. Stacks named ``reserved`` are taken over from an earlier step; leaves
+    ``unchanging`` are not stacked with others.
     """
 
     way: Way
@@ -173,9 +163,8 @@ class Stacked:
     def stored(self, agreed: Vote) -> tuple[Plan, Mapping[str, Stored]]:
         """Returns the storage plan, and a dict from stored name to the array to store.
 
-        Raises:
-          SaveError: some processes have stacks already, and others have no memory for stacks. From
-            the next snapshot on, no process makes stacks.
+        Raises SaveError if some processes have stacks already, and others have no memory for them.
+        From the next snapshot on, no process makes stacks.
         """
         snapshot, plan = self.snapshot, self.plan
         if agreed is Vote.NEITHER:
@@ -240,19 +229,10 @@ class Snapshotter:
     def take(
         self, names: Sequence[str], arrays: Sequence[Array], reserved: Iterable[str] = ()
     ) -> Snapshot:
-        """Returns a snapshot of the leaves.
+        """Returns a snapshot of the leaves, without blocking; no stack gets a ``reserved`` name.
 
-        The training thread calls this method, which never blocks. For a snapshot by ``transfer``,
-        ``Saver.begin`` later blocks the training thread until the save has fetched the arrays.
-
-        Args:
-          names: the names of the leaves.
-          arrays: the leaves.
-          reserved: names that no stack of the snapshot may have.
-
-        Raises:
-          OutOfMemoryError: the mode is "copy" or "offload", and there is no memory for that.
-          SaveError: the mode is "offload", and the devices have no pinned memory.
+        For a snapshot by ``transfer``, ``Saver.begin`` later blocks the training thread. Raises
+        OutOfMemoryError or SaveError if the mode is "copy" or "offload", and memory is lacking.
         """
         bounds = frozenset(reserved), self._unchanging
         ways, why = self._ways(names, arrays)
@@ -368,11 +348,9 @@ def require_alive(leaves: Iterable[tuple[str, Array]]) -> None:
 
 
 def _samples(names: Sequence[str], arrays: Sequence[Array]) -> list[jax.Array]:
-    """Returns the smallest device array of each part of the state.
+    """Returns the smallest device array of each component or top-level entry of ``state``.
 
-    A part is a component (``model``, ``optimizer``, ...) or a top-level entry of the functional
-    state. One array per part suffices, because a training step is assumed to donate all arrays of a
-    part or none.
+    A training step is assumed to donate all arrays of such a part or none.
     """
     smallest: dict[tuple[str, ...], jax.Array] = {}
     for name, array in zip(names, arrays, strict=True):

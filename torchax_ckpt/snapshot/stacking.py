@@ -33,10 +33,7 @@ AnyArray = Array | jax.ShapeDtypeStruct
 def execute(
     plan: Plan, leaves: Mapping[str, Any], *, copy: bool, run: Run = Program.__call__
 ) -> dict[str, Any]:
-    """Stacks leaves as the plan says; returns stored name -> array to store.
-
-    ``copy`` says whether to copy the device arrays that are not stacked.
-    """
+    """Stacks leaves as the plan says, and perhaps copies the others; returns what to store."""
     members = {member for group in plan.stacks.values() for member in group}
     alone = {n: a for n, a in leaves.items() if n not in members and n not in plan.empty}
     stored = _copies(alone, run) if copy else alone
@@ -46,11 +43,7 @@ def execute(
 
 
 def needed_to_execute(plan: Plan, leaves: Mapping[str, AnyArray], *, copy: bool) -> Needed:
-    """Returns the memory that ``execute`` takes; the leaves may be abstract.
-
-    The bytes of a stack that is concatenated from smaller stacks count twice, because the smaller
-    stacks exist until the whole stack is made.
-    """
+    """Returns the memory that ``execute`` takes; the leaves may be abstract."""
     on_devices = {n: array for n, array in leaves.items() if not isinstance(array, np.ndarray)}
     stacks = {name: group for name, group in plan.stacks.items() if group[0] in on_devices}
     part = Plan(stacks, plan.empty)
@@ -83,10 +76,9 @@ def _copies(leaves: Mapping[str, Any], run: Run) -> dict[str, Any]:
 
 
 def parts_of(array: Any) -> list[Any]:
-    """Returns a list: the array itself, or this process's shards if the array spans processes.
+    """Returns the array itself, or this process's shards if the array spans processes.
 
-    A computation on one shard runs on the process that holds the shard, and on no other process. So
-    any thread may start it at any time, whatever other processes do.
+    A program on a shard runs on this process alone, so any thread may start it at any time.
     """
     sharding = array.sharding
     if sharding.is_fully_addressable:
