@@ -204,27 +204,23 @@ class Follower:
 
     def _publish(self, committed: CommittedStep) -> Published:
         assert self._run is not None
-        metrics = self._run.metrics(committed)
+        metrics, stored = self._run.metrics(committed), StoredStep(committed)
         try:
-            return self._write(StoredStep(committed), metrics)
+            weights = self._form.weights_of(stored)
+            texts = self._form.texts_of(stored)
+            if self._form.format == "hf" and texts is not None and not texts.has_config:
+                raise MismatchError(
+                    f"step {committed.step} in {committed.path} stores no config of the model, "
+                    "without which transformers cannot load a folder: save the config with the "
+                    "steps (attach a model of transformers), or choose the format safetensors",
+                    step=committed.step,
+                    path=committed.path,
+                )
+            with self._folders.writing(committed, metrics) as draft:
+                self._form.write(stored, weights, texts, draft, self._wrote)
         except (SelectionError, UnsupportedLeafError) as error:
             error.message = f"step {committed.step}: {error.message}"
             raise
-
-    def _write(self, stored: StoredStep, metrics: dict[str, Any]) -> Published:
-        committed = stored.committed
-        weights = self._form.weights_of(stored)
-        texts = self._form.texts_of(stored)
-        if self._form.format == "hf" and texts is not None and not texts.has_config:
-            raise MismatchError(
-                f"step {committed.step} in {committed.path} stores no config of the model, without "
-                "which transformers cannot load a folder: save the config with the steps (attach a "
-                "model of transformers), or choose the format safetensors",
-                step=committed.step,
-                path=committed.path,
-            )
-        with self._folders.writing(committed, metrics) as draft:
-            self._form.write(stored, weights, texts, draft, self._wrote)
         return self._folders.published[-1]
 
     def _wrote(self, num_bytes: int) -> None:

@@ -68,13 +68,9 @@ class Published:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the folder's entry in the record."""
-        return {
-            "folder": self.path.name,
-            "step": self.step,
-            "commit_timestamp_nsecs": self.commit_timestamp_nsecs,
-            "metrics": self.metrics,
-            "replaced_secs": self.replaced_secs,
-        }
+        fields = dataclasses.asdict(self)
+        del fields["path"]
+        return {"folder": self.path.name, **fields}
 
     @classmethod
     def from_json(cls, out: Path, entry: dict[str, Any]) -> Published:
@@ -106,13 +102,11 @@ class PublishedFolders:
         """Locks OUT, reads the record, and removes what a killed program left; once only."""
         if self._lock is not None:
             return
-        with self._translated("publish in"):
-            self._require_ours()
-            permissions.make_folder(epath.Path(self._control))
-            self._lock = self._locked()
         try:
             with self._translated("publish in"):
                 self._require_ours()
+                permissions.make_folder(epath.Path(self._control))
+                self._lock = self._locked()
                 published = tuple(self._recorded())
                 for path in self._control.iterdir():
                     if path.name.startswith(_DRAFTS) or path.name.endswith(_DRAFT_SUFFIX):
@@ -155,16 +149,15 @@ class PublishedFolders:
         """Deletes folders that ceased to be among the newest ``keep`` ones ``grace_secs`` ago."""
         now = _now_secs()
         newest = self.published[-keep:]
-        known = [
-            dataclasses.replace(folder, replaced_secs=self._since(folder, now, folder in newest))
-            for folder in self.published
-        ]
-        doomed = [
-            folder
-            for folder in known
-            if folder.replaced_secs is not None and now - folder.replaced_secs >= grace_secs
-        ]
-        left = tuple(folder for folder in known if folder not in doomed)
+        doomed: list[Published] = []
+        left: list[Published] = []
+        for folder in self.published:
+            since = None
+            if folder not in newest:
+                # A clock that was set back must not let a folder live for years.
+                since = min(now, now if folder.replaced_secs is None else folder.replaced_secs)
+            is_doomed = since is not None and now - since >= grace_secs
+            (doomed if is_doomed else left).append(dataclasses.replace(folder, replaced_secs=since))
         with self._translated("delete folders from"):
             self._point_to_newest()
             for folder in doomed:
@@ -174,15 +167,9 @@ class PublishedFolders:
                     # Else a loss of power could leave the folder's name with a part of its files.
                     self._sync_names()
                     _remove(deleting)
-            if left != self.published:
+            if left != [*self.published]:
                 self._record(left)
                 self.published = left
-
-    def _since(self, folder: Published, now: float, is_kept: bool) -> float | None:
-        if is_kept:
-            return None
-        # A clock that was set back must not let a folder live for years.
-        return now if folder.replaced_secs is None else min(now, folder.replaced_secs)
 
     def _require_ours(self) -> None:
         """Raises if OUT has entries but no record: ``latest``, for one, is a common name."""
@@ -254,8 +241,7 @@ class PublishedFolders:
 
     def _record(self, published: Sequence[Published]) -> None:
         entries = [folder.to_json() for folder in published]
-        content = seals.encoded({**self._source, "published": entries})
-        self._write(self._control / _RECORD, content)
+        self._write(self._control / _RECORD, seals.encoded({**self._source, "published": entries}))
 
     def _point_to_newest(self) -> None:
         path = self.path / LATEST

@@ -39,7 +39,7 @@ _MAX_READ_BYTES = 16 * MAX_FILE_BYTES
 _MAX_ALL_BYTES = 64 << 20
 _MAX_ALL_LINES = 500_000
 _CONCURRENT_READS = 32
-_NAME = re.compile(r"(\d{19})-([0-9a-f]{8})\.jsonl")
+_NAME = re.compile(r"\d{19}-[0-9a-f]{8}\.jsonl")
 
 
 class Journal:
@@ -146,9 +146,7 @@ def latest_start(directory: epath.Path) -> Event | None:
 
 
 def _run_of(name: str) -> str:
-    match = _NAME.fullmatch(name)
-    assert match is not None
-    return match[2]
+    return name.removesuffix(".jsonl").partition("-")[2]
 
 
 def _names(folder: epath.Path) -> list[str]:

@@ -7,8 +7,8 @@ so neither a slow function nor stalled storage delays training or a save.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
-import functools
 import logging
 import os
 import platform
@@ -17,8 +17,8 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import jax
 from etils import epath
@@ -43,24 +43,18 @@ _CLOSING_SECS = 10.0
 _PATIENCE_SECS = 1.0
 _END = None
 
-_Params = ParamSpec("_Params")
 # An event, the steps of the run after it if it changes them, and the bytes that a save reused.
 _Queued: TypeAlias = tuple[Event, Sequence[CommittedStep] | None, int]
 
 
-def _logs_errors(method: Callable[_Params, None]) -> Callable[_Params, None]:
-    """Wraps a method so that its errors are logged and never reach the training or a save."""
-
-    @functools.wraps(method)
-    def logging_errors(*args: _Params.args, **kwargs: _Params.kwargs) -> None:
-        try:
-            method(*args, **kwargs)
-        except Exception:
-            logger.warning(
-                "an event is dropped after an error; training and saves go on", exc_info=True
-            )
-
-    return logging_errors
+@contextlib.contextmanager
+def _errors_logged() -> Iterator[None]:
+    """Logs errors, which so never reach the training or a save."""
+    try:
+        yield
+    except Exception:
+        text = "an event is dropped after an error; training and saves go on"
+        logger.warning(text, exc_info=True)
 
 
 class Telemetry:
@@ -106,7 +100,6 @@ class Telemetry:
         self._num_skipped += 1
         self._step = step
 
-    @_logs_errors
     def saving(self, step: int, began: float) -> None:
         """Records that a save began at ``began``, of ``time.perf_counter()``.
 
@@ -122,23 +115,21 @@ class Telemetry:
         self._step = max(step, self._step or 0)
         self._take("saving", step, values, ago_secs=time.perf_counter() - began)
 
-    @_logs_errors
     def durable(self, cost: SaveCost, reused_bytes: int, steps: Sequence[CommittedStep]) -> None:
         """Records that a step was committed, with ``reused_bytes`` taken over from earlier ones."""
         values = {"blocking_secs": cost.blocking_secs, "durable_secs": cost.durable_secs}
         self._take("durable", cost.step, values, steps, reused_bytes)
 
-    @_logs_errors
     def steps_gone(self, name: str, gone: Sequence[int], steps: Sequence[CommittedStep]) -> None:
         """Records ``deleted`` or ``set_aside``, unless no steps are gone; ``steps`` are left."""
         if gone:
             self._take(name, None, {"steps": list(gone)}, steps)
 
-    @_logs_errors
     def emit(self, name: str, step: int | None = None, **values: Any) -> None:
         """Records an event that happened just now."""
         self._take(name, step, values)
 
+    @_errors_logged()
     def _take(
         self,
         name: str,
@@ -152,12 +143,11 @@ class Telemetry:
         event = Event(name, time.time() - ago_secs, step, bounded(values))
         with self._lock:
             self._tally.take(event)
-            if self._is_closed or self._queue.qsize() >= _MAX_WAITING:
-                return
-            self._queue.put((event, steps, reused_bytes))
-            self._start()
+            if not self._is_closed and self._queue.qsize() < _MAX_WAITING:
+                self._queue.put((event, steps, reused_bytes))
+                self._start()
 
-    @_logs_errors
+    @_errors_logged()
     def open(self, steps: Sequence[CommittedStep]) -> None:
         """Lets process 0 write events, because the run, with these steps, now holds the lease."""
         if jax.process_index() != 0:

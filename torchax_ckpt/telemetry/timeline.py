@@ -72,7 +72,7 @@ class RecordedRun:
     @property
     def last_step(self) -> int | None:
         """The last step number in the run's events; None if no event has a step number."""
-        return next((e.step for e in reversed(self.events) if e.step is not None), None)
+        return _last_step(self.events)
 
     def named(self, *names: str) -> list[Event]:
         """Returns the run's events whose name is one of ``names``."""
@@ -83,9 +83,10 @@ def runs_of(events: Mapping[str, Sequence[Event]], *, is_running: bool) -> list[
     """Groups events by run; the newest runs still if ``is_running``, unless it was closed."""
     in_order = sorted((item for item in events.items() if item[1]), key=lambda i: i[1][0].time_secs)
     runs: list[RecordedRun] = []
-    for index, (name, of_run) in enumerate(in_order):
+    later: Sequence[Event] = ()
+    for name, of_run in reversed(in_order):
         ended = of_run[-1].name == "closed"
-        runs_still = is_running and not ended and index == len(in_order) - 1
+        runs_still = is_running and not ended and not runs
         runs.append(
             RecordedRun(
                 name=name,
@@ -93,24 +94,26 @@ def runs_of(events: Mapping[str, Sequence[Event]], *, is_running: bool) -> list[
                 saves=_saves(of_run, "in flight" if runs_still else "cut off"),
                 ended=ended,
                 is_running=runs_still,
+                lost_steps=_lost(of_run, later),
             )
         )
-    return [
-        dataclasses.replace(run, lost_steps=_lost(run, later))
-        for run, later in itertools.zip_longest(runs, runs[1:])
-    ]
+        later = of_run
+    return runs[::-1]
 
 
-def _lost(run: RecordedRun, later: RecordedRun | None) -> int | None:
-    """Returns a lower bound of the steps of ``run`` that the next run, ``later``, trained again."""
-    if later is None or run.last_step is None:
-        return None
+def _last_step(events: Sequence[Event]) -> int | None:
+    return next((event.step for event in reversed(events) if event.step is not None), None)
+
+
+def _lost(events: Sequence[Event], later: Sequence[Event]) -> int | None:
+    """Returns a lower bound of the steps of a run that the next run, ``later``, trained again."""
+    last_step = _last_step(events)
     # Only events before ``later`` trains count. A restore after that goes back within ``later``.
-    start = itertools.takewhile(lambda e: e.name not in ("saving", "reached"), later.events)
+    start = itertools.takewhile(lambda e: e.name not in ("saving", "reached"), later)
     resumed_at = next((e.step for e in reversed([*start]) if e.name == "restored"), None)
-    if resumed_at is None or resumed_at > run.last_step:
+    if last_step is None or resumed_at is None or resumed_at > last_step:
         return None
-    return run.last_step - resumed_at
+    return last_step - resumed_at
 
 
 def _saves(events: Sequence[Event], unended: SaveOutcome) -> list[Save]:
