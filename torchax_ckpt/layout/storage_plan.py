@@ -38,14 +38,8 @@ _ANY = "*"  # occurs in no leaf's name, because names.escape escapes it
 class LeafSpec:
     """The properties of a leaf on which the storage plan depends.
 
-    Attributes:
-      shape: the leaf's dims.
-      dtype: numpy's or ml_dtypes' name of its dtype.
-      nbytes: the size of the whole leaf in bytes.
-      placement: a value that is equal for leaves that may share a stack; None for a leaf that may
-        not be stacked.
-      is_on_host: True for a host array, False for an array on devices.
-      is_unchanging: True for a leaf that does not change from save to save.
+    ``placement`` is equal for leaves that may share a stack, and None for one that must not be
+    stacked. A leaf ``is_unchanging`` if it does not change from save to save.
     """
 
     shape: tuple[int, ...]
@@ -128,11 +122,7 @@ def _group(name: str, spec: LeafSpec, layout: Layout) -> tuple[Hashable, ...] | 
 
 
 def _unused(pattern: str, used: Collection[str]) -> str:
-    """Returns a name for a new stack: the pattern, with a suffix if another stack has this name.
-
-    Several stacks have the same pattern if their leaves differ in shape or sharding, or would make
-    one stack too large.
-    """
+    """Returns a name for a new stack: the pattern, with a suffix if another stack has this name."""
     if pattern not in used:
         return pattern
     return next(n for i in itertools.count(2) if (n := f"{pattern}{_ANY}{i}") not in used)

@@ -41,13 +41,10 @@ _MAX_PROCESSES = 10**9
 
 @dataclasses.dataclass(frozen=True)
 class Digests:
-    """The digests of one stored array, with one digest for each block of the array.
+    """The digests of one stored array, in C order of its blocks, which have the shape ``block``.
 
-    Attributes:
-      block: the shape of the blocks into which the array is divided.
-      values: 8 octets, little-endian, for each block, in C order of the blocks.
-      long: 16 octets for each block, in the same order: the digests that decide whether an array
-        equals a stored one; None for an array that is not compared in this way.
+    ``values`` has 8 octets, little-endian, for each block. ``long`` has 16 octets for each, which
+    decide whether an array equals a stored one; None for an array that is not compared so.
     """
 
     block: tuple[int, ...]
@@ -57,13 +54,9 @@ class Digests:
 
 @dataclasses.dataclass(frozen=True)
 class Database:
-    """A database of unchanged arrays in a step.
+    """A database of unchanged arrays in a step; ``copy`` is 0 or 1.
 
-    Attributes:
-      copy: 0 or 1, see the module's docstring.
-      arrays: the names of the stored arrays in the database.
-      processes: the processes that wrote a folder of the database each; None if a run of one
-        process wrote the database, which then is one folder.
+    Each of ``processes`` wrote a folder of it; None if one process wrote it all, into one folder.
     """
 
     copy: int
