@@ -71,6 +71,18 @@ def test_going_back_twice_keeps_every_abandoned_branch(directory: Path) -> None:
     assert folders(directory) == {"1", "2", "3", "abandoned-3", "abandoned-3-2"}
 
 
+def test_an_abandoned_step_does_not_take_the_name_of_one_that_counts(directory: Path) -> None:
+    model, optimizer, _ = trained(directory, 3)
+    for step in (3, 4):
+        with TorchaxCheckpointer(directory, preservation_policy=KEEP_ALL) as ckpt:
+            ckpt.attach(model, optimizer)
+            ckpt.restore(step - 1)
+            ckpt.save(step, force=True)
+        if step == 3:  # it waited for its name when it was abandoned, and then came a kill
+            (directory / "abandoned-3").rename(directory / "incoming-3")
+    assert folders(directory) == {"1", "2", "3", "4", "abandoned-3"}
+
+
 def test_starting_afresh_in_a_used_directory_abandons_what_is_there(directory: Path) -> None:
     trained(directory, 3)
     model = mlp()

@@ -218,9 +218,10 @@ class RunDirectory:
             self.fence()
             self._take_back()
             visible = self._visible()
-            self.set_aside(self.abandonment.certain_among(visible))
+            abandoned = self.abandonment.certain_among(visible)
+            self.set_aside(abandoned)
             for committed in visible:
-                if committed.is_incoming:
+                if committed.is_incoming and committed not in abandoned:
                     self.settle(committed)
             for child in self._children():
                 if _LEFTOVER.fullmatch(child.name) or (
