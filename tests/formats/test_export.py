@@ -21,11 +21,7 @@ from support.models import Plain, Tied, WithExtraState, live, plain, values
 from support.processes import run_python
 from support.training import before_enabling, resume, save
 
-from torchax_ckpt import (
-    TorchaxCheckpointer,
-    load_torch_state_dict,
-    torchax_backend,
-)
+from torchax_ckpt import TorchaxCheckpointer, load_torch_state_dict, torchax_backend
 from torchax_ckpt.cli import exit_codes
 from torchax_ckpt.errors import (
     CorruptCheckpointError,

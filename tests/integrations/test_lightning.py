@@ -296,11 +296,7 @@ def monitoring(
     directory: Path, name: str, policy: Any, keep: Any = KEEP_ALL, **settings: Any
 ) -> TorchaxCheckpoint:
     return TorchaxCheckpoint(
-        directory,
-        monitor=name,
-        save_decision_policy=policy,
-        preservation_policy=keep,
-        **settings,
+        directory, monitor=name, save_decision_policy=policy, preservation_policy=keep, **settings
     )
 
 

@@ -96,10 +96,7 @@ def test_a_preempted_program_does_not_stay_to_publish(
     monkeypatch.setattr(follower, "POLL_SECS", 60)
     out = tmp_path / "out"
     for is_preempted in (True, False):
-        with (
-            TorchaxCheckpointer(tmp_path / "run") as ckpt,
-            Publisher(ckpt, out, **SETTINGS),
-        ):
+        with TorchaxCheckpointer(tmp_path / "run") as ckpt, Publisher(ckpt, out, **SETTINGS):
             train(ckpt, mlp(), 2)
             monkeypatch.setattr(ckpt, "reached_preemption", lambda was=is_preempted: was)
         assert (out / "latest").exists() is not is_preempted

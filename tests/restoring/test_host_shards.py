@@ -69,11 +69,7 @@ def left(killed: tuple[Path, Any], tmp_path: Path) -> tuple[Path, Path]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("lost", "start", "tier"), [(None, 6, "local"), (1, 4, "durable")])
 def test_killed_hosts_go_on_from_their_own_parts_and_a_lost_host_from_the_durable_step(
-    lost: int | None,
-    start: int,
-    tier: str,
-    killed: tuple[Path, list[Any]],
-    left: tuple[Path, Path],
+    lost: int | None, start: int, tier: str, killed: tuple[Path, list[Any]], left: tuple[Path, Path]
 ) -> None:
     directory, ramdisks = left
     if lost is not None:

@@ -126,8 +126,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("source", "target"),
-    [(source, [*LAYOUTS][i - 4]) for i, source in enumerate(LAYOUTS)],
+    ("source", "target"), [(source, [*LAYOUTS][i - 4]) for i, source in enumerate(LAYOUTS)]
 )
 def test_any_layout_restores_onto_any_other(source: str, target: str, saved: Trained) -> None:
     directory, expected = saved[source]

@@ -25,6 +25,7 @@ from support.compare import entries, training_state
 from support.damage import flip_bit
 from support.linked import assert_holds, by_orbax, data_file, databases, files
 from support.own_orbax import abstract
+from support.steps import save
 from support.still import (
     ALL,
     REUSE,
@@ -141,8 +142,7 @@ def test_an_array_that_changes_under_its_identity_is_written(directory: Path) ->
         for step in range(1, 8):
             if step == 7:
                 host[0] = 7
-            ckpt.save(step, state={"w": array}, force=True)
-            ckpt.wait_until_finished()
+            save(ckpt, step, of={"w": array})
         expected = np.asarray(array).copy()
     assert (expected[0] == 7).all()
     for arrays in by_orbax(directory, 7):
@@ -232,8 +232,7 @@ def test_nothing_is_taken_over_from_a_step_found_damaged(keep: Any, directory: P
     state = still_state(x=0)
     with TorchaxCheckpointer(directory, options=REUSE, preservation_policy=keep) as ckpt:
         for step in range(1, 10):
-            ckpt.save(step, state={**state, "x": committed(np.full((4,), step))}, force=True)
-            ckpt.wait_until_finished()
+            save(ckpt, step, of={**state, "x": committed(np.full((4,), step))})
             if step == 5:
                 flip_bit(path := data_file(directory, 5), path.stat().st_size // 2)
                 with pytest.raises(CorruptCheckpointError, match="base"):
@@ -249,8 +248,7 @@ def test_a_folder_of_another_owner_is_left_alone(directory: Path) -> None:
         options = CheckpointOptions(reuse=reuse)
         with TorchaxCheckpointer(directory, options=options) as ckpt:
             for step in (1, 2):
-                ckpt.save(step + 2 * reuse, state=still_state(x=step), force=True)
-                ckpt.wait_until_finished()
+                save(ckpt, step + 2 * reuse, of=still_state(x=step))
         shutil.rmtree(directory / "1", ignore_errors=True)
     assert (directory / "unchanged" / "notes").is_dir()
 
@@ -320,8 +318,7 @@ def test_the_newest_verified_step_shares_nothing_with_the_newest_one(directory: 
     with TorchaxCheckpointer(directory, options=REUSE, **latest) as ckpt:
         assert ckpt.verify() == 6
         for step in range(7, 11):
-            ckpt.save(step, state=state, force=True)
-            ckpt.wait_until_finished()
+            save(ckpt, step, of=state)
             assert ckpt.all_steps() == [6, step]
             assert not files(directory, step) & files(directory, 6)
     assert_holds(directory, 10, state)

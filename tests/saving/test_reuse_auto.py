@@ -116,11 +116,7 @@ BEST = policies.AnyPreservationPolicy([LATEST, policies.BestN(metric="loss")])
     ],
 )
 def test_with_reuse_a_policy_that_keeps_one_step_is_warned_of(
-    policy: Any,
-    options: Any,
-    is_warned: bool,
-    directory: Path,
-    caplog: pytest.LogCaptureFixture,
+    policy: Any, options: Any, is_warned: bool, directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     TorchaxCheckpointer(
         directory,

@@ -19,11 +19,7 @@ from support.own_orbax import abstract
 from support.still import ALL, REUSE, ROWS
 from support.training import P, fsdp_mesh
 
-from torchax_ckpt import (
-    CheckpointOptions,
-    TorchaxCheckpointer,
-    torchax_backend,
-)
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, torchax_backend
 from torchax_ckpt.errors import SaveError
 from torchax_ckpt.storage.medium import links
 

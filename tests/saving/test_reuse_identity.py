@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.compare import training_state
 from support.linked import assert_holds, files
+from support.steps import save
 from support.still import (
     ALL,
     REUSE,
@@ -46,8 +47,7 @@ def test_arrays_that_are_the_same_objects_are_neither_copied_nor_fetched(
             if step == 7:
                 fetched.clear()
                 monkeypatch.setattr(snapshotter, "execute", only_small(snapshotter.execute))
-            ckpt.save(step, state=state, force=True)
-            ckpt.wait_until_finished()
+            save(ckpt, step, of=state)
     assert (ROWS, 8) not in fetched
     assert fetched.count((4,)) == 2
     assert files(directory, 8) & files(directory, 6)
@@ -70,8 +70,7 @@ def test_an_equal_array_that_is_another_object_is_compared(
     state = still_state(x=0)
     with TorchaxCheckpointer(directory, options=REUSE, **ALL) as ckpt:
         for step in range(1, 8):
-            ckpt.save(step, state=state, force=True)
-            ckpt.wait_until_finished()
+            save(ckpt, step, of=state)
             if step == 6:
                 fetched.clear()
                 state["base"]["a"] = state["base"]["a"] + 0
@@ -84,9 +83,7 @@ def test_an_equal_array_that_is_another_object_is_compared(
 def test_no_buffer_is_kept_alive_between_saves(directory: Path) -> None:
     state = still_state(x=0)
     with TorchaxCheckpointer(directory, options=REUSE) as ckpt:
-        for step in range(1, 7):
-            ckpt.save(step, state=state, force=True)
-            ckpt.wait_until_finished()
+        save(ckpt, *range(1, 7), of=state)
         known = weakref.ref(state["base"]["a"])
         del state
         gc.collect()
@@ -111,8 +108,7 @@ def test_a_stack_is_taken_over_only_if_it_has_the_same_leaves(directory: Path) -
                 layers["0"] = zeros(1 << 18)
             elif step > 6:
                 layers["0"] = zeros(1 << 18) + step
-            ckpt.save(step, state={"h": dict(layers)}, force=True)
-            ckpt.wait_until_finished()
+            save(ckpt, step, of={"h": dict(layers)})
     assert_holds(directory, 13, {"h": layers})
     assert_holds(directory, 12, {"h": layers | {"0": zeros(1 << 18) + 12}})
 
@@ -126,8 +122,7 @@ def test_an_array_of_another_form_and_equal_bytes_is_written(
     with TorchaxCheckpointer(directory, options=REUSE, **ALL) as ckpt:
         for step in range(1, 12):
             state = {"w": zeros(*shape, dtype=dtype)} if step == 7 else state
-            ckpt.save(step, state=state, force=True)
-            ckpt.wait_until_finished()
+            save(ckpt, step, of=state)
     for step in (7, 8, 9, 10, 11):
         assert_holds(directory, step, state)
 

@@ -228,10 +228,7 @@ def test_a_save_at_a_preemption_is_tried_again_and_says_whether_it_is_durable(
 
 
 def test_an_error_in_the_loop_comes_first(directory: Path, failing: Callable[[], None]) -> None:
-    with (
-        pytest.raises(ZeroDivisionError),
-        TorchaxCheckpointer(directory) as ckpt,
-    ):
+    with pytest.raises(ZeroDivisionError), TorchaxCheckpointer(directory) as ckpt:
         ckpt.save(1, state=STATE)
         raise ZeroDivisionError
 

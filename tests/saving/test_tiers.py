@@ -451,10 +451,7 @@ def test_killed_while_the_run_is_named_anew_no_local_step_is_lost(
         replace(draft, path)
 
     monkeypatch.setattr(os, "replace", killed)
-    with (
-        contextlib.suppress(KeyboardInterrupt),
-        two_tiers(directory, ramdisk) as ckpt,
-    ):
+    with contextlib.suppress(KeyboardInterrupt), two_tiers(directory, ramdisk) as ckpt:
         save_due(ckpt, 2)
     monkeypatch.undo()
     with two_tiers(directory, ramdisk) as ckpt:

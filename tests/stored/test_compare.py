@@ -27,9 +27,7 @@ GOLDEN = TESTS / "golden/v1"
 
 def save(directory: Path, state: Any, step: int = 1, **options: Any) -> Path:
     with TorchaxCheckpointer(
-        directory,
-        options=CheckpointOptions(**options),
-        preservation_policy=policies.PreserveAll(),
+        directory, options=CheckpointOptions(**options), preservation_policy=policies.PreserveAll()
     ) as ckpt:
         ckpt.attach()
         ckpt.save(step, state=state, force=True)

@@ -32,9 +32,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("saved") / "run"
     base = jax.device_put(np.random.default_rng(0).random((BASE_BYTES // 4,), np.float32))
     with TorchaxCheckpointer(
-        directory,
-        options=CheckpointOptions(reuse=True),
-        preservation_policy=policies.PreserveAll(),
+        directory, options=CheckpointOptions(reuse=True), preservation_policy=policies.PreserveAll()
     ) as ckpt:
         for step in range(1, NUM_STEPS + 1):
             changing = jax.device_put(np.float32(step))

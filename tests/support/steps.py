@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +17,16 @@ def state(step: int) -> dict[str, Any]:
     return {"w": np.full(3, step), "device": jnp.full((4,), step)}
 
 
-def save(ckpt: TorchaxCheckpointer, *steps: int) -> None:
-    """Saves steps, whatever the policy says, and waits for them."""
-    _save(ckpt, steps, force=True)
+def save(ckpt: TorchaxCheckpointer, *steps: int, of: Any = state, force: bool = True) -> None:
+    """Saves steps and waits for them; ``of``: the state of all, or what makes that of a step."""
+    for step in steps:
+        assert ckpt.save(step, state=of(step) if callable(of) else of, force=force)
+    ckpt.wait_until_finished()
 
 
 def save_due(ckpt: TorchaxCheckpointer, *steps: int) -> None:
     """Saves steps as the policy says, and waits for them."""
-    _save(ckpt, steps, force=False)
-
-
-def _save(ckpt: TorchaxCheckpointer, steps: Iterable[int], *, force: bool) -> None:
-    for step in steps:
-        assert ckpt.save(step, state=state(step), force=force)
-    ckpt.wait_until_finished()
+    save(ckpt, *steps, force=False)
 
 
 def two_tiers(

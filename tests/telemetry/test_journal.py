@@ -16,6 +16,7 @@ from etils import epath
 from support import PROGRAMS
 from support.events import names, recorded
 from support.processes import run_python
+from support.steps import save
 from support.waiting import wait_until
 
 from torchax_ckpt import TorchaxCheckpointer
@@ -34,9 +35,7 @@ def test_a_medium_that_refuses_events_harms_nothing(
 
     monkeypatch.setattr(Journal, "append", refuse)
     with TorchaxCheckpointer(directory) as ckpt:
-        for step in (1, 2):
-            ckpt.save(step, state=STATE, force=True)
-            ckpt.wait_until_finished()
+        save(ckpt, 1, 2, of=STATE)
     assert ckpt.all_steps() == [1, 2]
     assert caplog.text.count("events cannot be written") == 1
     assert recorded(directory) == []
@@ -52,9 +51,7 @@ def test_what_stands_still_holds_up_neither_saves_nor_close_for_long(
         monkeypatch.setattr(Journal, "append", lambda self, lines: opened.wait(60))
     hook: Any = (lambda event: opened.wait(60)) if what == "hook" else None
     with TorchaxCheckpointer(directory, on_event=hook) as ckpt:
-        for step in (1, 2, 3):
-            ckpt.save(step, state=STATE, force=True)
-            ckpt.wait_until_finished()
+        save(ckpt, 1, 2, 3, of=STATE)
     assert ckpt.all_steps() == [1, 2, 3]
     assert "still being delivered or written" in caplog.text
     opened.set()

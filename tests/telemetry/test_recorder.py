@@ -20,6 +20,7 @@ from support import PROGRAMS
 from support.damage import fill_disk
 from support.events import names, recorded
 from support.processes import run_processes
+from support.steps import save
 from support.training import mlp
 from support.waiting import wait_until
 
@@ -216,9 +217,7 @@ def test_telemetry_that_breaks_costs_neither_training_nor_saves(
 
     monkeypatch.setattr(broken, name, fail)
     with TorchaxCheckpointer(directory) as ckpt:
-        for step in (1, 2):
-            assert ckpt.save(step, state=STATE, force=True)
-            ckpt.wait_until_finished()
+        save(ckpt, 1, 2, of=STATE)
     assert TorchaxCheckpointer(directory).all_steps() == [1, 2]
     if name == "version":
         (run,) = recorded(directory)

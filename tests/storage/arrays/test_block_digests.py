@@ -23,13 +23,7 @@ from support.training import P, fsdp_mesh
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, torchax_backend
 from torchax_ckpt.errors import CorruptCheckpointError, SaveError
-from torchax_ckpt.storage.arrays import (
-    array_checks,
-    assembly,
-    block_digests,
-    chunking,
-    read_arrays,
-)
+from torchax_ckpt.storage.arrays import array_checks, assembly, block_digests, chunking, read_arrays
 from torchax_ckpt.storage.arrays.assembly import Wanted
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import location, seals

@@ -38,8 +38,7 @@ def tear(directory: Path, kept: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tier", "kept"),
-    [("durable", 0), ("local", -1), ("both", 9), ("both", -2)],
+    ("tier", "kept"), [("durable", 0), ("local", -1), ("both", 9), ("both", -2)]
 )
 def test_a_torn_name_costs_no_step(tier: str, kept: int, directory: Path, local: Path) -> None:
     saved(directory, local, 1, 2, 3, durable=(1, 3))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tensorstore as ts
 from support.damage import damage, flip_bit
+from support.steps import save
 from support.training import mlp
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
@@ -35,9 +36,7 @@ def state(step: int) -> dict[str, Any]:
 def fill(directory: Path, *steps: int, **kwargs: Any) -> list[int]:
     """Saves the steps, and gives what is there then."""
     with TorchaxCheckpointer(directory, **kwargs) as ckpt:
-        for step in steps:
-            ckpt.save(step, state=state(step), force=True)
-            ckpt.wait_until_finished()
+        save(ckpt, *steps, of=state)
         return ckpt.all_steps()
 
 
@@ -62,9 +61,7 @@ def test_no_keep_rule_deletes_the_newest_verified_step(directory: Path) -> None:
     fill(directory, 1, 2, preservation_policy=policies.PreserveAll())
     with TorchaxCheckpointer(directory, preservation_policy=LATEST) as ckpt:
         assert ckpt.verify(1) == 1
-        for step in (3, 4):
-            ckpt.save(step, state=state(step), force=True)
-            ckpt.wait_until_finished()
+        save(ckpt, 3, 4, of=state)
         assert ckpt.all_steps() == [1, 4]
     # A later program knows it from the step itself.
     assert fill(directory, 5, preservation_policy=LATEST) == [1, 5]
@@ -125,9 +122,7 @@ def test_a_verified_step_that_is_found_damaged_counts_no_more(directory: Path) -
         ):
             ckpt.verify(2)
         assert not (directory / "2" / MARK).exists()
-        for step in (3, 4):
-            ckpt.save(step, state=state(step), force=True)
-            ckpt.wait_until_finished()
+        save(ckpt, 3, 4, of=state)
         assert ckpt.all_steps() == [1, 4]
 
 
@@ -137,9 +132,7 @@ def test_an_unmarked_step_is_verified(directory: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(permissions, "make_file", refuse)
     with TorchaxCheckpointer(directory, preservation_policy=LATEST) as ckpt:
         assert ckpt.verify(1) == 1
-        for step in (2, 3):
-            ckpt.save(step, state=state(step), force=True)
-            ckpt.wait_until_finished()
+        save(ckpt, 2, 3, of=state)
         assert ckpt.all_steps() == [1, 3]
 
 
@@ -168,17 +161,13 @@ def test_a_step_that_cannot_be_read_back_now_stays_until_the_next_one_is_durable
         if what:
             raise DirectoryError("Input/output error")
 
-    def save(ckpt: TorchaxCheckpointer, step: int) -> None:
-        ckpt.save(step, state=state(step), force=True)
-        ckpt.wait_until_finished()
-
     def fails(ckpt: TorchaxCheckpointer, step: int) -> None:
         with monkeypatch.context() as failing, pytest.raises(SaveError, match="Input/output"):
             failing.setattr(StoredStep, "verify", fail)
-            save(ckpt, step)
+            save(ckpt, step, of=state)
 
     with TorchaxCheckpointer(directory, options=CheckpointOptions(read_back=True)) as ckpt:
-        save(ckpt, 1)
+        save(ckpt, 1, of=state)
         fails(ckpt, 2)
         assert ckpt.all_steps() == [1, 2]  # nobody knows that it is damaged
         with monkeypatch.context() as failing:  # the rest is done by the next save
@@ -186,12 +175,12 @@ def test_a_step_that_cannot_be_read_back_now_stays_until_the_next_one_is_durable
             ckpt.save(3, state=state(3), force=True)
             with pytest.raises(SaveError, match="step 3 is durable"):
                 ckpt.wait_until_finished()
-        save(ckpt, 4)
+        save(ckpt, 4, of=state)
         assert ckpt.all_steps() == [1, 3, 4]
         assert "2: removing: its save failed" in caplog.text
         fails(ckpt, 5)
         ckpt._tiers.go_on_from(5)  # as after a restore of it
-        save(ckpt, 6)
+        save(ckpt, 6, of=state)
         assert ckpt.all_steps() == [4, 5, 6]
     assert {path.name for path in directory.iterdir()} == {"4", "5", "6", "events"}
     assert "abandoned" not in caplog.text
@@ -231,8 +220,7 @@ def test_a_damaged_step_is_named_with_its_leaf_and_file(
     options = CheckpointOptions(layout=layout, compression=compression)
     leaves = {f"layers.{i}.w": state(i)["w"] for i in range(3)}
     with TorchaxCheckpointer(directory, options=options) as ckpt:
-        ckpt.save(1, state=leaves, force=True)
-        ckpt.wait_until_finished()
+        save(ckpt, 1, of=leaves)
         assert ckpt.verify() == 1
         if compression:
             # Bytes that do not unpack, rather than others: storage itself refuses them.

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from etils import epath
+from support.steps import save
 from support.training import mlp
 
 from torchax_ckpt import TorchaxCheckpointer
@@ -82,16 +83,14 @@ def test_a_step_that_is_not_synced_is_none(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.save(1, state={"w": np.arange(3)}, force=True)
-        ckpt.wait_until_finished()
+        save(ckpt, 1, of={"w": np.arange(3)})
         with monkeypatch.context() as failing:
             failing.setattr(os, "fsync", Mock(side_effect=OSError(errno.EIO, "I/O error")))
             ckpt.save(2, state={"w": np.arange(3)}, force=True)
             with pytest.raises(SaveError, match="I/O error"):
                 ckpt.wait_until_finished()
         assert ckpt.all_steps() == [1]
-        ckpt.save(3, state={"w": np.arange(3)}, force=True)
-        ckpt.wait_until_finished()
+        save(ckpt, 3, of={"w": np.arange(3)})
         assert 3 in ckpt.all_steps()
 
 
@@ -147,8 +146,7 @@ def test_a_deleted_name_goes_before_files(directory: Path, monkeypatch: pytest.M
         rmtree(path, *args, **kwargs)
 
     with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.save(1, state={"w": np.arange(3)}, force=True)
-        ckpt.wait_until_finished()
+        save(ckpt, 1, of={"w": np.arange(3)})
         monkeypatch.setattr(os, "fsync", synced)
         monkeypatch.setattr(epath.Path(directory).__class__, "rmtree", removed)
         ckpt.delete(1)

@@ -34,8 +34,7 @@ def state_of(count: int = 6) -> dict[str, jax.Array]:
 
 def bounded(directory: Path, max_bytes: int | None, **options: Any) -> TorchaxCheckpointer:
     return TorchaxCheckpointer(
-        directory,
-        options=CheckpointOptions(max_host_bytes=max_bytes, layout="flat", **options),
+        directory, options=CheckpointOptions(max_host_bytes=max_bytes, layout="flat", **options)
     )
 
 
