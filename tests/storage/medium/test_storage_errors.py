@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -138,6 +140,28 @@ def test_a_failure_is_said_once_then_when_it_changes_then_when_it_is_over(
     with pytest.raises(SaveError):
         ckpt.close()
     assert ckpt.all_steps() == [9]
+
+
+def test_what_cannot_be_looked_up_is_not_called_missing(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stat = os.stat
+
+    def refuse(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if re.search(f"{place}$", str(path)):
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return stat(path, *args, **kwargs)
+
+    with TorchaxCheckpointer(directory) as ckpt:
+        save(ckpt, 1)
+        for step, place in ((2, "/writing-2-[^/]*/orbax.checkpoint"), (3, f"{directory}")):
+            with monkeypatch.context() as failing:
+                failing.setattr(os, "stat", refuse)
+                save(ckpt, step)
+            with pytest.raises(SaveError, match=f"step {step} .*: OSError: .*put error: .*{place}"):
+                ckpt.check_for_errors()
+        save(ckpt, 4)
+    assert ckpt.all_steps() == [1, 4]
 
 
 @pytest.mark.parametrize("how", ["save", "steps"])

@@ -62,6 +62,15 @@ def is_bucket(path: Any) -> bool:
     return "://" in str(path)
 
 
+def exists(path: os.PathLike[str]) -> bool:
+    """Returns whether a local path exists; a failed look-up is no "no", as in ``Path.exists``."""
+    try:
+        os.stat(path)
+    except FileNotFoundError:
+        return False
+    return True
+
+
 def is_url(path: str | os.PathLike[str]) -> bool:
     """Returns whether a user gave a URL, even if pathlib has turned it into a local path."""
     text = os.fspath(path)

@@ -43,7 +43,7 @@ def make_folder(path: epath.Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
         return
     for folder in reversed((path, *path.parents)):
-        if not folder.exists():
+        if not location.exists(folder):
             folder.mkdir(mode=0o775, exist_ok=True)
             # This user may be allowed to add entries to the parent, but not to list it.
             with contextlib.suppress(PermissionError):

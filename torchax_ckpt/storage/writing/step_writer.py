@@ -109,7 +109,7 @@ def mark(step: epath.Path) -> None:
     Raises SaveError if the folder was removed since ``make_folder``: TensorStore makes folders
     anew, in which what was written before is missing.
     """
-    if not location.is_bucket(step) and not (step / _INDICATOR).exists():
+    if not location.is_bucket(step) and not location.exists(step / _INDICATOR):
         raise SaveError(
             f"{step}: the folder was removed while the step was written, so the step is not "
             "committed. Another program changes files of this run; keep it out of the directory"
