@@ -231,9 +231,9 @@ def test_calls_that_differ_are_named_at_once(tmp_path: Path) -> None:
     found = {a["name"]: (a, b) for a, b in zip(first, second, strict=True)}
     named = {
         "other steps": ("save(10)", "save(12)"),
-        "restoring": ("restore(2)", "save(20)"),
+        "restoring": ("restore(2)", "save(24)"),
         "other restores": ("restore(1)", "restore(2)"),
-        "deleting": ("save(21)", "delete(1)"),
+        "deleting": ("save(25)", "delete(1)"),
         "unforced": ("save(10)", "save(12)"),
     }
     text = "process 0 called {}, but process 1 called {}."
@@ -241,16 +241,22 @@ def test_calls_that_differ_are_named_at_once(tmp_path: Path) -> None:
         for told in found[name]:
             assert text.format(*calls) in " ".join(told["found"]), told
     # Where one cannot know of it, or is told by its own error.
-    assert text.format("save(23)", "save('23')") in found["no step"][0]["found"][1]
-    assert found["no step"][1]["found"] == ["StepTypeError: step: expected an int, found '23'"]
-    assert text.format("save(25)", "close()") in found["closing"][0]["found"][1]
+    assert text.format("save(26)", "save('26')") in found["no step"][0]["found"][1]
+    assert found["no step"][1]["found"] == ["StepTypeError: step: expected an int, found '26'"]
+    assert text.format("save(28)", "close()") in found["closing"][0]["found"][1]
     assert text.format("save(15)", "save(16)") in " ".join(found["passed"][0]["found"])
     # A call that was left out costs no later one.
     assert text.format("save(14)", "save(16)") in found["left out"][0]["found"][2]
     assert found["left out"][0]["found"][3:] == ["True", "None"]
     assert found["left out"][1]["found"] == ["True", "None"] * 2
-    assert found["left out"][0]["steps"] == [1, 2, 13, 16, 17]
-    for name in ("nothing differs", "the same again", "at last", "unforced at last"):
+    assert text.format("save(20)", "save(18)") in found["by 0"][1]["found"][0]
+    assert text.format("save(21)", "save(22)") in " ".join(found["by 1"][1]["found"])
+    for told in found["by 1"]:
+        assert told["found"][-3:] == ["True", "None", "[20, 23]"]  # all but the forced ones
+        assert told["steps"] == [1, 2, 13, 16, 17, 20, 23]
+    for name in ("left out", "by 0", "by 1"):
+        assert max(told["secs"] for told in found[name]) < 10, "process_timeout_secs is 60"
+    for name in ("nothing differs", "the same again", "by 0", "at last", "unforced at last"):
         assert [told["found"][-2:] for told in found[name]] == [["True", "None"]] * 2, name
     assert [told["found"] for told in found["together"]] == [["2"], ["2"]]
     assert found["declined"][0]["found"] == ["False"]

@@ -50,11 +50,14 @@ class Attached:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def opened(folder: str, rule: Any = None, keep: Any = None, **options: Any) -> TorchaxCheckpointer:
+def opened(
+    folder: str, rule: Any = None, keep: Any = None, local: Any = None, **options: Any
+) -> TorchaxCheckpointer:
     return TorchaxCheckpointer(
         folder,
         save_decision_policy=rule,
         preservation_policy=keep or policies.PreserveAll(),
+        local=local,
         options=CheckpointOptions(process_timeout_secs=60, **options),
     )
 
@@ -85,7 +88,7 @@ def told(name: str, *calls: Any) -> None:
     secs = time.monotonic() - began
     with meeting.round(f"ending {name}"):
         pass
-    report(name=name, found=found, secs=secs, steps=ckpt.all_steps())
+    report(name=name, found=found, secs=secs, steps=ckpt.all_steps("durable"))
 
 
 def differing(folder: str) -> None:
@@ -95,27 +98,32 @@ def differing(folder: str) -> None:
     def restore(step: int) -> Any:
         return lambda: ckpt.restore(step).step
 
-    ckpt = opened(f"{folder}/run")
+    def ask(step: int) -> Any:
+        return save(step, force=False)
+
+    every = policies.FixedIntervalPolicy(1)
+    local = LocalTier(f"{folder}/local-{INDEX}", save_decision_policy=every, keep=99)
+    ckpt = opened(f"{folder}/run", every, local=local)
     ckpt.attach(stateful={"loader": Attached()})
     told("nothing differs", *[(save(1), done, save(2), done)] * 2)
     told("other steps", (save(10), done), (save(12), done))
     told("the same again", *[(save(13), done)] * 2)
     # One leaves out a save; the next ones are whole.
     told("left out", (save(14), save(16), done, save(17), done), (save(16), done, save(17), done))
-    told("restoring", (restore(2),), (save(20), done))
+    told("by 0", (ask(20), done), (ask(18), done, ask(19), done, ask(20), done))
+    after = done, done, ask(22), done, done, ask(23), done, lambda: ckpt.all_steps("local")
+    told("by 1", (ask(21), *after), after[2:])
+    told("restoring", (restore(2),), (save(24), done))
     told("together", *[(restore(2),)] * 2)
     told("other restores", (restore(1),), (restore(2),))
-    told("deleting", (save(21), done), (lambda: ckpt.delete(1),))
-    told("no step", (save(23), done), (save("23"),))  # type: ignore[arg-type]
-    told("at last", *[(save(24), done)] * 2)
-    told("closing", (save(25), done), (ckpt.close,))
+    told("deleting", (save(25), done), (lambda: ckpt.delete(1),))
+    told("no step", (save(26), done), (save("26"),))  # type: ignore[arg-type]
+    told("at last", *[(save(27), done)] * 2)
+    told("closing", (save(28), done), (ckpt.close,))
     with contextlib.suppress(SaveError):
         ckpt.close()
 
     # Unforced, where only process 0 decides.
-    def ask(step: int) -> Any:
-        return save(step, force=False)
-
     ckpt = opened(f"{folder}/unforced", policies.FixedIntervalPolicy(5))
     ckpt.attach(stateful={"loader": Attached()})
     told("nothing to save", *[(ask(1),)] * 2)
