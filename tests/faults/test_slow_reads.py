@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import logging
 import re
 import threading
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import tensorstore as ts
 import torch
+from etils import epath
 from gcs_proxy import FaultProxy
 from support import PROGRAMS
 from support.compare import assert_trees_identical, bits
@@ -90,26 +92,34 @@ def test_the_least_bytes_per_second_are_a_positive_number(value: Any) -> None:
 
 
 @pytest.mark.slow
-def test_one_slow_process_fails_all_by_name_and_one_slow_request_is_replaced(
+def test_one_slow_process_fails_all_by_name_and_one_slow_request_of_33_is_replaced(
     gcs: FaultProxy, url: str
 ) -> None:
     """The program shortens the 60 s in which a request must get 10 kB/s to 1 s."""
-    replaced: list[str] = []
+    sent: collections.Counter[str] = collections.Counter()
+    for i in range(32):  # reads that share 2 MB/s, each for twice the time of the limit
+        (epath.Path(url) / "shared" / str(i)).write_bytes(bytes(150_000))
 
     def rate_of(request: str, nbytes: int) -> float | None:
-        kind = re.search("%2F(never|once).*process_1%2F", request)
-        if nbytes < LARGE_BYTES or not request.startswith("GET ") or kind is None:
+        found = re.search("%2F(shared|(never|once).*process_1)%2F", request)
+        if nbytes < LARGE_BYTES or not request.startswith("GET ") or found is None:
             return None
-        replaced.extend([request] * (kind[1] == "once"))
-        return 20 if kind[1] == "never" or len(replaced) == 1 else None
+        kind = found[2] or found[1]
+        sent[kind] += 1
+        if kind == "shared":
+            return 2e6 / 32
+        return 20 if kind == "never" or sent[kind] == 1 else None
 
     gcs.rate_of = rate_of
     arguments = PROGRAMS / "arrays_on_processes.py", 2, "slow_reads", url
     found = run_processes(*arguments, env=gcs.environment())
     place = rf"w in {url}/never/1/state/ocdbt.process_1/d/\w+, bytes \d+ to \d+"
     message = rf"process 1 waits for state/{place}; all its reads together got 0 bytes in [56] s"
-    for failed, again in found:
+    for failed, again, *_ in found:
         assert re.search(message, failed["error"]), failed
         assert again["same"]
     assert again["secs"] > 1  # on process 1
-    assert len(replaced) > 1  # sent again
+    assert sent["once"] > 1  # sent again
+    assert found[0][2]["read"] == 32 * 150_000
+    assert found[0][2]["secs"] > 2
+    assert sent["shared"] == 32  # none was sent again

@@ -18,7 +18,9 @@ from typing import Any, cast
 
 import jax
 import numpy as np
+import tensorstore as ts
 import torchax
+from etils import epath
 from jax.experimental.multihost_utils import sync_global_devices
 from jax.sharding import Mesh
 from processes_program import INDEX, MESH, P, Training, init, report, rule, shards, spread
@@ -34,7 +36,7 @@ from torchax_ckpt.snapshot.snapshotter import Snapshotter
 from torchax_ckpt.snapshot.stacking import execute, needed_to_execute
 from torchax_ckpt.storage.arrays import read_arrays
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
-from torchax_ckpt.storage.medium import bucket
+from torchax_ckpt.storage.medium import bucket, location
 from torchax_ckpt.stored.stored_step import StoredStep
 
 # A row of each process.
@@ -160,6 +162,12 @@ def slow_reads(directory: str) -> None:
         else:
             same = shards(found) == shards(state["w"])
             report(same=same, secs=time.monotonic() - began)
+    if INDEX == 0:
+        store = location.kvstore(epath.Path(f"{directory}/shared"))
+        opened = ts.KvStore.open(store, context=location.reading_context()).result()
+        began = time.monotonic()
+        reads = [opened.read(str(i)) for i in range(32)]
+        report(read=sum(len(r.result().value) for r in reads), secs=time.monotonic() - began)
 
 
 def two_tiers(directory: str, mode: str, layout: str) -> None:
