@@ -382,7 +382,7 @@ class TorchaxCheckpointer:
         ``save`` saves the step whatever the policy says and waits until the step is durable.
 
         Args:
-          step: completed optimizer steps.
+          step: completed optimizer steps; also an integer array or tensor without dims.
           state: a pytree of torchax tensors, JAX arrays, torch CPU tensors, numpy arrays, Python
             numbers and strings, for functional training. It is saved in place of attached modules
             and optimizers; random state, loaders and stateful objects are saved too.
