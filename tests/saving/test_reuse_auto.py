@@ -131,6 +131,11 @@ def test_with_reuse_a_policy_that_keeps_one_step_is_warned_of(
         assert "\n" not in said[0]
 
 
+def test_so_it_is_where_auto_switches_it_on(directory: Path, caplog: Any) -> None:
+    saved(directory, Tuned(4).to("jax"), 1, 2, preservation_policy=LATEST)
+    assert caplog.text.count("keeps one step") == 1
+
+
 def test_a_linked_save_says_how_to_copy(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "torchax_ckpt"):
         saved(directory, Tuned().to("jax"), 1, 2, 3, 4, 5)
