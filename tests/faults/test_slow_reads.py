@@ -85,12 +85,6 @@ def test_a_read_of_a_file_that_hangs_is_logged_by_name_and_goes_on(
     assert Path(files[0]) in (directory / "1" / "state").rglob("d/*")
 
 
-@pytest.mark.parametrize("value", [0, -1, float("inf"), True, None, "1"])
-def test_the_least_bytes_per_second_are_a_positive_number(value: Any) -> None:
-    with pytest.raises(ValueError, match="min_read_bytes_per_sec: expected a positive number of b"):
-        CheckpointOptions(min_read_bytes_per_sec=value)
-
-
 @pytest.mark.slow
 def test_one_slow_process_fails_all_by_name_and_one_slow_request_of_33_is_replaced(
     gcs: FaultProxy, url: str

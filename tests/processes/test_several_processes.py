@@ -138,12 +138,17 @@ def test_redistributed_loaders_lose_no_sample_and_see_none_twice(directory: Path
     assert sorted(seen) == list(range(24))
 
 
-def test_options_that_contradict_each_other_are_refused() -> None:
+def test_wrong_options_and_those_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(ValueError, match="set only one"):
         CheckpointOptions(single_replica_restore=True, restore_in_budget=True)
-    for secs in (None, 0, -1.0, float("inf"), True, "1"):
-        with pytest.raises(ValueError, match="process_timeout_secs: expected a positive number"):
-            CheckpointOptions(process_timeout_secs=secs)  # type: ignore[arg-type]
+    for name, said, values in (
+        ("process_timeout_secs", "a positive number", (None, 0, -1.0, float("inf"), True, "1")),
+        ("min_read_bytes_per_sec", "a positive number of b", (None, 0, -1, float("inf"), True)),
+        ("on_save_error", "one of continue, raise", ("ignore",)),
+    ):
+        for value in values:
+            with pytest.raises(ValueError, match=f"{name}: expected {said}"):
+                CheckpointOptions(**{name: value})  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

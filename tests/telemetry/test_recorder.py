@@ -165,8 +165,7 @@ def test_what_the_hook_raises_is_logged_once_and_harms_nothing(
         raise error
 
     with TorchaxCheckpointer(directory, on_event=on_event) as ckpt:
-        for step in (1, 2):
-            ckpt.save(step, state=STATE, force=True)
+        save(ckpt, 1, 2, of=STATE)
     assert ckpt.all_steps() == [1, 2]
     (said,) = [r for r in caplog.records if "on_event failed" in r.getMessage()]
     assert said.exc_info is not None
@@ -182,8 +181,7 @@ def test_an_event_that_cannot_be_written_is_left_out(
             event.values["what"] = np.int64(3)  # type: ignore[index]
 
     with TorchaxCheckpointer(directory, on_event=spoil) as ckpt:
-        for step in (1, 2):
-            ckpt.save(step, state=STATE, force=True)
+        save(ckpt, 1, 2, of=STATE)
     assert caplog.text.count("cannot be written") == 1
     (run,) = recorded(directory)
     assert [e.name for e in run] == ["started", "durable", "durable", "closed"]

@@ -67,10 +67,9 @@ def refusal(path: str | Path) -> str | None:
         ("2 1 / /gcs fuse.gcsfuse gcsfuse", "/gcs/my-bucket/runs/a", "gs://my-bucket/runs/a"),
         ("2 1 /team/x /data fuse.gcsfuse my-bucket", "/data/a", "gs://my-bucket/team/x/a"),
         ("2 1 / /my\\040data\\134 fuse.gcsfuse b", "/my data\\/a", "gs://b/a"),
-        *(
-            (f"2 1 / /mnt/g fuse.{kind} bucket", "/mnt/g/a", "gs://bucket/prefix")
-            for kind in ("s3fs", "rclone", "goofys")
-        ),
+        ("2 1 / /mnt/g fuse.s3fs bucket", "/mnt/g/a", "gs://bucket/prefix"),
+        ("2 1 / /mnt/g fuse.rclone bucket", "/mnt/g/a", "gs://bucket/prefix"),
+        ("2 1 / /mnt/g fuse.goofys bucket", "/mnt/g/a", "gs://bucket/prefix"),
         ("2 1 / /jfs fuse.juicefs JuiceFS:myjfs", "/jfs/a", None),
         ("2 1 / /d fuse ", "/d/a", None),
     ],
