@@ -26,8 +26,8 @@ from torchax_ckpt.processes.decision_windows import DecisionWindows
 from torchax_ckpt.processes.per_host import PerHostProcesses, keeper_distances
 from torchax_ckpt.restoring import local_tier
 from torchax_ckpt.saving import writer
-from torchax_ckpt.saving.capture import Capture
 from torchax_ckpt.saving.saver import Saver
+from torchax_ckpt.saving.writer import Capture
 from torchax_ckpt.snapshot.sharding import Local
 from torchax_ckpt.snapshot.snapshotter import Vote
 from torchax_ckpt.state import per_process_state

@@ -25,8 +25,7 @@ from torchax_ckpt.restoring.local_tier import HostSteps
 from torchax_ckpt.restoring.restore import RestoreReport, restore_attached
 from torchax_ckpt.runtime import progress
 from torchax_ckpt.runtime.step_number import as_step
-from torchax_ckpt.saving.run_tier import RunTier
-from torchax_ckpt.saving.tiers import Tiers
+from torchax_ckpt.saving.tiers import RunTier, Tiers
 from torchax_ckpt.snapshot.move_shards import put
 from torchax_ckpt.snapshot.sharding import Local
 from torchax_ckpt.state import functional, per_process_state

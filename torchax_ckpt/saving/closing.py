@@ -14,37 +14,15 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from torchax_ckpt.errors import SaveError, SaveTimeoutError
+from torchax_ckpt.errors import SaveTimeoutError
 from torchax_ckpt.runtime import background
+from torchax_ckpt.saving.decisions import Decisions
+from torchax_ckpt.saving.saver import Saver
 from torchax_ckpt.telemetry.recorder import Hook
 
 logger = logging.getLogger(__name__)
-
-
-class _Saver(Protocol):
-    """The methods and attributes of a tier's ``Saver`` that ``Closing`` uses."""
-
-    path: Any
-    newest_failure: SaveError | None
-
-    @property
-    def has_begun(self) -> bool: ...
-    @property
-    def is_saving(self) -> bool: ...
-    @property
-    def saving_step(self) -> int | None: ...
-    def close(self) -> None: ...
-    def join(self) -> None: ...
-
-
-class _Decisions(Protocol):
-    """The methods of a tier's ``Decisions`` that ``Closing`` uses."""
-
-    @property
-    def has_begun(self) -> bool: ...
-    def close(self) -> None: ...
 
 
 class Closing:
@@ -57,8 +35,8 @@ class Closing:
 
     def __init__(
         self,
-        savers: Sequence[_Saver],
-        decisions: Sequence[_Decisions],
+        savers: Sequence[Saver],
+        decisions: Sequence[Decisions],
         last: Callable[[], None],
     ) -> None:
         self._savers = savers
@@ -100,11 +78,11 @@ class Closing:
         if hook is not None:
             hook.outlive()
         self._is_dropped = self.is_asked = True
-        if any(part.has_begun for part in (*self._savers, *self._decisions)):
+        if any(s.has_begun for s in self._savers) or any(d.has_begun for d in self._decisions):
             _dropped.append(self)  # the collector has cleared the weak reference in _unfinished
             self._finish_later()
 
-    def concerns(self, saver: _Saver) -> bool:
+    def concerns(self, saver: Saver) -> bool:
         """Returns whether this checkpointer has not ended and writes where ``saver`` does."""
         return (
             not self._has_ended
@@ -162,7 +140,7 @@ class Closing:
             for saver in self._savers:
                 self._log_end(saver)
 
-    def _log_end(self, saver: _Saver) -> None:
+    def _log_end(self, saver: Saver) -> None:
         text = (
             "%s: closed a checkpointer that was garbage-collected; call close() to get its errors"
         )
@@ -184,7 +162,7 @@ def _is_same(path: Any, other: Any) -> bool:
     return os.path.realpath(str(path)) == os.path.realpath(str(other))
 
 
-def close_others(saver: _Saver) -> None:
+def close_others(saver: Saver) -> None:
     """Closes collected or half-closed checkpointers of this process that may still write there.
 
     Raises SaveTimeoutError if a save of one takes too long; it continues.

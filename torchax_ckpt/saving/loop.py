@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from torchax_ckpt.errors import StepError
 from torchax_ckpt.saving import step_metrics
 
 logger = logging.getLogger(__name__)
-
-
-class SaveStep(Protocol):
-    """The part of the signature of ``TorchaxCheckpointer.save`` that the training loop uses."""
-
-    def __call__(self, step: int, *, force: bool) -> bool:
-        """Saves the step if a policy wants it or ``force`` is set; returns whether a save began."""
 
 
 class Loop:
@@ -57,7 +50,7 @@ class Loop:
             )
 
     def steps(
-        self, total: int, save: SaveStep, reached_preemption: Callable[[], bool]
+        self, total: int, save: Callable[..., bool], reached_preemption: Callable[[], bool]
     ) -> Iterator[int]:
         """Yields the steps after ``position`` up to ``total``, and saves each after the loop body.
 

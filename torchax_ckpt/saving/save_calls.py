@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
@@ -18,12 +16,11 @@ from torchax_ckpt.processes.call_log import Kind
 from torchax_ckpt.runtime.preemption import Preemption
 from torchax_ckpt.runtime.step_number import as_step
 from torchax_ckpt.saving import step_metrics
-from torchax_ckpt.saving.capture import Capture
 from torchax_ckpt.saving.loop import Loop
-from torchax_ckpt.saving.run_tier import RunTier
-from torchax_ckpt.saving.tiers import Tiers
+from torchax_ckpt.saving.tiers import RunTier, Tiers
 from torchax_ckpt.saving.unchanged import identities
 from torchax_ckpt.saving.unchanged.identities import Skipped
+from torchax_ckpt.saving.writer import Capture
 from torchax_ckpt.snapshot.snapshotter import Snapshotter
 from torchax_ckpt.state import per_process_state
 from torchax_ckpt.state.training_state import TrainingState
@@ -203,13 +200,11 @@ class SaveCalls:
         form = captured["model"].form if "model" in captured else None
         assets = self.model_files.encoded(form)
         shared = step, snapshot, document, per_process, fetch_metrics, began
-        return [Capture(*shared, skipped=each, assets=assets) for each in skipped]
+        # Only the first tier reports a problem with the metrics.
+        return [Capture(*shared, s, assets, reports_metrics=not i) for i, s in enumerate(skipped)]
 
     def _begin(self, captures: Sequence[Capture], tiers: Sequence[RunTier]) -> None:
         for number, (tier, capture) in enumerate(zip(tiers, captures, strict=True)):
-            if number:  # only the first tier reports a problem with the metrics
-                fetch_metrics = functools.partial(_without_problem, capture.fetch_metrics)
-                capture = dataclasses.replace(capture, fetch_metrics=fetch_metrics)
             tier.decisions.begun()
             try:
                 tier.saver.begin(capture)
@@ -263,8 +258,3 @@ def _abstain(step: int, tiers: Sequence[RunTier], error: BaseException) -> None:
     for tier in tiers:
         tier.decisions.begun()
         tier.saver.abstain(step, error)
-
-
-def _without_problem(fetch_metrics: Callable[[], Any]) -> tuple[dict[str, Any], None]:
-    metrics, _ = fetch_metrics()
-    return metrics, None

@@ -15,23 +15,16 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from torchax_ckpt.errors import (
-    CheckpointError,
-    DonatedBufferError,
-    LeaseError,
-    SaveError,
-)
+from torchax_ckpt.errors import CheckpointError, DonatedBufferError, LeaseError, SaveError
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.processes.call_log import Call, Kind
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.runtime import progress
 from torchax_ckpt.runtime.failure_log import FailureLog
 from torchax_ckpt.runtime.save_in_flight import SaveCost, SaveInFlight
-from torchax_ckpt.saving import closing
-from torchax_ckpt.saving.capture import Capture
 from torchax_ckpt.saving.preserving import Preserving
 from torchax_ckpt.saving.unchanged.reuse import Reuse
-from torchax_ckpt.saving.writer import Writer
+from torchax_ckpt.saving.writer import Capture, Writer
 from torchax_ckpt.storage.directory import committed_step
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
@@ -74,7 +67,9 @@ class Saver:
         self._on_donated = on_donated
         self._in_flight: SaveInFlight | None = None
         self._call: Call | None = None  # of the newest save, or of the save about to begin
-        self._has_tried = self._is_claimed = False
+        self._has_tried = False
+        # Whether this run acquired the directory's lease, and has not found that lease lost.
+        self.is_claimed = False
         self._releasing = threading.Lock()
         self._num_failures = 0
         self._failures = FailureLog()
@@ -85,26 +80,22 @@ class Saver:
         """The costs of saves that became durable; ``Decisions`` reads and removes them."""
 
     @property
-    def is_saving(self) -> bool:
-        """Whether a save is in flight."""
-        return self._in_flight is not None and not self._in_flight.ended.is_set
-
-    @property
     def saving_step(self) -> int | None:
         """The step of the save in flight; None if no save is in flight."""
-        return self._in_flight.step if self.is_saving and self._in_flight else None
+        save = self._in_flight
+        return None if save is None or save.ended.is_set else save.step
 
     @property
-    def is_claimed(self) -> bool:
-        """Whether this run acquired the directory's lease, and has not found that lease lost."""
-        return self._is_claimed
+    def is_saving(self) -> bool:
+        """Whether a save is in flight."""
+        return self.saving_step is not None
 
     @property
     def has_begun(self) -> bool:
         """Whether ``close`` may have work to do: a lease to release, or threads to end."""
         return self._has_tried or self._telemetry.has_thread
 
-    def claim(self, step: int | None = None) -> None:
+    def claim(self, step: int | None, close_others: Callable[[], None]) -> None:
         """Acquires the directory's lease and tests writing, unless done already.
 
         Raises LeaseError if another program writes there, or has saved ``step`` or newer ones since
@@ -112,12 +103,12 @@ class Saver:
         """
         # The training thread acquires the directory once. After a failed save, the thread of the
         # next save acquires it, because a slow medium would block the training thread.
-        if not self._is_claimed:
+        if not self.is_claimed:
             self._has_tried = True
             with self._calls.round("taking the directory"):
-                closing.close_others(self)
+                close_others()
                 self._calls.first(functools.partial(self._take, step))
-            self._is_claimed = True
+            self.is_claimed = True
             self._history.open()
             self._telemetry.open(self._history.branches.committed)
 
@@ -216,7 +207,10 @@ class Saver:
 
         Raises SaveTimeoutError if the save takes too long. The save continues and keeps the lease.
         """
-        self._wait_showing_progress()
+        if (save := self._in_flight) is not None:
+            what = f"finishing the save of step {save.step}"
+            progress.wait(save.ended, self._remaining_secs(save), lambda: f"{what}: {save.where()}")
+        self.wait()
         self._telemetry.close()
         with self._releasing:  # waits if another thread is in this block
             self._directory.release()
@@ -225,13 +219,6 @@ class Saver:
         """Waits for the save in flight without a time limit."""
         if self._in_flight is not None:
             self._in_flight.ended.wait()
-
-    def _wait_showing_progress(self) -> None:
-        """Waits like ``wait``, and shows the stage of the save if standard error is a terminal."""
-        if (save := self._in_flight) is not None:
-            what = f"finishing the save of step {save.step}"
-            progress.wait(save.ended, self._remaining_secs(save), lambda: f"{what}: {save.where()}")
-        self.wait()
 
     def check_for_errors(self, kind: type[CheckpointError] = CheckpointError) -> None:
         """Raises the oldest unraised failure of this class, else SaveTimeoutError once a save.
@@ -349,7 +336,7 @@ class Saver:
         if is_lease_lost:
             self._telemetry.lost()
             self._directory.let_go()
-            self._is_claimed = False  # the next save tries to acquire the directory, and raises
+            self.is_claimed = False  # the next save tries to acquire the directory, and raises
             return
         try:
             if self._saves.is_first:

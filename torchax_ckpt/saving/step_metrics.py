@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -25,13 +24,10 @@ def check_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
         raise MetricsError(
             f"metrics: expected a mapping of names to numbers, found {metrics!r:.80}"
         )
-    return {_name(name): _check(name, value) for name, value in metrics.items()}
-
-
-def _name(name: object) -> str:
-    if not isinstance(name, str):
-        raise MetricsError(f"metrics: names must be strings, found {name!r:.80}")
-    return name
+    for name in metrics:
+        if not isinstance(name, str):
+            raise MetricsError(f"metrics: names must be strings, found {name!r:.80}")
+    return {name: _check(name, value) for name, value in metrics.items()}
 
 
 def _check(name: str, value: Any) -> Any:
@@ -76,14 +72,6 @@ def _is_real(dtype: Any) -> bool:
     return any(jax.dtypes.issubdtype(dtype, k) for k in (np.bool_, np.integer, np.floating))
 
 
-def hold(pending: Pending) -> dict[str, Any]:
-    """Copies the device scalars, because a jitted step may donate them; returns all metrics."""
-    return {
-        name: copied(_check(name, value)) if isinstance(value, jax.Array) else value
-        for name, value in pending.items()
-    }
-
-
 def _python_scalar(value: Any) -> Any:
     # item() of an ml_dtypes scalar does not return a Python number.
     scalar = np.asarray(value).reshape(())
@@ -102,7 +90,7 @@ def fetch(pending: Pending) -> dict[str, Any]:
 
 
 def fetching(
-    pending: Pending, ranked: Sequence[str], step: int, *, must_save: bool
+    pending: Pending, ranked: Iterable[str], step: int, *, must_save: bool
 ) -> Callable[[], tuple[dict[str, Any], MetricsError | None]]:
     """Returns a function that fetches a step's metrics and checks those that a best-N rule ranks.
 
@@ -112,23 +100,24 @@ def fetching(
     error.
     """
     if not must_save:
-        require_ranking(pending, ranked, step)
-    return functools.partial(fetch_ranked, hold(pending), ranked, step)
+        _require_ranking(pending, ranked, step)
+    held = {
+        name: copied(_check(name, value)) if isinstance(value, jax.Array) else value
+        for name, value in pending.items()
+    }
+
+    def fetch_ranked() -> tuple[dict[str, Any], MetricsError | None]:
+        metrics = fetch(held)
+        try:
+            _require_ranking(metrics, ranked, step)
+        except MetricsError as problem:
+            return metrics, problem
+        return metrics, None
+
+    return fetch_ranked
 
 
-def fetch_ranked(
-    pending: Pending, ranked: Iterable[str], step: int
-) -> tuple[dict[str, Any], MetricsError | None]:
-    """Returns the fetched metrics, and the error that ``require_ranking`` raised, or None."""
-    metrics = fetch(pending)
-    try:
-        require_ranking(metrics, ranked, step)
-    except MetricsError as problem:
-        return metrics, problem
-    return metrics, None
-
-
-def require_ranking(metrics: Mapping[str, Any], ranked: Iterable[str], step: int) -> None:
+def _require_ranking(metrics: Mapping[str, Any], ranked: Iterable[str], step: int) -> None:
     """Raises MetricsError if a fetched metric that a best-N rule ranks is NaN or not a number."""
     for name in ranked:
         value = metrics.get(name)

@@ -6,6 +6,8 @@ newest step that is not abandoned; if both tiers have it, from the local tier, w
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,7 +23,6 @@ from torchax_ckpt.processes.per_host import PerHostProcesses
 from torchax_ckpt.saving.closing import Closing, close_others
 from torchax_ckpt.saving.decisions import Decisions
 from torchax_ckpt.saving.preserving import Preserving
-from torchax_ckpt.saving.run_tier import RunTier
 from torchax_ckpt.saving.saver import Saver
 from torchax_ckpt.saving.unchanged.reuse import Reuse
 from torchax_ckpt.storage.directory import run_identity
@@ -29,8 +30,37 @@ from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.run_history import RunHistory
 from torchax_ckpt.storage.medium import location
+from torchax_ckpt.stored.stored_step import Compared
 from torchax_ckpt.telemetry.events import Event
 from torchax_ckpt.telemetry.recorder import Telemetry
+
+
+@dataclasses.dataclass(frozen=True)
+class RunTier:
+    """One tier and its parts. Its ``processes`` are a channel between training threads."""
+
+    name: TierName
+    directory: RunDirectory
+    history: RunHistory
+    saver: Saver
+    decisions: Decisions
+    telemetry: Telemetry
+    processes: Processes
+    reuse: Reuse | None
+
+    def restored(
+        self, committed: CommittedStep, compared: Compared | None, *, is_verified: bool
+    ) -> None:
+        """Records that this run restored a step of this tier, having compared these leaves."""
+        if is_verified:
+            self.directory.verified.note(committed, is_sound=True)
+        if self.reuse is not None:
+            self.reuse.restored(committed, compared)
+
+    def loaded(self, committed: CommittedStep, compared: Compared | None) -> None:
+        """Records that this run read a step of this tier; ``compared`` as for ``restored``."""
+        if self.reuse is not None:
+            self.reuse.loaded(committed, compared)
 
 
 class Tiers:
@@ -232,7 +262,7 @@ class Tiers:
     def claim(self, step: int | None = None) -> None:
         """Acquires the tiers' leases, unless held; raises if a directory cannot be written."""
         for tier in self._tiers:
-            tier.saver.claim(step)
+            tier.saver.claim(step, functools.partial(close_others, tier.saver))
 
     def prepare(self, step: int) -> None:
         """Acquires leases and stores the run's name, unless done, on all processes or on none."""

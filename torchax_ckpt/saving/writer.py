@@ -10,28 +10,28 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from etils import epath
 
-from torchax_ckpt.errors import CorruptCheckpointError
+from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError, DonatedBufferError
 from torchax_ckpt.layout.manifest import Digests, Manifest, Node, installed_versions
 from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.processes.per_host import Keepers, PerHostProcesses
-from torchax_ckpt.runtime.background import Flag
 from torchax_ckpt.runtime.failure_log import FailureLog
+from torchax_ckpt.runtime.save_in_flight import SaveInFlight
 from torchax_ckpt.saving import host_parts
-from torchax_ckpt.saving.capture import Capture
 from torchax_ckpt.saving.unchanged.division import Division
+from torchax_ckpt.saving.unchanged.identities import Skipped
 from torchax_ckpt.saving.unchanged.reuse import Pending, Reuse
 from torchax_ckpt.snapshot.planner import with_host_leaves
 from torchax_ckpt.snapshot.sharding import to_host_part
-from torchax_ckpt.snapshot.snapshotter import Stacked, Stored, Vote
-from torchax_ckpt.state.per_process_state import joined, joined_on_host
+from torchax_ckpt.snapshot.snapshotter import Snapshot, Stacked, Stored, Vote
+from torchax_ckpt.state.per_process_state import PerProcessState, joined, joined_on_host
 from torchax_ckpt.storage.arrays import block_digests, compression
 from torchax_ckpt.storage.directory import committed_step
 from torchax_ckpt.storage.directory.abandonment import SUMMARY_FIELD
@@ -45,17 +45,43 @@ from torchax_ckpt.storage.directory.committed_step import (
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.run_history import RunHistory
 from torchax_ckpt.storage.medium import links, seals
+from torchax_ckpt.storage.medium.assets import Assets
 from torchax_ckpt.storage.writing import array_writer, retained, step_writer
 from torchax_ckpt.stored.stored_step import StoredStep
 
 
-class Progress(Protocol):
-    """Records which stage a save is in; ``transferred`` is set once all arrays are on the host."""
+@dataclasses.dataclass(frozen=True)
+class Capture:
+    """The captured state that one save writes, as it was when ``save`` was called."""
 
-    transferred: Flag
+    step: int
+    snapshot: Snapshot
+    document: Mapping[str, Node]
+    per_process: PerProcessState | None  # None in a run of one process
+    # may wait for devices; returns an error that does not prevent the save
+    fetch_metrics: Callable[[], tuple[dict[str, Any], CheckpointError | None]]
+    began: float  # ``time.perf_counter()`` on the training thread
+    # taken over from an earlier step; not in ``snapshot``
+    skipped: Skipped = dataclasses.field(default_factory=Skipped)
+    assets: Assets | None = None
+    reports_metrics: bool = True  # whether this save reports that error, of all tiers' saves
 
-    def enter(self, phase: str) -> None:
-        """Records that the save begins the stage ``phase``."""
+    def explained(self, error: BaseException) -> BaseException:
+        """Returns the error, or a DonatedBufferError naming the leaf if a donation caused it."""
+        if "has been deleted" in str(error):
+            try:
+                self.snapshot.require_alive()
+                self.skipped.require_alive()
+            except DonatedBufferError as donated:
+                return donated.with_traceback(None)
+        return error
+
+    def state(self, document: Mapping[str, Node]) -> bytes:
+        """Returns this process's per-process state with its nodes; b"" in a run of one process."""
+        if self.per_process is None:
+            return b""
+        nodes = {name: document[name] for name in self.per_process.nodes}
+        return dataclasses.replace(self.per_process, nodes=nodes).to_bytes()
 
 
 class Agreed(NamedTuple):
@@ -130,7 +156,7 @@ class Writer:
         self._still: Sequence[str] | None = None
         self._summary: dict[str, Any] = {}
 
-    def write(self, capture: Capture, progress: Progress) -> list[Any] | None:
+    def write(self, capture: Capture, progress: SaveInFlight) -> list[Any] | None:
         """Writes a captured state as a durable step; on process 0, returns it for ``learn``.
 
         All processes have written before process 0 commits, and write nothing more afterwards.
@@ -163,7 +189,7 @@ class Writer:
 
     def _metrics(self, capture: Capture) -> dict[str, Any]:
         metrics, problem = capture.fetch_metrics()
-        if problem is not None:
+        if problem is not None and capture.reports_metrics:
             self._failures.report(problem, "ranking")
         return metrics
 
@@ -257,7 +283,11 @@ class Writer:
         self._is_recovered = False
 
     def _agree(
-        self, capture: Capture, metrics: Mapping[str, Any], stacked: Stacked, progress: Progress
+        self,
+        capture: Capture,
+        metrics: Mapping[str, Any],
+        stacked: Stacked,
+        progress: SaveInFlight,
     ) -> tuple[Agreed, list[bytes]]:
         """Makes the step's folder, and exchanges what the processes must know before they write.
 
@@ -288,7 +318,7 @@ class Writer:
         plan: Plan,
         arrays: Mapping[str, Stored],
         states: Sequence[bytes],
-        progress: Progress,
+        progress: SaveInFlight,
     ) -> Draft:
         """Finds what of the arrays is taken over, and what this process writes."""
         directory, processes, skipped = self._directory, self._processes, capture.skipped
@@ -312,7 +342,7 @@ class Writer:
         document, stored = {**document, **nodes}, {**here, **more}
         return Draft(directory.path / agreed.folder, document, plan, stored, here, division)
 
-    def _write_arrays(self, draft: Draft, progress: Progress) -> Mapping[str, Digests]:
+    def _write_arrays(self, draft: Draft, progress: SaveInFlight) -> Mapping[str, Digests]:
         """Takes over and writes arrays; returns the digests of what all processes have written."""
 
         def on_host(is_last: bool) -> None:
