@@ -234,7 +234,7 @@ def test_programs_on_devices_are_registered() -> None:
 
 # What torch.save has written is read without running code of it. DCP's metadata is a pickle by its
 # format: the one unpickler calls nothing that the metadata names (tests/formats/test_dcp.py).
-PICKLING = {"state_dict.py torch.save", "archives.py torch.load"}
+PICKLING = {"state_dict.py torch.save", "torch_files.py torch.load"}
 
 
 def test_nothing_is_pickled_or_evaluated() -> None:

@@ -33,7 +33,7 @@ from torchax_ckpt.errors import (
     UnsupportedLeafError,
 )
 from torchax_ckpt.formats import state_dict
-from torchax_ckpt.formats.opening import open_files
+from torchax_ckpt.formats.importing import open_files
 from torchax_ckpt.storage.arrays import read_arrays
 
 

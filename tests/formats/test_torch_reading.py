@@ -26,7 +26,7 @@ from torchax_ckpt.errors import (
     MismatchError,
     UnsupportedLeafError,
 )
-from torchax_ckpt.formats.opening import open_files
+from torchax_ckpt.formats.importing import open_files
 
 _WAYS = {
     "state_dict": lambda model, more: model.state_dict(),

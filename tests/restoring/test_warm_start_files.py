@@ -34,7 +34,7 @@ from torchax_ckpt.errors import (
     UninitializedLeafError,
     UnusableStateError,
 )
-from torchax_ckpt.formats import safetensors_io, tensor_files, untrusted_files
+from torchax_ckpt.formats import safetensors_io, tensor_files
 from torchax_ckpt.restoring import file_weights
 from torchax_ckpt.storage.arrays import assembly
 
@@ -556,7 +556,7 @@ def test_a_file_that_ends_too_early_is_damaged(tmp_path: Path) -> None:
         CorruptCheckpointError, match=r"expected 4 more bytes at \d+, found the end"
     ):
         tensor.read((slice(0, 8), slice(0, 8)))
-    with pytest.raises(CorruptCheckpointError, match="x.safetensors: mmap length"):
+    with pytest.raises(CorruptCheckpointError, match="x.safetensors: .*: mmap length"):
         tensor.read((slice(0, 8), slice(0, 7)))
 
 
@@ -624,7 +624,7 @@ def test_only_regular_files_of_some_size_are_opened(tmp_path: Path) -> None:
         safetensors_io.open_safetensors(tmp_path)
     index.unlink()
     with open(index, "wb") as sparse:
-        sparse.truncate(untrusted_files.MAX_METADATA_BYTES + 1)
+        sparse.truncate(tensor_files.MAX_METADATA_BYTES + 1)
     with pytest.raises(CorruptCheckpointError, match="expected at most 268435456 bytes"):
         warm_start(model, tmp_path)
 

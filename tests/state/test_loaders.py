@@ -17,7 +17,6 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 from torchax_ckpt import TorchaxCheckpointer
 from torchax_ckpt.errors import AttachError, MismatchError
 from torchax_ckpt.state import per_process_state
-from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.state.training_state import TrainingState
 
 
@@ -135,9 +134,8 @@ def resumed(document: Document, loaders: Sequence[Any], redistribute: Any = None
         of_process = per_process_state.document_of(
             nodes, index, len(loaders), "step 1", redistributes=attached.redistributes
         )
-        findings = Findings()
-        restoration = attached.prepare(of_process, findings)
-        assert not findings
+        restoration = attached.prepare(of_process, None)
+        assert not restoration.findings
         restoration.apply({name: leaves[name] for name in restoration.reads})
 
 

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 
 from support.training import before_enabling
 from torchax_ckpt import torchax_backend
-from torchax_ckpt.formats.opening import open_files
+from torchax_ckpt.formats.importing import open_files
 
 
 def save_torch(value: Any, path: Path, **how: Any) -> Path:

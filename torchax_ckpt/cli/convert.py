@@ -252,8 +252,7 @@ def import_(
     The optimizer and all other attached objects start anew, because only weights are imported. The
     command holds the directory's lease while it writes.
     """
-    from torchax_ckpt.formats.importing import import_weights, parsed_ties
-    from torchax_ckpt.formats.opening import open_files
+    from torchax_ckpt.formats.importing import import_weights, open_files, parsed_ties
 
     try:
         tied = parsed_ties(tie or ())

@@ -23,9 +23,16 @@ import numpy as np
 import torch
 
 from torchax_ckpt.errors import MismatchError, UnsupportedLeafError
-from torchax_ckpt.formats.archives import Section, load, members
-from torchax_ckpt.formats.tensor_files import FilePart, FileTensor, TensorFiles, require_stored
-from torchax_ckpt.formats.untrusted_files import MAX_METADATA_BYTES, in_folder, reading_file
+from torchax_ckpt.formats.tensor_files import (
+    MAX_METADATA_BYTES,
+    FilePart,
+    FileTensor,
+    TensorFiles,
+    in_folder,
+    reading_file,
+    require_stored,
+)
+from torchax_ckpt.formats.torch_files import Section, load, members
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import STORABLE_DTYPES
 

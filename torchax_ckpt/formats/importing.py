@@ -1,4 +1,4 @@
-"""Imports weights from files of other programs, as the first step of a new run.
+"""Opens weight files that other programs wrote; imports them as the first step of a new run.
 
 The weights are mapped into memory, so the host needs no memory for the whole model.
 """
@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import numpy as np
 
-from torchax_ckpt.errors import DirectoryError, UnsupportedLeafError
+from torchax_ckpt.errors import DirectoryError, SelectionError, UnsupportedLeafError
+from torchax_ckpt.formats.dcp import is_dcp, open_dcp
+from torchax_ckpt.formats.safetensors_io import is_safetensors, open_safetensors
 from torchax_ckpt.formats.tensor_files import NARROWED, TensorFiles
+from torchax_ckpt.formats.torch_files import is_torch_file, open_torch_file
 from torchax_ckpt.formats.weights import MODEL
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import IMPORTED, Manifest, installed_versions
@@ -32,6 +36,32 @@ from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import seals
 from torchax_ckpt.storage.medium.assets import Assets
 from torchax_ckpt.storage.writing import array_writer, step_writer
+
+
+def is_known(path: Path) -> bool:
+    """Returns whether the path is any file, or a directory with a DCP checkpoint or safetensors."""
+    return is_dcp(path) or is_torch_file(path) or is_safetensors(path)
+
+
+def open_files(path: Path, at: str | None = None) -> TensorFiles:
+    """Opens weights that another program wrote, without reading a tensor.
+
+    ``at`` are the keys that lead to the weights, joined with ``/``; None for the default place.
+    Raises SelectionError for ``at`` with safetensors, whose names are not nested; MismatchError
+    without tensors under ``at``; UnsupportedLeafError for what cannot be stored, or two tensors of
+    one name; CorruptCheckpointError; DirectoryError; and ImportError without the safetensors
+    library.
+    """
+    if is_dcp(path):
+        return open_dcp(path, at)
+    if is_torch_file(path):
+        return open_torch_file(path, at)
+    if at is not None:
+        raise SelectionError(
+            f"{path}: was written neither by torch.save nor by torch's DCP. Only these two formats "
+            f"have nested keys, to which at={at!r} could refer. Call again without at=."
+        )
+    return open_safetensors(path)
 
 
 def import_weights(

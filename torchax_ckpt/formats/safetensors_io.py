@@ -29,8 +29,14 @@ from torchax_ckpt.errors import (
     DirectoryError,
     UnsupportedLeafError,
 )
-from torchax_ckpt.formats.tensor_files import FilePart, FileTensor, TensorFiles
-from torchax_ckpt.formats.untrusted_files import MAX_METADATA_BYTES, in_folder, require_regular
+from torchax_ckpt.formats.tensor_files import (
+    MAX_METADATA_BYTES,
+    FilePart,
+    FileTensor,
+    TensorFiles,
+    in_folder,
+    require_regular,
+)
 from torchax_ckpt.formats.weights import Weights, as_dtype
 from torchax_ckpt.layout.batches import batches
 from torchax_ckpt.storage.medium import fsync, permissions

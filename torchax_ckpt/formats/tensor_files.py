@@ -1,6 +1,7 @@
 """Describes where files of other programs contain tensors, and reads regions of the tensors.
 
 A restore needs host memory for the regions that this host's devices hold, not for the whole model.
+Files are checked before they are opened, because anybody may have written them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import dataclasses
 import math
 import mmap
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,11 +26,64 @@ from torchax_ckpt.errors import (
     UnsupportedLeafError,
 )
 from torchax_ckpt.storage.arrays.assembly import Index, empty
+from torchax_ckpt.storage.medium import seals
+
+MAX_METADATA_BYTES = seals.MAX_JSON_BYTES
 
 # .to("jax") converts 64-bit integers to these dtypes, unless jax_enable_x64 is set.
 NARROWED = {"int64": "int32", "uint64": "uint32"}
 # Tensors that share elements may need as many bytes again as the files have, and this many more.
 _MAX_SHARED_BYTES = 256 << 20
+_ELEMENTS = "the elements of a tensor"
+
+
+def require_regular(path: Path, *, may_be_link: bool = False, max_bytes: int | None = None) -> None:
+    """Raises ValueError unless the path is a regular file, or a link to one, of ``max_bytes``.
+
+    A read from a pipe can block forever, and a read from a device may never end.
+    """
+    status = path.stat(follow_symlinks=may_be_link)
+    if not stat.S_ISREG(status.st_mode):
+        kind = "symbolic link" if stat.S_ISLNK(status.st_mode) else "folder or special file"
+        raise ValueError(f"{path.name!r:.80}: expected a regular file, found a {kind}")
+    if max_bytes is not None and status.st_size > max_bytes:
+        raise ValueError(
+            f"{path.name!r:.80}: expected at most {max_bytes} bytes, found a file of "
+            f"{status.st_size} bytes"
+        )
+
+
+def in_folder(folder: Path, name: Any) -> Path:
+    """Returns the path of a file in a folder; raises ValueError if the name leads elsewhere."""
+    if type(name) is not str:
+        raise ValueError(
+            "expected a string as the name of each file that the checkpoint lists, found a "
+            f"{type(name).__name__}"
+        )
+    if Path(name).name != name or name in ("", ".."):
+        raise ValueError(f"{name!r:.80} is not a file name")
+    return folder / name
+
+
+@contextlib.contextmanager
+def reading_file(
+    path: Path, expected: str, *, may_be_link: bool = False, max_bytes: int | None = None
+) -> Iterator[None]:
+    """Checks a file with ``require_regular``, and turns errors of the block, which reads the file.
+
+    An OSError becomes a DirectoryError (not now), another error a CorruptCheckpointError.
+    """
+    try:
+        require_regular(path, may_be_link=may_be_link, max_bytes=max_bytes)
+        yield
+    except OSError as error:
+        raise DirectoryError(f"{path} cannot be read: {error}", path=path) from error
+    except (CheckpointError, MemoryError):
+        raise
+    except Exception as error:  # zipfile's errors, and type errors from unexpected records
+        raise CorruptCheckpointError(
+            f"{path}: expected {expected}: {error!s:.200}", path=path
+        ) from error
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -136,7 +191,7 @@ class FileTensor:
             where: Any = (*in_result, ...)  # with it, a tensor without dims gives a view too
             region = result[where]
             missing -= region.size
-            with _reading(part):
+            with reading_file(part.path, _ELEMENTS, may_be_link=True):
                 located = part.located(result.dtype)
                 if not located.read_into(region, in_part):
                     region[...] = located.mapped(result.dtype)[in_part]
@@ -148,23 +203,10 @@ class FileTensor:
     def mapped(self) -> np.ndarray:
         """Returns the whole tensor: mapped if it is one part of a file, else copied into memory."""
         if self.is_one_part:
-            with _reading(self.parts[0]):
+            with reading_file(self.parts[0].path, _ELEMENTS, may_be_link=True):
                 dtype = np.dtype(self.dtype)
                 return self.parts[0].located(dtype).mapped(dtype)
         return self.read(tuple(slice(0, n) for n in self.shape))
-
-
-@contextlib.contextmanager
-def _reading(part: FilePart) -> Iterator[None]:
-    """Turns errors of reading a part into errors of this package, which name the file."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except (EOFError, ValueError) as error:  # mmap raises ValueError if a file is too short
-        raise CorruptCheckpointError(f"{part.path}: {error}", path=part.path) from error
-    except OSError as error:
-        raise DirectoryError(f"{part.path} cannot be read: {error}", path=part.path) from error
 
 
 @dataclasses.dataclass(frozen=True)

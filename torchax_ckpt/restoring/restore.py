@@ -7,7 +7,7 @@ cannot undo, all confirm that they have succeeded so far.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -19,19 +19,23 @@ from torchax_ckpt.layout.batches import batches
 from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.options import CheckpointOptions, TierName
 from torchax_ckpt.processes.coordination import Processes
+from torchax_ckpt.restoring.file_weights import FileWeights
 from torchax_ckpt.restoring.local_tier import HostSteps
 from torchax_ckpt.snapshot.device_memory import free_device_bytes
 from torchax_ckpt.snapshot.device_sizes import shard_bytes
 from torchax_ckpt.snapshot.sharding import Local
 from torchax_ckpt.state import per_process_state, random_state
-from torchax_ckpt.state.component import LeafRead, Restoration, Values
-from torchax_ckpt.state.findings import Findings
+from torchax_ckpt.state.component import LeafRead, Restoration
+from torchax_ckpt.state.findings import Call
 from torchax_ckpt.state.training_state import TrainingState
 from torchax_ckpt.stored.stored_step import StoredStep, about
 
 # The smallest bound for the parts that restore_in_budget frees and reads, in bytes per device. The
 # same bound applies if the free memory is unknown. Smaller parts would read stacks more often.
 _MIN_PART_BYTES = 64 << 20
+
+Source = StoredStep | HostSteps | FileWeights
+"""What leaves are read from."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +77,6 @@ def restore_attached(
 ) -> RestoreReport:
     """Restores a step into the attached objects: on all processes, or on none."""
     committed = source.committed
-    findings, selection = Findings(), selection or Selection()
     restores_rng = "rng" in attached.components and "rng" in source.document
     with about(committed), random_state.reset_after(on_success=not restores_rng):
         document = per_process_state.document_of(
@@ -83,74 +86,67 @@ def restore_attached(
             f"step {committed.step}",
             redistributes=attached.redistributes,
         )
-        restoration = attached.prepare(document, findings, selection)
-        if strict and findings:
-            raise findings.error(committed.step, str(committed.path))
-        restoration.require_filled()
-        source.require_plausible(restoration.reads)
-        path = str(committed.path)
-        apply(restoration, source.read_leaves, options, processes, committed.step, path)
-    is_verified = source.is_whole(restoration.reads, processes.count)
-    return report_of(committed.step, findings, selection, is_verified=is_verified)
+        plan = attached.prepare(document, selection)
+        step, path = committed.step, str(committed.path)
+        return carry_out(plan, source, options, processes, step, path, strict=strict)
 
 
-def report_of(
-    step: int | None, findings: Findings, selection: Selection, *, is_verified: bool
+def carry_out(
+    plan: Restoration,
+    source: Source,
+    options: CheckpointOptions,
+    processes: Processes,
+    step: int | None,
+    path: str,
+    *,
+    strict: bool,
+    call: Call = "restore",
 ) -> RestoreReport:
-    """Returns the report of a restore; ``step`` is None for files."""
+    """Reads the leaves of a restoration, then makes all of its changes or none.
+
+    With ``restore_in_budget``, reads and changes alternate; a failure after the first change leaves
+    no usable state (UnusableStateError). ``step`` is None for files.
+    """
+    findings = plan.findings
+    if strict and findings:
+        raise findings.error(step, path, call)
+    plan.require_filled("attach" if call == "restore" else call)
+    source.require_plausible(plan.reads)
+    if options.restore_in_budget:
+        _apply_in_budget(plan, source, processes, step, path)
+    else:
+        plan.apply(source.read_leaves(plan.reads), processes.meet)
     return RestoreReport(
         step,
         missing=tuple(findings.missing),
         unexpected=tuple(findings.unexpected),
         mismatched=dict(findings.mismatched),
-        left_out=(*(f"model/{name}" for name in selection.left_out), *findings.left_out),
-        is_verified=is_verified,
+        left_out=(*(f"model/{name}" for name in plan.selection.left_out), *findings.left_out),
+        is_verified=source.is_whole(plan.reads, processes.count),
     )
 
 
-def apply(
-    restoration: Restoration,
-    reader: Callable[[Mapping[str, LeafRead]], Values],
-    options: CheckpointOptions,
-    processes: Processes,
-    step: int | None,
-    path: str,
-) -> None:
-    """Reads the leaves of a restoration, then makes all of its changes or none.
-
-    With ``restore_in_budget``, reads and changes alternate; a failure after the first change leaves
-    no usable state (UnusableStateError).
-    """
-    if options.restore_in_budget:
-        _apply_in_budget(restoration, reader, processes, step, path)
-    else:
-        restoration.apply(reader(restoration.reads), processes.meet)
-
-
 def _apply_in_budget(
-    restoration: Restoration,
-    reader: Callable[[Mapping[str, LeafRead]], Values],
-    processes: Processes,
-    step: int | None,
-    path: str,
+    plan: Restoration, source: Source, processes: Processes, step: int | None, path: str
 ) -> None:
-    """Applies a restoration part by part; frees a part's old buffers before each read."""
-    reads = restoration.reads
-    early = {name for call in (*restoration.checks, *restoration.calls) for name in call.needs}
-    restoration.apply_calls(reader({name: reads[name] for name in early}), processes.meet)
+    """Makes changes part by part; frees a part's old buffers before each read."""
+    reads = plan.reads
+    early = {name for call in (*plan.checks, *plan.calls) for name in call.needs}
+    values = source.read_leaves({name: reads[name] for name in early})
+    plan.apply_calls(values, processes.meet)
     try:
         sizes, limit = _device_bytes(reads), _part_bytes(reads.values())
         for part in batches(
-            restoration.changes, lambda change: sum(sizes[n] for n in change.needs), limit
+            plan.changes, lambda change: sum(sizes[n] for n in change.needs), limit
         ):
             for change in part:
                 if change.release is not None:
                     change.release()
             needed = {name: reads[name] for change in part for name in change.needs}
-            restoration.apply_changes(part, reader(needed))
+            plan.apply_changes(part, source.read_leaves(needed))
         processes.meet()
     except BaseException as error:
-        for change in restoration.changes:
+        for change in plan.changes:
             if change.release is not None:
                 change.release()
         if isinstance(error, UnusableStateError):

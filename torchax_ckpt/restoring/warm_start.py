@@ -17,7 +17,7 @@ import numpy as np
 
 from torchax_ckpt import torchax_backend
 from torchax_ckpt.errors import SelectionError, StepNotFoundError
-from torchax_ckpt.formats import opening
+from torchax_ckpt.formats import importing
 from torchax_ckpt.formats.weights import MODEL, weights_at
 from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.options import CheckpointOptions
@@ -25,10 +25,10 @@ from torchax_ckpt.processes import liveness
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.restoring.fallback import newest_readable, reading
 from torchax_ckpt.restoring.file_weights import FileWeights
-from torchax_ckpt.restoring.restore import RestoreReport, apply, report_of
+from torchax_ckpt.restoring.restore import RestoreReport, carry_out
 from torchax_ckpt.runtime.step_number import as_step
 from torchax_ckpt.runtime.tracebacks import brief
-from torchax_ckpt.state.findings import Findings
+from torchax_ckpt.state.component import Restoration
 from torchax_ckpt.state.modules.module import ModuleComponent
 from torchax_ckpt.state.stored_entries import StoredModule
 from torchax_ckpt.state.training_state import as_rule, require_init, require_module
@@ -141,36 +141,33 @@ def warm_start(
     def start(
         source: StoredStep | FileWeights, module: StoredModule, path: str, step: int | None
     ) -> RestoreReport:
-        selection, findings = Selection(include, exclude, rename), Findings()
-        restoration = component.prepare_from(module, findings, selection, ties_again=True)
-        selection.require_used()
-        if strict and findings:
-            raise findings.error(step, path, "warm_start")
-        restoration.require_filled("warm_start")
-        source.require_plausible(restoration.reads)
-        apply(restoration, source.read_leaves, options, processes, step, path)
+        plan = Restoration(Selection(include, exclude, rename))
+        component.prepare_from(module, plan, ties_again=True)
+        plan.selection.require_used()
+        report = carry_out(
+            plan, source, options, processes, step, path, strict=strict, call="warm_start"
+        )
         logger.info("took weights from %s", path)
-        if again := [f"{a} (to {n})" for a, n in restoration.tied_again.items()]:
+        if again := [f"{a} (to {n})" for a, n in plan.tied_again.items()]:
             logger.info(
                 "tied again, because the model declares them as tied and the source has one value "
                 "for them: %s. Call model.tie_weights() after model.to('jax') in a program that "
                 "resumes: a start without warm_start needs the ties too",
                 ", ".join(again),
             )
-        is_verified = source.is_whole(restoration.reads, processes.count)
-        return report_of(step, findings, selection, is_verified=is_verified)
+        return report
 
     def converts(stored: str, live: str) -> bool:
         return stored == live or (cast and _are_floating(stored, live))
 
     path = Path(source)
-    if opening.is_known(path):
+    if importing.is_known(path):
         if step is not None:
             raise SelectionError(
                 f"{path}: expected step=None, because files of weights have no steps, found "
                 f"step={step}. Leave out the argument step"
             )
-        files = opening.open_files(path, at)
+        files = importing.open_files(path, at)
         with processes.round("taking weights from files"):
             weights = FileWeights(files, options)
             return start(weights, weights.module(converts), str(path), None)

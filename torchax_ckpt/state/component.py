@@ -1,8 +1,8 @@
 """What the components of a training state (modules, optimizers, ...) return to save and restore.
 
 ``capture()`` returns a component's present state as ``Captured``, without blocking the training.
-``prepare(node, findings, selection)`` compares a stored node with the live object, adds differences
-to ``findings``, changes nothing else, and returns the plan of the restore as ``Restoration``.
+``prepare(node, plan)`` compares a stored node with the live object, which it does not change, and
+adds to the plan of the restore, a ``Restoration``: differences, leaves to read, changes to make.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from torchax_ckpt.errors import (
 )
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node, array_nodes
+from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.snapshot.sharding import Local, Placement, placement_of
+from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.state.leaf import Array, Spec, require_jax_dtype
 from torchax_ckpt.state.pytree import Encoder, decode
 
@@ -153,6 +155,8 @@ class Change:
 class Restoration:
     """The plan of a restore: the leaves to read, then the changes to live objects, in order."""
 
+    selection: Selection = dataclasses.field(default_factory=Selection)
+    findings: Findings = dataclasses.field(default_factory=Findings)
     reads: dict[str, LeafRead] = dataclasses.field(default_factory=dict)
     # checks examine values that were read, before any change
     checks: list[Change] = dataclasses.field(default_factory=list)
@@ -171,16 +175,6 @@ class Restoration:
             require_jax_dtype(dtype or spec.dtype, node["array"])
         changed = None if dtype == spec.dtype else dtype
         self.reads[node["array"]] = LeafRead(node["array"], spec, placement, changed)
-
-    def extend(self, others: Iterable[Restoration]) -> None:
-        """Appends the reads and changes of other plans to this plan, in order."""
-        for other in others:
-            self.reads.update(other.reads)
-            self.checks.extend(other.checks)
-            self.calls.extend(other.calls)
-            self.changes.extend(other.changes)
-            self.unfilled.extend(other.unfilled)
-            self.tied_again.update(other.tied_again)
 
     def require_filled(self, call: str = "attach") -> None:
         """Raises UninitializedLeafError if a meta tensor would remain without data."""
@@ -230,14 +224,14 @@ class Restoration:
 def restore_by_call(
     node: Node,
     live: Captured,
-    restoration: Restoration,
+    plan: Restoration,
     *,
     where: str,
     owner: object,
     take: Callable[[Any], Any],
     put_back: Callable[[Any], Any] | None = None,
-) -> Change:
-    """Returns a change that passes the value that ``node`` describes to ``take``, the user's code.
+) -> None:
+    """Adds a call that passes the value that ``node`` describes to ``take``, the user's code.
 
     The undo passes the state ``live`` to ``put_back`` (default: ``take``). An array saved from a
     device goes to the placement of the live leaf of the same name and shape, else to the default
@@ -253,7 +247,7 @@ def restore_by_call(
             placement = placement_of(counterpart)
         else:
             placement = Local.DEFAULT_DEVICE
-        restoration.add_read(child, placement)
+        plan.add_read(child, placement)
 
     def call(values: Values) -> None:
         state = value_of(node, values)
@@ -274,7 +268,7 @@ def restore_by_call(
         # Rebuilt, so that it shares no mutable data with what was captured.
         (put_back or take)(value_of(live.form.node, arrays))
 
-    return Change(call, undo, needs=leaf_names(node))
+    plan.calls.append(Change(call, undo, needs=leaf_names(node)))
 
 
 def leaf_names(node: Node) -> tuple[str, ...]:

@@ -19,7 +19,6 @@ from torchax_ckpt import torchax_backend
 from torchax_ckpt.errors import AttachError, UnsupportedLeafError
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node, array_nodes
-from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.runtime import user_warnings
 from torchax_ckpt.snapshot.sharding import Local, Placement, placement_of, replicated_like
 from torchax_ckpt.state import node_checks
@@ -207,14 +206,14 @@ class OptimizerComponent:
     # --- restoring ---
 
     @torchax_backend.native_torch()
-    def prepare(self, node: Node, findings: Findings, selection: Selection) -> Restoration:
+    def prepare(self, node: Node, plan: Restoration) -> None:
         """Compares a stored optimizer with the live one; unselected parameters keep their state."""
-        restoration = Restoration()
+        findings, selection = plan.findings, plan.selection
         where = names.join(self.key_path)
         if not (isinstance(node, dict) and "class" in node):
             findings.missing.append(where)
             findings.unexpected += leaf_names(node)
-            return restoration
+            return
         (stored_class,) = node_checks.texts([node["class"]], where)
         stored = StoredOptimizer.of_node(node, where)
         if groupless := stored.state.keys() - stored.group_of:
@@ -227,7 +226,7 @@ class OptimizerComponent:
         if stored_class != (live_class := type(self.optimizer).__qualname__):
             findings.mismatch(where, live_class, stored_class)
             findings.has_other_optimizer = True
-            return restoration
+            return
         group_of, state = stored.group_of, stored.state
         # A save may have named a tied parameter by another of its names.
         name_of = {
@@ -243,7 +242,7 @@ class OptimizerComponent:
         findings.unexpected += [f"{where}/{name}" for name in group_of if name not in live]
         findings.left_out += [f"{where}/{name}" for name in stored.left_out]
         homes = self._placements()
-        self._prepare_groups(group_of, name_of, homes, findings, restoration)
+        self._prepare_groups(group_of, name_of, homes, plan)
         for name, parameter in live.items():
             if name not in group_of:
                 continue
@@ -254,14 +253,12 @@ class OptimizerComponent:
                 found = f"state of {model_name} as stored, which differs"
                 findings.mismatch(f"{where}/{name}", expected, found)
                 continue
-            home = homes[id(parameter)]
-            self._prepare_state(name, parameter, home, state.get(name), findings, restoration)
+            self._prepare_state(name, parameter, homes[id(parameter)], state.get(name), plan)
         if restored := [p for name, p in live.items() if name in group_of]:
-            self._prepare_other_state(stored.other_state, homes[id(restored[0])], restoration)
-        return restoration
+            self._prepare_other_state(stored.other_state, homes[id(restored[0])], plan)
 
     def _prepare_other_state(
-        self, stored: Mapping[Any, Node], home: Placement, restoration: Restoration
+        self, stored: Mapping[Any, Node], home: Placement, plan: Restoration
     ) -> None:
         """Adds a write that replaces the state under keys that are not parameters."""
 
@@ -270,15 +267,14 @@ class OptimizerComponent:
                 del self.optimizer.state[key]
             self.optimizer.state.update(rebuilt)
 
-        _add_write(restoration, stored, _other_state(self.optimizer), replace, None, home)
+        _add_write(plan, stored, _other_state(self.optimizer), replace, None, home)
 
     def _prepare_groups(
         self,
         group_of: Mapping[str, StoredGroup],
         name_of: Mapping[int, str],
         homes: Mapping[int, Placement],
-        findings: Findings,
-        restoration: Restoration,
+        plan: Restoration,
     ) -> None:
         """Adds writes that give each group the hyperparameters stored for its parameters."""
         for index, group in enumerate(self.optimizer.param_groups):
@@ -296,14 +292,14 @@ class OptimizerComponent:
                 if first.get(key) != other.get(key)
             }
             for key in sorted(differing):
-                findings.mismatch(
+                plan.findings.mismatch(
                     f"{where}/{key}",
                     "one value for the group",
                     f"different values: its parameters come from stored groups {sorted(sources)}",
                 )
             stored = {key: node for key, node in first.items() if key not in differing}
             home = homes[id(group["params"][0])]
-            _add_write(restoration, stored, dict(group), group.update, None, home)
+            _add_write(plan, stored, dict(group), group.update, None, home)
 
     def _prepare_state(
         self,
@@ -311,8 +307,7 @@ class OptimizerComponent:
         parameter: torch.Tensor,
         home: Placement,
         node: Node | None,
-        findings: Findings,
-        restoration: Restoration,
+        plan: Restoration,
     ) -> None:
         """Adds a write that restores or, without a node, removes the state of one parameter."""
         live = self.optimizer.state.get(parameter) or {}
@@ -321,12 +316,12 @@ class OptimizerComponent:
         unfit = [
             key
             for key, child in stored.items()
-            if not _fits(child, live.get(key), f"{where}/{names.escape(str(key))}", findings)
+            if not _fits(child, live.get(key), f"{where}/{names.escape(str(key))}", plan.findings)
         ]
         if unfit:
             if len(unfit) < len(stored):  # no entry is restored unless all fit
                 differing = ", ".join(map(str, unfit))
-                findings.mismatch(where, "entries that all fit", f"differences in {differing}")
+                plan.findings.mismatch(where, "entries that all fit", f"differences in {differing}")
             return
 
         def replace(rebuilt: dict[Any, Any]) -> None:
@@ -342,11 +337,11 @@ class OptimizerComponent:
                 torchax_backend.release(value)
 
         shape = tuple(parameter.shape)
-        _add_write(restoration, stored, live, replace, shape, home).release = release
+        _add_write(plan, stored, live, replace, shape, home).release = release
 
 
 def _add_write(
-    restoration: Restoration,
+    plan: Restoration,
     stored: Mapping[Any, Node],
     live: Mapping[Any, Any],
     replace: Callable[[dict[Any, Any]], None],
@@ -357,14 +352,14 @@ def _add_write(
     needs = []
     for key, child in stored.items():
         for leaf in array_nodes(child):
-            restoration.add_read(leaf, _placement(leaf, live.get(key), parameter_shape, home))
+            plan.add_read(leaf, _placement(leaf, live.get(key), parameter_shape, home))
             needs.append(leaf["array"])
 
     def do(values: Values) -> None:
         replace({k: _rebuilt(child, live.get(k), values) for k, child in stored.items()})
 
-    restoration.changes.append(Change(do, needs=tuple(needs)))
-    return restoration.changes[-1]
+    plan.changes.append(Change(do, needs=tuple(needs)))
+    return plan.changes[-1]
 
 
 def unwrapped(value: Any) -> Any:

@@ -14,7 +14,6 @@ import torch
 from torchax_ckpt import torchax_backend
 from torchax_ckpt.errors import UnsupportedLeafError
 from torchax_ckpt.layout.manifest import Node, array_nodes
-from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.snapshot.sharding import Local, placement_of
 from torchax_ckpt.state import node_checks
 from torchax_ckpt.state.component import (
@@ -25,7 +24,6 @@ from torchax_ckpt.state.component import (
     leaf_names,
     value_of,
 )
-from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.state.leaf import Spec
 
 
@@ -47,9 +45,8 @@ class RandomStateComponent:
             )
         return encoded(_get(), self.key_path)
 
-    def prepare(self, node: Node, findings: Findings, selection: Selection) -> Restoration:
-        """Returns the plan to set torchax's key and the generators' states."""
-        restoration = Restoration()
+    def prepare(self, node: Node, plan: Restoration) -> None:
+        """Plans to set torchax's key and the generators' states."""
         stored = node_checks.fields(node, "rng")
         if stored.keys() != _TRIALS.keys():
             raise node_checks.corrupt(
@@ -58,15 +55,12 @@ class RandomStateComponent:
         for child in array_nodes(node):
             on_device = Spec.of_node(child).on_device
             placement = _key_placement() if on_device else Local.HOST
-            restoration.add_read(child, placement)
+            plan.add_read(child, placement)
         needs = leaf_names(node)
         # The check tries the state on throwaway generators. The random state is set last, because
         # loading other state may draw random numbers.
-        restoration.checks.append(
-            Change(lambda values: _check(value_of(node, values)), needs=needs)
-        )
-        restoration.changes.append(Change(lambda values: _set(value_of(node, values)), needs=needs))
-        return restoration
+        plan.checks.append(Change(lambda values: _check(value_of(node, values)), needs=needs))
+        plan.changes.append(Change(lambda values: _set(value_of(node, values)), needs=needs))
 
 
 class RandomState:

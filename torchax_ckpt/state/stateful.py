@@ -14,10 +14,9 @@ import torch
 from torchax_ckpt.errors import AttachError
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node
-from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.runtime import user_warnings
 from torchax_ckpt.state.component import Captured, Restoration, encoded, restore_by_call
-from torchax_ckpt.state.findings import Findings, type_name
+from torchax_ckpt.state.findings import type_name
 from torchax_ckpt.state.functional import PytreeCapture
 from torchax_ckpt.state.per_process_state import LOADER, SavedStates
 
@@ -62,11 +61,8 @@ class StatefulComponent:
         state = getattr(self.value, self._methods[0])()
         return state if self._methods == _STATE_DICT else _plain(state)
 
-    def prepare(
-        self, node: Node | SavedStates, findings: Findings, selection: Selection
-    ) -> Restoration:
-        """Returns the plan to give the object its stored state; a failure puts the old one back."""
-        restoration = Restoration()
+    def prepare(self, node: Node | SavedStates, plan: Restoration) -> None:
+        """Plans to give the object its stored state; a failure puts the old one back."""
         load = getattr(self.value, self._methods[1])
 
         def take(state: Any) -> None:
@@ -83,18 +79,16 @@ class StatefulComponent:
             take(node.share(self._redistribute(states, node.count)))
 
         is_shared = isinstance(node, SavedStates)
-        write = restore_by_call(
+        restore_by_call(
             list(node.nodes) if isinstance(node, SavedStates) else node,
             # Of a state that was donated, the leaves that are not put back need not be alive.
             encoded(self._present_state(), self.key_path),
-            restoration,
+            plan,
             where=names.join(self.key_path),
             owner=self.value,
             take=take_share if is_shared else take,
             put_back=take,
         )
-        restoration.calls.append(write)
-        return restoration
 
 
 def _methods_of(value: object) -> tuple[str, str] | None:

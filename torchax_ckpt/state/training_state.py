@@ -16,7 +16,7 @@ from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.snapshot.sharding import Placement, auto_axes, resolve_rule
 from torchax_ckpt.state import functional, node_checks
 from torchax_ckpt.state.component import Captured, Combined, Restoration, leaf_names
-from torchax_ckpt.state.findings import Findings, type_name
+from torchax_ckpt.state.findings import type_name
 from torchax_ckpt.state.modules.module import Init, ModuleComponent, Rule
 from torchax_ckpt.state.modules.ties import warn_of_lost_ties
 from torchax_ckpt.state.optimizer import OptimizerComponent, unwrapped
@@ -116,34 +116,30 @@ class TrainingState:
             if isinstance(slot.tensor, torch.nn.Parameter) and not slot.tensor.requires_grad
         )
 
-    def prepare(
-        self, document: Mapping[str, Node], findings: Findings, selection: Selection | None = None
-    ) -> Restoration:
+    def prepare(self, document: Mapping[str, Node], selection: Selection | None) -> Restoration:
         """Compares a stored document with the attached objects; refuses unused patterns."""
-        selection = selection or Selection()
-        restorations = []
+        plan = Restoration(selection or Selection())
         is_functional, is_imported = FUNCTIONAL in document, IMPORTED in document
         for name, component in self.components.items():
             if name in document:
-                restorations.append(component.prepare(document[name], findings, selection))
+                component.prepare(document[name], plan)
             elif not (is_imported or (is_functional and name in _TRAINED)):
-                findings.missing.append(name)
+                plan.findings.missing.append(name)
         for name, node in document.items():
             if name in self.components or name in (FUNCTIONAL, IMPORTED):
                 continue
             if name == "rng" and not self._rng:
                 continue
-            findings.unexpected += leaf_names(node) or [name]
-        selection.require_used()
-        result = Restoration()
-        result.extend(restorations)
-        return result
+            plan.findings.unexpected += leaf_names(node) or [name]
+        plan.selection.require_used()
+        return plan
 
     def prepare_fresh(self) -> Restoration:
         """Returns the plan of a start without checkpoint: fill meta tensors, shard by the rule."""
-        result = Restoration()
-        result.extend(module.prepare_fresh() for module in self._modules)
-        return result
+        plan = Restoration()
+        for module in self._modules:
+            module.prepare_fresh(plan)
+        return plan
 
 
 class _Group:
@@ -161,10 +157,8 @@ class _Group:
     def capture(self) -> Captured:
         return self._combined([member.capture() for member in self._members.values()])
 
-    def prepare(
-        self, node: Node | SavedStates, findings: Findings, selection: Selection
-    ) -> Restoration:
-        restoration = Restoration()
+    def prepare(self, node: Node | SavedStates, plan: Restoration) -> None:
+        findings = plan.findings
         states = node if isinstance(node, SavedStates) else None
         if states is not None:
             node = states.nodes[0]
@@ -176,12 +170,11 @@ class _Group:
         for name, member in self._members.items():
             if name in stored:
                 child = stored[name] if states is None else states.of_member(name, where)
-                restoration.extend([member.prepare(child, findings, selection)])
+                member.prepare(child, plan)
             else:
                 findings.missing.append(names.join((*self._key_path, name)))
         for name in stored.keys() - self._members.keys():
             findings.unexpected.append(names.join((*self._key_path, name)))
-        return restoration
 
 
 Component = ModuleComponent | OptimizerComponent | StatefulComponent | RandomStateComponent | _Group

@@ -18,7 +18,7 @@ from torchax_ckpt.formats.huggingface.model_files import (
     TOKENIZER,
 )
 from torchax_ckpt.formats.safetensors_io import export_safetensors
-from torchax_ckpt.formats.untrusted_files import require_regular
+from torchax_ckpt.formats.tensor_files import require_regular
 from torchax_ckpt.formats.weights import Weights
 from torchax_ckpt.layout import names
 from torchax_ckpt.storage.medium import assets

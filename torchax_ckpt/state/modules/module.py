@@ -177,29 +177,24 @@ class ModuleComponent:
 
     # --- restoring ---
 
-    def prepare(self, node: Node, findings: Findings, selection: Selection) -> Restoration:
-        """Compares a module's node with the selected live tensors; returns the restore's plan."""
+    def prepare(self, node: Node, plan: Restoration) -> None:
+        """Compares a module's node with the selected live tensors, and plans the restore."""
         if isinstance(node, dict) and "ties" in node:
             stored = StoredModule.of_node(node, names.join(self.key_path))
         else:
-            findings.unexpected += leaf_names(node)
+            plan.findings.unexpected += leaf_names(node)
             stored = StoredModule({}, {})
-        return self.prepare_from(stored, findings, selection)
+        self.prepare_from(stored, plan)
 
     def prepare_from(
-        self,
-        stored: StoredModule,
-        findings: Findings,
-        selection: Selection,
-        *,
-        ties_again: bool = False,
-    ) -> Restoration:
+        self, stored: StoredModule, plan: Restoration, *, ties_again: bool = False
+    ) -> None:
         """Does what ``prepare`` does, from a checkpoint or weight files.
 
         With ``ties_again``, separate tensors that the model declares as tied become one tensor
         again if there is one stored value for them.
         """
-        restoration = Restoration()
+        findings, selection = plan.findings, plan.selection
         live = {slot.fqn: slot for slot in self.slots()}
         self._match_wrapped(stored, selection)
         stored = stored.selected(selection, self.key_path[1:])
@@ -229,25 +224,23 @@ class ModuleComponent:
                 elif expected := self._expected_if_fits(slot, stored, sources[0], findings):
                     supplied.update(member.fqn for member in merged.members)
                     node = stored.tensors[sources[0]]
-                    restoration.add_read(node, self._placement(slot), expected.dtype)
+                    plan.add_read(node, self._placement(slot), expected.dtype)
                     leaf = node["array"]
-                    restoration.changes.append(
+                    plan.changes.append(
                         Change(_writer(slot, leaf), needs=(leaf,), release=merged.release)
                     )
         if tied := [m for m in chosen if m.replaced and m.slot.fqn in supplied]:
-            restoration.calls.append(ties.tying(self.module, tied))
+            plan.calls.append(ties.tying(self.module, tied))
             for merged in tied:
-                restoration.tied_again |= merged.replaced
+                plan.tied_again |= merged.replaced
         findings.unexpected += [self.name(fqn) for fqn in stored.tensors if fqn not in considered]
         findings.lacks_ties |= bool(findings.missing) and any(
             self.name(a) in findings.missing and b in considered
             for alias, fqn in ties.lost_ties(self.module).items()
             for a, b in ((alias, fqn), (fqn, alias))
         )
-        self._prepare_extra_state(stored, findings, selection, restoration)
-        self._fill_rest(restoration, supplied)
-        self._reshard_rest(restoration, supplied)
-        return restoration
+        self._prepare_extra_state(stored, plan)
+        self._prepare_rest(plan, supplied)
 
     def _match_wrapped(self, stored: StoredModule, selection: Selection) -> None:
         """Lets the selection match names that differ by wrappers; process 0 logs it once."""
@@ -277,66 +270,39 @@ class ModuleComponent:
         findings.mismatch(self.name(slot.fqn), expected.content(), spec.content())
         return None
 
-    def _prepare_extra_state(
-        self,
-        stored: StoredModule,
-        findings: Findings,
-        selection: Selection,
-        restoration: Restoration,
-    ) -> None:
+    def _prepare_extra_state(self, stored: StoredModule, plan: Restoration) -> None:
         if stored.extra_state is None:
             return
         modules = {
             path: module
             for path, module in self._extra_state_modules.items()
-            if self._is_selected(selection, extra_state_key(path))
+            if self._is_selected(plan.selection, extra_state_key(path))
         }
         for path in dict.fromkeys((*modules, *stored.extra_state)):
             key_path = (*self.key_path, path, EXTRA_STATE)
             where = names.join(key_path)
             if path not in stored.extra_state:
-                findings.missing.append(where)
+                plan.findings.missing.append(where)
                 continue
             child = stored.extra_state[path]
             node_checks.check(child, where)
             if path not in modules:
-                findings.unexpected.append(where)
+                plan.findings.unexpected.append(where)
                 continue
             module = modules[path]
             live = encoded(module.get_extra_state(), key_path)
-            restoration.calls.append(
-                restore_by_call(
-                    child,
-                    live,
-                    restoration,
-                    where=where,
-                    owner=module,
-                    take=module.set_extra_state,
-                )
-            )
+            take = module.set_extra_state
+            restore_by_call(child, live, plan, where=where, owner=module, take=take)
 
     # --- tensors that no checkpoint supplies ---
 
-    def prepare_fresh(self) -> Restoration:
-        """Returns the plan of a start without checkpoint: fill meta tensors, shard by the rule."""
-        restoration = Restoration()
+    def prepare_fresh(self, plan: Restoration) -> None:
+        """Plans a start without checkpoint: fill meta tensors, shard by the rule."""
         self._refresh()
-        self._fill_rest(restoration, set())
-        self._reshard_rest(restoration, set())
-        return restoration
+        self._prepare_rest(plan, set())
 
-    def _reshard_rest(self, restoration: Restoration, supplied: set[str]) -> None:
-        """Adds writes that reshard, by the rule, device tensors that are not in ``supplied``."""
-        if self._rule is None:
-            return
-        for slot in self._slots:
-            if slot.fqn not in supplied and torchax_backend.is_device_tensor(slot.tensor):
-                placement = self._placement(slot)
-                if isinstance(placement, Sharding):
-                    restoration.changes.append(Change(_resharder(slot, placement)))
-
-    def _fill_rest(self, restoration: Restoration, supplied: set[str]) -> None:
-        """Adds writes that fill the meta tensors that are not in ``supplied``."""
+    def _prepare_rest(self, plan: Restoration, supplied: set[str]) -> None:
+        """Plans what happens to tensors not in ``supplied``: meta are filled, others resharded."""
         empty = [s for s in self._slots if s.is_meta and s.fqn not in supplied]
         known = {} if all(s.persistent for s in empty) else rebuilt_buffers(self.module)
         for slot in empty:
@@ -347,11 +313,16 @@ class ModuleComponent:
                 abstract = AbstractTensor(self._expected(slot), placement, is_buffer=is_buffer)
                 value = self._init(self._user_name(slot.fqn), abstract)
             if value is None:
-                restoration.unfilled.append(self.name(slot.fqn))
+                plan.unfilled.append(self.name(slot.fqn))
                 continue
             expected, placement = self._expected(slot), self._placement(slot)
             array = on_placement(value, expected, placement, self.name(slot.fqn))
-            restoration.changes.append(Change(_filler(slot, array)))
+            plan.changes.append(Change(_filler(slot, array)))
+        for slot in self._slots if self._rule is not None else ():
+            if slot.fqn not in supplied and torchax_backend.is_device_tensor(slot.tensor):
+                placement = self._placement(slot)
+                if isinstance(placement, Sharding):
+                    plan.changes.append(Change(_resharder(slot, placement)))
 
     # --- one slot ---
 
