@@ -39,8 +39,8 @@ logger = logging.getLogger(__name__)
 EXIT_CODE = 128 + signal.SIGTERM
 # Signals within this time count as one notice, because GNU timeout sends its child two in a row.
 _ONE_NOTICE_SECS = 0.1
-# To the thread that reads the pipe; no numbers of signals.
-_WAKE, _MISSED = b"\0", b"\xff"
+# To the thread that reads the pipe, beside the numbers of signals, which Python writes.
+_WAKE, _HANDLED = 0, 255
 
 
 class Preemption:
@@ -135,7 +135,7 @@ class _Watch:
         self.was_early: bool | None = None
         self._listeners: weakref.WeakSet[Preemption] = weakref.WeakSet()
         self._grace_secs = 0.0
-        self._first_heard: float | None = None
+        self._first_noticed: dict[int, float] = {}
         self._said: set[str] = set()
         self._pipe: tuple[int, int] | None = None
         self._task: Task | None = None
@@ -183,18 +183,15 @@ class _Watch:
             read_end, write_end = self._pipe = os.pipe()
             os.set_blocking(write_end, False)
             self._previous = previous
-            self._first_heard = None
+            self._first_noticed = {}
             self._task = Task("sigterm", functools.partial(self._run, read_end))
             self._task.start()
             self._take_wakeup_fd()
             signal.signal(signal.SIGTERM, self._handle)
         return self._pipe is not None
 
-    def _take_wakeup_fd(self) -> bool:
-        """Sets a pipe as Python's wakeup descriptor; returns False if another one was set.
-
-        Keeps the other one, to pass signals on.
-        """
+    def _take_wakeup_fd(self) -> None:
+        """Sets a pipe as Python's wakeup descriptor; keeps the previous one, to pass signals on."""
         assert self._pipe is not None
         current = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         if current not in (-1, self._pipe[1]):
@@ -203,14 +200,13 @@ class _Watch:
                 # may be writing to that number.
                 duplicate = os.dup(current) if self._chained is None else self._chained[1]
                 self._chained = current, os.dup2(current, duplicate, inheritable=False)
-        return current == self._pipe[1]
 
     def _uninstall(self) -> None:
         assert self._pipe is not None
         assert self._task is not None
         write_end = self._pipe[1]
         ours = self._give_back()
-        os.write(write_end, _WAKE)
+        os.write(write_end, bytes([_WAKE]))
         self._task.ended.wait()
         for fd in ours:
             os.close(fd)
@@ -244,20 +240,26 @@ class _Watch:
     # --- receiving signals ---
 
     def _handle(self, signum: int, frame: types.FrameType | None) -> None:
-        """Passes a SIGTERM on; lets ``reached`` tell of it before the thread runs again."""
+        """Tells the thread of a SIGTERM, and lets ``reached`` tell of it before the thread runs.
+
+        Another library may have replaced the descriptor, so that the thread heard nothing.
+        """
         if self._pipe is None:  # another library has restored this handler since it was removed
-            self._notice()
+            self._notice(_HANDLED)
         else:
             if self._listeners and self.noticed_at is None:
                 self.noticed_at = time.monotonic()
-            if not self._take_wakeup_fd():
-                with contextlib.suppress(OSError):
-                    os.write(self._pipe[1], _MISSED)
+            with contextlib.suppress(OSError):
+                os.write(self._pipe[1], bytes([_HANDLED]))
         if callable(self._previous):
             self._previous(signum, frame)
 
-    def _notice(self) -> None:
-        """Records a SIGTERM; ends the process at one that comes over 0.1 s after the first."""
+    def _notice(self, byte: int) -> None:
+        """Records a SIGTERM; ends the process at one that comes over 0.1 s after the first.
+
+        Each SIGTERM may be heard twice: as its number, at once, and as ``_HANDLED``, which Python's
+        handler may write seconds later. Hence the times of the two are not compared.
+        """
         now = time.monotonic()
         if self.noticed_at is None:
             if not self._listeners:
@@ -265,9 +267,7 @@ class _Watch:
                     _end("SIGTERM")
                 return
             self.noticed_at = now
-        if self._first_heard is None:
-            self._first_heard = now
-        if now - self._first_heard > _ONE_NOTICE_SECS:
+        if now - self._first_noticed.setdefault(byte, now) > _ONE_NOTICE_SECS:
             _end("a second SIGTERM")
 
     def _run(self, read_end: int) -> None:
@@ -283,12 +283,12 @@ class _Watch:
             signals = os.read(read_end, 4096)
             if self._pipe is None or self._pipe[0] != read_end:
                 return
-            others = signals.replace(_WAKE, b"").replace(_MISSED, b"")
-            if others and self._chained is not None:
+            numbers = bytes(byte for byte in signals if byte not in (_WAKE, _HANDLED))
+            if numbers and self._chained is not None:
                 with contextlib.suppress(OSError):
-                    os.write(self._chained[1], others)
-            if signal.SIGTERM in signals or _MISSED in signals:
-                self._notice()
+                    os.write(self._chained[1], numbers)
+            for byte in {signal.SIGTERM, _HANDLED} & {*signals}:
+                self._notice(byte)
             if self.noticed_at is not None and not is_logged:
                 is_logged = True
                 # On another thread, because the logging lock may be held forever.
