@@ -6,9 +6,10 @@ import _thread
 import importlib.util
 import os
 import sys
+import traceback
 from typing import Any
 
-from torchax_ckpt.cli.exit_codes import INTERRUPTED, USAGE
+from torchax_ckpt.cli.exit_codes import FAILED, INTERRUPTED, USAGE
 
 _EXTRA = ("jinja2", "rich", "safetensors", "typer")
 
@@ -33,8 +34,12 @@ def main() -> None:
         from torchax_ckpt.cli.app import app
 
         app(prog_name="torchax-ckpt")
-    except KeyboardInterrupt:  # raised during the imports; each command handles later ones itself
+    # Raised during the imports; each command handles later ones itself.
+    except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+    except Exception:
+        traceback.print_exc()
+        sys.exit(FAILED)
 
 
 def _interrupt_again(unraisable: Any) -> None:

@@ -10,36 +10,42 @@ import typer
 
 from torchax_ckpt.cli.exit_codes import EPILOG, ends_well
 
-# Command -> its function, whose parameters are the command's options.
+# Command -> its function, whose parameters are the command's options, and what it does.
 COMMANDS = {
-    "ls": "show.list_steps",
-    "show": "show.show",
-    "verify": "show.verify",
-    "diff": "show.diff",
-    "report": "report.report",
-    "plan": "plan.plan",
-    "follow": "follow.follow",
-    "export": "convert.export",
-    "import": "convert.import_",
-    "prune": "prune.prune",
-    "copy": "prune.copy",
+    "ls": ("show.list_steps", "Lists the steps of a run."),
+    "show": ("show.show", "Lists the leaves of a step."),
+    "verify": ("show.verify", "Compares every byte of a step with the digests of the save."),
+    "diff": ("show.diff", "Compares every bit of two steps."),
+    "report": ("report.report", "Writes one HTML page about a run."),
+    "plan": ("plan.plan", "Computes checkpoint size, save interval and goodput."),
+    "follow": ("follow.follow", "Publishes the steps of a run as folders while it trains."),
+    "export": ("convert.export", "Writes the weights of a step to files for other programs."),
+    "import": ("convert.import_", "Writes weights of another program as step 0 of a new run."),
+    "prune": ("prune.prune", "Lists or deletes the steps that no given rule keeps."),
+    "copy": ("prune.copy", "Copies steps to another directory, and verifies each copy."),
 }
 
 
 class _Commands(typer.core.TyperGroup):
-    """Imports a command when it is asked for, so that no command waits for what others need."""
+    """Lists all commands, and imports one when it is called."""
 
-    def list_commands(self, ctx: Any) -> list[str]:
-        return list(COMMANDS)
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands = {
+            name: typer.core.TyperCommand(name, help=t[1]) for name, t in COMMANDS.items()
+        }
 
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in COMMANDS:
-            return None
-        file, _, function = COMMANDS[cmd_name].partition(".")
-        module = importlib.import_module(f"torchax_ckpt.cli.{file}")
-        single = typer.Typer(add_completion=False, **_STYLE)
-        single.command(cmd_name, epilog=EPILOG)(ends_well(getattr(module, function)))
-        return typer.main.get_command(single)
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, listed, left = super().resolve_command(ctx, args)
+        return name, _imported(name) if name and listed else None, left
+
+
+def _imported(name: str) -> Any:
+    file, _, function = COMMANDS[name][0].partition(".")
+    module = importlib.import_module(f"torchax_ckpt.cli.{file}")
+    single = typer.Typer(add_completion=False, **_STYLE)
+    single.command(name, epilog=EPILOG)(ends_well(getattr(module, function)))
+    return typer.main.get_command(single)
 
 
 _STYLE: dict[str, Any] = {
