@@ -37,28 +37,27 @@ def show(process: subprocess.Popen[str]) -> str:
     assert isinstance(process.args, list)
     print(f"\n$ python {' '.join(process.args[1:])}", flush=True)
     digest = ""
-    with process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            print(f"  {line}", end="", flush=True)
-            digest = line.partition("final state: ")[2].strip() or digest
-    return digest
+    assert process.stdout is not None
+    for line in process.stdout:
+        print(f"  {line}", end="", flush=True)
+        digest = line.partition("final state: ")[2].strip() or digest
+    return digest if process.wait() == 0 else ""
 
 
 def main() -> int:
     shutil.rmtree(DIRECTORY, ignore_errors=True)
-    # Its few lines wait in the pipe.
-    uninterrupted = train("uninterrupted")
     crash_at = random.randrange(60, 160)
-    killed = train("killed", "--crash-at", str(crash_at))
-    show(killed)
-    if was_killed := killed.returncode == -signal.SIGKILL:
+    # The few lines of the uninterrupted run wait in the pipe.
+    with train("uninterrupted") as uninterrupted:
+        with train("killed", "--crash-at", str(crash_at)) as killed:
+            show(killed)
+        if killed.returncode != -signal.SIGKILL:
+            print(f"expected a death at step {crash_at}, found exit code {killed.returncode}")
+            return 1
         print("  (killed)")
-        resumed = show(train("killed", "--seed", "1"))
-    expected = show(uninterrupted)
-    if not was_killed:
-        print(f"expected a death at step {crash_at}, but exit code {killed.returncode} was found")
-        return 1
+        with train("killed", "--seed", "1") as again:
+            resumed = show(again)
+        expected = show(uninterrupted)
     print(f"\nuninterrupted:       {expected}\nkilled and resumed:  {resumed}")
     if not expected or resumed != expected:
         print("DIFFERENT: the resumed run ended with other bits than the uninterrupted one.")

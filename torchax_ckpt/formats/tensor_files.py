@@ -34,7 +34,6 @@ MAX_METADATA_BYTES = seals.MAX_JSON_BYTES
 NARROWED = {"int64": "int32", "uint64": "uint32"}
 # Tensors that share elements may need as many bytes again as the files have, and this many more.
 _MAX_SHARED_BYTES = 256 << 20
-_ELEMENTS = "the elements of a tensor"
 
 
 def require_regular(path: Path, *, may_be_link: bool = False, max_bytes: int | None = None) -> None:
@@ -191,7 +190,7 @@ class FileTensor:
             where: Any = (*in_result, ...)  # with it, a tensor without dims gives a view too
             region = result[where]
             missing -= region.size
-            with reading_file(part.path, _ELEMENTS, may_be_link=True):
+            with _reading(part):
                 located = part.located(result.dtype)
                 if not located.read_into(region, in_part):
                     region[...] = located.mapped(result.dtype)[in_part]
@@ -203,10 +202,23 @@ class FileTensor:
     def mapped(self) -> np.ndarray:
         """Returns the whole tensor: mapped if it is one part of a file, else copied into memory."""
         if self.is_one_part:
-            with reading_file(self.parts[0].path, _ELEMENTS, may_be_link=True):
+            with _reading(self.parts[0]):
                 dtype = np.dtype(self.dtype)
                 return self.parts[0].located(dtype).mapped(dtype)
         return self.read(tuple(slice(0, n) for n in self.shape))
+
+
+@contextlib.contextmanager
+def _reading(part: FilePart) -> Iterator[None]:
+    """Turns errors of reading a part into errors of this package, which name the file."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (EOFError, OverflowError, ValueError) as error:  # of mmap, if a file is too short
+        raise CorruptCheckpointError(f"{part.path}: {error}", path=part.path) from error
+    except OSError as error:
+        raise DirectoryError(f"{part.path} cannot be read: {error}", path=part.path) from error
 
 
 @dataclasses.dataclass(frozen=True)

@@ -107,6 +107,7 @@ class PublishedFolders:
                 self._require_ours()
                 permissions.make_folder(epath.Path(self._control))
                 self._lock = self._locked()
+                self._require_ours()  # others may have written there before this had the lock
                 published = tuple(self._recorded())
                 for path in self._control.iterdir():
                     if path.name.startswith(_DRAFTS) or path.name.endswith(_DRAFT_SUFFIX):

@@ -199,9 +199,20 @@ class SaveCalls:
         snapshot = self.snapshotter.take(*others, stacks)
         form = captured["model"].form if "model" in captured else None
         assets = self.model_files.encoded(form)
-        shared = step, snapshot, document, per_process, fetch_metrics, began
-        # Only the first tier reports a problem with the metrics.
-        return [Capture(*shared, s, assets, reports_metrics=not i) for i, s in enumerate(skipped)]
+        return [
+            Capture(
+                step=step,
+                snapshot=snapshot,
+                document=document,
+                per_process=per_process,
+                fetch_metrics=fetch_metrics,
+                began=began,
+                skipped=each,
+                assets=assets,
+                reports_metrics=number == 0,  # a problem with them is that of all tiers
+            )
+            for number, each in enumerate(skipped)
+        ]
 
     def _begin(self, captures: Sequence[Capture], tiers: Sequence[RunTier]) -> None:
         for number, (tier, capture) in enumerate(zip(tiers, captures, strict=True)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -90,7 +90,7 @@ def fetch(pending: Pending) -> dict[str, Any]:
 
 
 def fetching(
-    pending: Pending, ranked: Iterable[str], step: int, *, must_save: bool
+    pending: Pending, ranked: Sequence[str], step: int, *, must_save: bool
 ) -> Callable[[], tuple[dict[str, Any], MetricsError | None]]:
     """Returns a function that fetches a step's metrics and checks those that a best-N rule ranks.
 

@@ -153,7 +153,11 @@ class Change:
 
 @dataclasses.dataclass
 class Restoration:
-    """The plan of a restore: the leaves to read, then the changes to live objects, in order."""
+    """The plan of a restore: the leaves to read, then the changes to live objects, in order.
+
+    ``selection`` says what is restored, ``findings`` what differs; nothing is changed before
+    ``apply``, so that a plan which differs can be dropped.
+    """
 
     selection: Selection = dataclasses.field(default_factory=Selection)
     findings: Findings = dataclasses.field(default_factory=Findings)
