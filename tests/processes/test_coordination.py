@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -106,22 +105,6 @@ def test_a_round_that_is_not_met_fails_on_all_if_one_failed_before_its_end(faili
     assert [str(error) for error in told] == [f"process {failing}: OSError: no space"] * 2
 
 
-def test_a_common_name_is_one_on_all_processes_and_no_other_has_it() -> None:
-    group = Group()
-
-    def act(member: Processes) -> list[str]:
-        found = []
-        for what in ("saving step 1", "saving step 1", "loading"):
-            with member.round(what, is_met=False):
-                found += [member.common_name(), member.common_name()]
-        return found
-
-    first, *others = group(act)
-    assert others == [first, first]
-    assert len(set(first)) == 6
-    assert not any("/" in name for name in first)
-
-
 def test_one_process_speaks_to_nobody() -> None:
     with SINGLE_PROCESS.round("testing"):
         SINGLE_PROCESS.meet()
@@ -219,7 +202,7 @@ def test_at_a_timeout_one_process_alone_looks_who_is_missing() -> None:
     group.service.key_value_dir_get_bytes = counting  # type: ignore[method-assign]
     for error in without(0, group):
         assert "saving step 7: process 0 of 3 did not arrive" in str(error)
-    assert sum(folder.endswith("/meeting 0/") for folder in listed) == 1
+    assert sum(folder.endswith("/0/") for folder in listed) == 1
 
 
 def test_if_the_one_that_looks_who_is_missing_dies_the_others_do_not_wait_for_long(
@@ -318,27 +301,6 @@ def test_messages_are_deleted_once_all_have_come_to_the_next_round() -> None:
     assert [len(member._rounds) for member in group.members] == [1] * 3
 
 
-class CopiedSlowly(list[str]):
-    """A list of which two threads would make equal copies, unless they take turns."""
-
-    def __getitem__(self, at: Any) -> Any:
-        found = super().__getitem__(at)
-        time.sleep(0.2)
-        return found
-
-
-def test_threads_that_meet_at_once_delete_an_earlier_round_once() -> None:
-    deleted: list[str] = []
-    client = SimpleNamespace(key_value_delete=deleted.append)
-    member = Processes("forgetting", 30, client, index=0, count=3)
-    member._rounds = CopiedSlowly(["first", "second", "third"])
-    with ThreadPoolExecutor(2) as pool:
-        for done in [pool.submit(member._forget) for _ in range(2)]:
-            done.result()
-    assert deleted == ["first", "second"]
-    assert member._rounds == ["third"]
-
-
 def test_two_saves_are_never_joined_into_one() -> None:
     def act(member: Processes) -> None:
         with member.round(f"saving step {10 + 2 * (member.index == 1)}"):
@@ -426,23 +388,6 @@ def test_a_round_that_has_ended_well_has_done_so_on_all(error: BaseException, is
     expected = "interrupted" if isinstance(error, Interrupted) else "saved"
     assert group(act) == ["saved", expected, "saved"]
     assert time.monotonic() - began < 25
-
-
-def test_two_threads_of_a_process_may_speak_in_one_round() -> None:
-    def act(member: Processes) -> list[bytes]:
-        with member.round("writing"):
-            # In another order on each process.
-            beside = threading.Thread(target=member.meet, args=("a barrier of Orbax's",))
-            if member.index == 0:
-                beside.start()
-            time.sleep(0.05 * member.index)
-            gathered = member.gather(b"digests")
-            if member.index != 0:
-                beside.start()
-            beside.join(30)
-            return gathered
-
-    assert Group()(act)[0] == [b"digests"] * 3
 
 
 def test_who_saves_other_device_arrays_than_process_0_is_named() -> None:

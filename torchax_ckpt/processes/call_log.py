@@ -31,14 +31,13 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, TypeVar, cast
 
 from torchax_ckpt.errors import ProcessError
 from torchax_ckpt.processes.messages import POLL_SECS, Messages
 from torchax_ckpt.runtime.lazily import jax
 
-P = ParamSpec("P")
-R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
 
 # How many calls of each lane are published. A lane has one call at a time, so a call that is still
 # carried out is among them.
@@ -87,14 +86,6 @@ class Call:
     def before(self) -> Call:
         """The call of the same text before this one."""
         return dataclasses.replace(self, number=self.number - 1)
-
-
-class _HasLog(Protocol):
-    @property
-    def _call_log(self) -> CallLog: ...
-
-
-S = TypeVar("S", bound=_HasLog)
 
 
 class CallLog:
@@ -280,23 +271,24 @@ class CallLog:
         return other.before in in_vain
 
 
-def called(
-    kind: Kind | Callable[[Any], Kind],
-) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Concatenate[S, P], R]]:
-    """Returns a decorator: the method publishes its calls, of ``kind`` or ``kind(self)``."""
+def called(kind: Kind | Callable[[Any], Kind]) -> Callable[[F], F]:
+    """Returns a decorator: the method publishes its calls, of ``kind`` or ``kind(self)``.
 
-    def decorate(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    The object has a ``_call_log``.
+    """
+
+    def decorate(method: F) -> F:
         name = getattr(method, "__name__", "a method")
         has_step = "step" in inspect.signature(method).parameters
 
         @functools.wraps(method)
-        def logged(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        def logged(self: Any, /, *args: Any, **kwargs: Any) -> Any:
             step = args[0] if args and has_step else kwargs.get("step")
             text = f"{name}({'' if step is None else repr(step)[:40]})"
             with self._call_log.calling(text, kind(self) if callable(kind) else kind):
                 return method(self, *args, **kwargs)
 
-        return logged
+        return cast(F, logged)
 
     return decorate
 

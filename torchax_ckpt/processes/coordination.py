@@ -27,9 +27,8 @@ from typing import Any, TypeVar
 
 from torchax_ckpt.errors import ProcessError, ProcessTimeoutError
 from torchax_ckpt.processes.call_log import Call, CallLog
-from torchax_ckpt.processes.error_messages import from_json, to_json
 from torchax_ckpt.processes.liveness import Liveness
-from torchax_ckpt.processes.messages import POLL_SECS, Messages
+from torchax_ckpt.processes.messages import POLL_SECS, Messages, from_json, to_json
 from torchax_ckpt.runtime.lazily import jax
 
 logger = logging.getLogger(__name__)
@@ -63,14 +62,8 @@ class Processes(Messages):
     """A channel for messages between the processes of a run; has at most one round at a time.
 
     Channels with equal names are numbered in the order of their creation, which must be the same on
-    all processes. ``client``, of JAX's coordination service, is None with one process.
-
-    Attributes:
-      index: the index of this process.
-      count: the number of processes.
-      timeout_secs: how long to wait for another process.
-      log: the calls of the processes; by default an empty one, which is never compared.
-      liveness: tells which processes have ended; by default, knows of none.
+    all processes. ``client``, of JAX's coordination service, is None with one process. The user of
+    a channel replaces ``log``, which is never compared, and ``liveness``, which knows of no end.
     """
 
     def __init__(
@@ -99,10 +92,9 @@ class Processes(Messages):
         self._work = ""
         # Key prefixes of earlier rounds that are not deleted yet, and last of the newest round.
         self._rounds: list[str] = []
-        self._forgetting = threading.Lock()
         # Key prefixes of rounds that this process refused since it entered the newest round.
         self._refused: list[str] = []
-        self._messages = 0  # without a topic, in this round
+        self._messages = 0  # in this round
         self._verdict: bytes | None = None
         # The call that the newest round belongs to, and whether waiting for others was in vain.
         self._call: Call | None = None
@@ -126,10 +118,12 @@ class Processes(Messages):
     def round(
         self, what: str, call: Call | None = None, *, is_met: bool = True
     ) -> Iterator[Outcome]:
-        """Runs the ``with`` block as a round, in which the processes exchange messages.
+        """Runs the ``with`` block as a round, after any other round of this channel has ended.
 
-        The round succeeds on all processes, or raises the same error on all. If another thread is
-        in a round of this channel, ``round`` first waits for that round to end.
+        The round succeeds on all processes, or raises the same error on all: that of one process,
+        as ProcessError if it is none of this package's; ProcessError if another process made a call
+        that rules out this one, or has ended; ProcessTimeoutError if one did not arrive in time.
+        Process 0 may set the outcome's ``value``, which must fit into JSON.
 
         Args:
           what: the work of the round, the same on all processes: ``saving step 12``. The n-th round
@@ -140,16 +134,6 @@ class Processes(Messages):
           is_met: whether process 0 waits at the end until all processes have come there. False
             saves messages, for a round in which the other processes have nothing left to do by
             then: their part of the work is done, or they only wait for what process 0 does.
-
-        Yields:
-          What the round results in: process 0 may set its ``value``, which must fit into JSON.
-
-        Raises:
-          CheckpointError: the error of another process. It has the same type if that is an error
-            class of this package, else the type is ProcessError.
-          ProcessError: another process made a call that rules out this one, or has ended; names
-            both calls, or that process and its host.
-          ProcessTimeoutError: a process did not arrive in time; names it.
         """
         outcome = Outcome()
         if self.count == 1:
@@ -199,13 +183,11 @@ class Processes(Messages):
 
     def _end(self, value: Any, *, is_met: bool) -> None:
         """Waits for the verdict, which process 0 publishes; if ``is_met``, once all are here."""
+        place = f"{self._round_prefix}/the end"
         if is_met:
-            self.gather(topic="the end")
+            self._gather(place, b"")
         if not self.is_first:
-            place = f"{self._round_prefix}/the end"
-            self._verdict = self._get(
-                f"{self._round_prefix}/verdict/0", self._deadline_of_first(), place
-            )
+            self._verdict = self._from_first(f"{self._round_prefix}/verdict/0", place)
         # Another process may have called this and failed while it waited.
         elif not self._is_decided():
             self._set(f"{self._round_prefix}/verdict/0", _SUCCESS + json.dumps(value).encode())
@@ -213,22 +195,21 @@ class Processes(Messages):
 
     # --- exchanges of values through process 0, within a round ---
 
-    def gather(self, value: bytes = b"", topic: str | None = None) -> list[bytes]:
-        """Sends a value to process 0; returns all values there, and [] on other processes.
+    def gather(self, value: bytes = b"") -> list[bytes]:
+        """Sends a value to process 0; returns all values there, and [] on other processes."""
+        return [value] if self.count == 1 else self._gather(self._next_message(), value)
 
-        A ``topic`` distinguishes the message from those of other threads in the same round.
-        Messages without a topic are numbered in their order.
-        """
-        if self.count == 1:
-            return [value]
-        place = self._prefix_of(topic)
+    def _gather(self, place: str, value: bytes) -> list[bytes]:
         if not self.is_first:
             if is_long := len(value) > _MAX_LISTED_BYTES // self.count:
                 self._set(f"{place} long/{self.index}", value)
             self._set(f"{place}/{self.index}", _LONG if is_long else _SHORT + value)
             return []
         values = self._received(place)
-        self._forget()
+        # All have entered this round, and need no messages of earlier ones.
+        old, self._rounds[:-1] = self._rounds[:-1], []
+        for earlier in old:
+            self._client.key_value_delete(earlier)
         return [value, *(values[index] for index in range(1, self.count))]
 
     def _received(self, place: str) -> dict[int, bytes]:
@@ -254,13 +235,13 @@ class Processes(Messages):
             for index, message in found.items()
         }
 
-    def scatter(self, values: Sequence[bytes] = (), topic: str | None = None) -> bytes:
-        """Returns ``values[i]`` of process 0 on process i; ``topic`` is as for ``gather``."""
+    def scatter(self, values: Sequence[bytes] = ()) -> bytes:
+        """Returns ``values[i]`` of process 0 on process i."""
         if self.count == 1:
             return values[0]
-        place = self._prefix_of(topic)
+        place = self._next_message()
         if not self.is_first:
-            return self._get(f"{place} to/{self.index}", self._deadline_of_first(), place)
+            return self._from_first(f"{place} to/{self.index}", place)
         for index in range(1, self.count):
             self._set(f"{place} to/{index}", values[index])
         return values[0]
@@ -272,31 +253,24 @@ class Processes(Messages):
     def posted(self, topic: str, index: int) -> bytes:
         """Returns the value that process ``index`` posts in this round."""
         place = f"{self._round_prefix}/{topic}"
-        return self._get(f"{place}/from {index}", self._deadline_of_first(), place, [index])
+        return self._from_first(f"{place}/from {index}", place, [index])
 
-    def share(self, value: bytes = b"", topic: str | None = None) -> bytes:
-        """Returns process 0's ``value`` on all processes; ``topic`` is as for ``gather``."""
-        if self.count == 1:
-            return value
-        place = self._prefix_of(topic)
-        if self.is_first:
-            self._set(f"{place}/shared", value)
-            return value
-        return self._get(f"{place}/shared", self._deadline_of_first(), place)
+    def share(self, value: bytes = b"") -> bytes:
+        """Returns process 0's ``value`` on all processes."""
+        return value if self.count == 1 else self._share(self._next_message(), value)
 
-    def meet(self, topic: str | None = None) -> None:
-        """Waits until all processes have called ``meet``; ``topic`` is as for ``gather``."""
-        if self.count == 1:
-            return
-        if topic is None:
-            topic = f"meeting {self._messages}"
-            self._messages += 1
-        self.gather(topic=topic)
-        self.share(topic=topic)
+    def _share(self, place: str, value: bytes) -> bytes:
+        if not self.is_first:
+            return self._from_first(f"{place}/shared", place)
+        self._set(f"{place}/shared", value)
+        return value
 
-    def common_name(self) -> str:
-        """Returns a new name, the same on all processes, if they call this in the same order."""
-        return self._prefix_of(None).replace("/", "-")
+    def meet(self) -> None:
+        """Waits until all processes have called ``meet``."""
+        if self.count > 1:
+            place = self._next_message()
+            self._gather(place, b"")
+            self._share(place, b"")
 
     def first(self, action: Callable[[], T]) -> T:
         """Returns on all processes, as JSON, the result of an action that process 0 runs."""
@@ -315,15 +289,14 @@ class Processes(Messages):
         """The prefix of the keys of this round."""
         return self._rounds[-1]
 
-    def _prefix_of(self, topic: str | None) -> str:
-        if topic is None:
-            topic = str(self._messages)
-            self._messages += 1
-        return f"{self._round_prefix}/{topic}"
+    def _next_message(self) -> str:
+        """Returns the key prefix of the next message of this round."""
+        self._messages += 1
+        return f"{self._round_prefix}/{self._messages - 1}"
 
-    def _deadline_of_first(self) -> float:
-        """Returns the deadline for process 0, which may arrive late and itself wait for another."""
-        return time.monotonic() + 2 * self.timeout_secs
+    def _from_first(self, key: str, place: str, senders: Sequence[int] | None = None) -> bytes:
+        """As ``_get``; process 0 may arrive late and itself wait for another, so waits longer."""
+        return self._get(key, time.monotonic() + 2 * self.timeout_secs, place, senders)
 
     def _get(
         self, key: str, deadline: float, place: str, senders: Sequence[int] | None = None
@@ -441,13 +414,6 @@ class Processes(Messages):
         if verdict.startswith(_SUCCESS):  # the work is done here too; only the verdict arrived late
             return None if isinstance(error, Exception) else error
         return error if json.loads(verdict)["process"] == self.index else from_json(verdict)
-
-    def _forget(self) -> None:
-        """Deletes messages of earlier rounds; all processes must have entered the present one."""
-        with self._forgetting:  # Orbax's threads meet too
-            old, self._rounds[:-1] = self._rounds[:-1], []
-        for place in old:
-            self._client.key_value_delete(place)
 
 
 def _digest(text: str) -> int:

@@ -27,8 +27,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from torchax_ckpt.errors import ClosedError, PolicyError, ProcessError
 from torchax_ckpt.processes.call_log import different
 from torchax_ckpt.processes.coordination import Processes
-from torchax_ckpt.processes.error_messages import from_json, to_json
-from torchax_ckpt.processes.messages import POLL_SECS
+from torchax_ckpt.processes.messages import POLL_SECS, from_json, to_json
 from torchax_ckpt.runtime.background import Flag
 
 # The duration of a window: long enough to receive the next window in time, and short compared with

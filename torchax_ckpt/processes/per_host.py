@@ -21,13 +21,10 @@ class PerHostProcesses(Processes):
     """A channel on which each process does the work of process 0, in its own directory.
 
     ``count`` is 1 and ``index`` is 0 on each process, so that every process does what process 0
-    would do. The processes still exchange messages and enter the same rounds: if one process fails,
-    the round fails on all processes. No method sends the values of all processes to all processes,
-    because the bytes would grow with the square of the number of processes.
-
-    Attributes:
-      host_index: the index of this process in the run.
-      num_hosts: the number of processes of the run.
+    would do, and ``host_index`` of ``num_hosts`` is the process in the run. The processes still
+    exchange messages and enter the same rounds: if one process fails, the round fails on all. No
+    method sends the values of all processes to all processes, because the bytes would grow with the
+    square of the number of processes.
     """
 
     def __init__(self, processes: Processes) -> None:
@@ -81,20 +78,16 @@ class PerHostProcesses(Processes):
         return self.combine(bytes([flag]), max) == b"\1"
 
     def post(self, topic: str, value: bytes) -> None:
-        """Sends a value to the processes that call ``posted``; see ``Processes.post``."""
+        """See ``Processes.post``."""
         self._processes.post(topic, value)
 
     def posted(self, topic: str, index: int) -> bytes:
-        """Returns the value that process ``index`` of the run posts in this round."""
+        """See ``Processes.posted``; ``index`` is that of the process in the run."""
         return self._processes.posted(topic, index)
 
-    def gather(self, value: bytes = b"", topic: str | None = None) -> list[bytes]:
-        """Returns ``[value]``, as if this process were alone."""
-        return [value]
-
-    def meet(self, topic: str | None = None) -> None:
+    def meet(self) -> None:
         """Waits until all processes have called ``meet``."""
-        self._processes.meet(topic)
+        self._processes.meet()
 
     def agreed_time(self) -> int:
         """Waits until all processes have called ``agreed_time``; returns the time of process 0."""
