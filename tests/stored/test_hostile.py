@@ -42,10 +42,10 @@ from torchax_ckpt.errors import (
 from torchax_ckpt.layout.manifest import MAX_DEPTH, VERSION
 from torchax_ckpt.options import Codec
 from torchax_ckpt.runtime import host_memory
-from torchax_ckpt.storage.arrays import compression
 from torchax_ckpt.storage.directory.commit_record import MARK
 from torchax_ckpt.storage.directory.compare_and_swap import DRAFT_SUFFIX
 from torchax_ckpt.storage.medium import location, permissions, seals
+from torchax_ckpt.storage.writing import array_writer
 from torchax_ckpt.stored.stored_step import StoredStep
 
 DAMAGED = 2
@@ -446,7 +446,7 @@ def test_what_jax_would_narrow_is_not_restored_narrowed(run: Path) -> None:
 
 def compressed_by(codec: Codec, **changes: Any) -> Change:
     return lambda metadata: metadata.update(
-        compressor={**compression.zarr_compressor(codec, ()), **changes}
+        compressor={**array_writer.zarr_compressor(codec, ()), **changes}
     )
 
 
@@ -608,7 +608,7 @@ def of_another_size(count: int) -> Callable[[bytes], bytes]:
     """Changes a chunk to a sound one of ``count`` zeros."""
 
     def change(raw: bytes) -> bytes:
-        compressor = compression.zarr_compressor("blosc-lz4", ())
+        compressor = array_writer.zarr_compressor("blosc-lz4", ())
         metadata = {"shape": [count], "chunks": [count], "dtype": "<f4", "compressor": compressor}
         spec: dict[str, Any] = {"driver": "zarr", "kvstore": "memory://", "metadata": metadata}
         spec["store_data_equal_to_fill_value"] = True

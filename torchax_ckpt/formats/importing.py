@@ -23,7 +23,6 @@ from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.snapshot.planner import with_host_leaves
 from torchax_ckpt.state.leaf import Spec
-from torchax_ckpt.storage.arrays.compression import codec_of
 from torchax_ckpt.storage.directory.abandonment import SUMMARY_FIELD
 from torchax_ckpt.storage.directory.committed_step import (
     ASSETS,
@@ -113,7 +112,7 @@ def import_weights(
             stored,
             {},
             stacks=plan.stacks,
-            codec=codec_of(options.compression),
+            codec=array_writer.codec_of(options.compression),
             max_bytes=options.max_host_bytes,
         )
         manifest = Manifest(document, plan, installed_versions(), digests, assets=seal)

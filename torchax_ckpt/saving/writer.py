@@ -32,7 +32,7 @@ from torchax_ckpt.snapshot.planner import with_host_leaves
 from torchax_ckpt.snapshot.sharding import to_host_part
 from torchax_ckpt.snapshot.snapshotter import Snapshot, Stacked, Stored, Vote
 from torchax_ckpt.state.per_process_state import PerProcessState, joined, joined_on_host
-from torchax_ckpt.storage.arrays import block_digests, compression
+from torchax_ckpt.storage.arrays import block_digests
 from torchax_ckpt.storage.directory import committed_step
 from torchax_ckpt.storage.directory.abandonment import SUMMARY_FIELD
 from torchax_ckpt.storage.directory.committed_step import (
@@ -46,7 +46,7 @@ from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.run_history import RunHistory
 from torchax_ckpt.storage.medium import links, seals
 from torchax_ckpt.storage.medium.assets import Assets
-from torchax_ckpt.storage.writing import array_writer, retained, step_writer
+from torchax_ckpt.storage.writing import array_writer, databases, step_writer
 from torchax_ckpt.stored.stored_step import StoredStep
 
 
@@ -116,8 +116,8 @@ class Draft:
     @property
     def places(self) -> dict[str, Any]:
         """Stored name -> the leaves of a stack, and the database of unchanged arrays, in JSON."""
-        databases = {n: name for name, d in self.division.databases.items() for n in d.arrays}
-        return {n: [self.plan.stacks.get(n), databases.get(n)] for n in self.arrays}
+        database_of = {n: name for name, d in self.division.databases.items() for n in d.arrays}
+        return {n: [self.plan.stacks.get(n), database_of.get(n)] for n in self.arrays}
 
 
 class Writer:
@@ -145,7 +145,7 @@ class Writer:
         self._keepers = Keepers()
         self._failures = failures
         self._versions = installed_versions()
-        self._codec = compression.codec_of(options.compression)
+        self._codec = array_writer.codec_of(options.compression)
         self._reuse = reuse
         self._may_have_retained = True
         # Each host describes its parts anew at each save, so that no text is used twice.
@@ -265,7 +265,7 @@ class Writer:
         if self._reuse:
             self._reuse.retain(doomed)
         elif self._may_have_retained:  # by an earlier program
-            retained.remove(directory.path, directory.fence)
+            databases.remove_retained(directory.path, directory.fence)
             self._may_have_retained = False
 
     def recover(self) -> None:

@@ -302,7 +302,7 @@ def test_blocks_are_the_chunks_that_storage_holds_and_never_tiny(
         ckpt.save(1, state={"w": array})
     step = RunDirectory(directory).find(1)
     want = Wanted(shape, "float32", {}, None)
-    chunk = read_arrays._chunk(read_arrays._open(step, {"state/w": want}, PACE)["state/w"])
+    chunk = read_arrays._chunk(read_arrays._opened(step, {"state/w": want}, PACE)["state/w"])
     assert chunk == parse_manifest(step).digests["state/w"].block == expected
     found = TorchaxCheckpointer(directory).load(1, abstract({"w": array}))
     assert np.array_equal(np.asarray(found["w"]).view("u4"), host.view("u4"))

@@ -47,7 +47,7 @@ from torchax_ckpt.storage.directory.committed_step import STATE, CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.run_history import RunHistory
 from torchax_ckpt.storage.medium import location, storage_errors
-from torchax_ckpt.storage.writing import databases, retained
+from torchax_ckpt.storage.writing import databases
 from torchax_ckpt.storage.writing.databases import File
 from torchax_ckpt.stored.stored_step import Compared, parse_manifest
 
@@ -273,7 +273,7 @@ class Reuse:
             return nothing
         path = next((s.path for s in steps if s.key == entry.key), None)
         if entry.key == self._retained:
-            path = path or retained.path_of(self._directory.path)
+            path = path or self._directory.path / databases.RETAINED
         if path is None:
             return nothing
         if lacking := [*databases.differing(entry.files, databases.present(path / STATE))]:
@@ -438,13 +438,13 @@ class Reuse:
                 for folder in unchanged.folders_of(name, database.processes)
             ]
             try:
-                retained.keep(directory.path, by_key[spare.key], folders, directory.fence)
+                databases.retain(directory.path, by_key[spare.key], folders, directory.fence)
             except OSError as error:  # the next save writes these arrays
                 logger.info("%s: no unchanged arrays are kept aside: %s", spare.key, error)
                 return
             self._retained = spare.key
         elif all(entry.key != self._retained for entry in self._entries.values()):
-            retained.remove(directory.path, directory.fence)
+            databases.remove_retained(directory.path, directory.fence)
             self._retained = None
 
 

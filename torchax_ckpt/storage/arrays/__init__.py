@@ -1,5 +1,1 @@
-"""Reads the arrays of a step and compares them with digests; sets Orbax up for writing them.
-
-Arrays are read through TensorStore, but through Orbax if Orbax wrote the step without this package
-(``foreign.py``).
-"""
+"""Reads the arrays of a step and compares them with digests; cuts arrays into chunks and blocks."""

@@ -119,14 +119,14 @@ def require_names_within(step_path: epath.Path, step: int) -> None:
         path = folder / _PYTREE_METADATA
         if not path.exists():
             continue
-        tree = _pytree_metadata(step, path).get("tree_metadata")
-        for entry in (tree if isinstance(tree, dict) else {}).values():
-            keys = entry.get("key_metadata") if isinstance(entry, dict) else None
-            parts = [
-                str(key.get("key")) if isinstance(key, dict) else ""
-                for key in (keys if isinstance(keys, list) else [])
-            ]
-            name = ".".join(parts)
+        try:
+            entries = (json.loads(path.read_text()).get("tree_metadata") or {}).values()
+            found = [".".join(str(k["key"]) for k in entry["key_metadata"]) for entry in entries]
+        except (ValueError, OSError, RecursionError, AttributeError, KeyError, TypeError) as error:
+            if storage_errors.is_unavailable(error):
+                raise
+            raise corrupt(step, path, "Orbax's metadata", f"{error!r:.200}") from error
+        for name in found:
             if name.startswith("/") or ".." in name.split("/"):
                 raise corrupt(step, path, "arrays within the step", f"{name!r:.80}")
 
@@ -148,15 +148,3 @@ def require_modest(step_path: epath.Path, step: int, leaves: Mapping[str, Any]) 
             raise corrupt(step, step_path, expected, f"{list(chunk)!r:.80}", name)
         if total > memory:  # storage may hold less: Orbax compresses by default
             raise beyond_memory(step_path, step, total, total // _MAX_UNPACKED, name)
-
-
-def _pytree_metadata(step: int, path: epath.Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text())
-    except (ValueError, OSError, RecursionError) as error:
-        if storage_errors.is_unavailable(error):
-            raise
-        raise corrupt(step, path, "Orbax's metadata", f"{error!r:.200}") from error
-    if not isinstance(found, dict):
-        raise corrupt(step, path, "Orbax's metadata", f"a {type(found).__name__}")
-    return found

@@ -20,6 +20,7 @@ import numpy as np
 from torchax_ckpt.layout.manifest import Digests
 from torchax_ckpt.runtime.lazily import jax
 from torchax_ckpt.snapshot.host_array import Local, Placement
+from torchax_ckpt.storage.arrays import chunking
 
 Index = tuple[slice, ...]
 Bounds = tuple[tuple[int, int], ...]
@@ -57,7 +58,7 @@ class Piece:
     @property
     def index(self) -> Index:
         """The slices of the stored array that the piece covers."""
-        return tuple(slice(s, s + n) for s, n in zip(self.start, self.shape, strict=True))
+        return chunking.region(self.start, self.shape)
 
 
 class _Region:

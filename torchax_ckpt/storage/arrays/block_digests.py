@@ -10,8 +10,6 @@ Source: xxh3 (https://xxhash.com), 64 bits, seed 0, of a block's elements in C o
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,8 +25,6 @@ from torchax_ckpt.snapshot.host_array import Offset
 from torchax_ckpt.storage.arrays import chunking
 from torchax_ckpt.storage.arrays.chunking import AnyArray
 
-Index = tuple[slice, ...]
-
 
 def take(
     array: AnyArray, parts: Mapping[Offset, np.ndarray], *, is_stack: bool, with_long: bool = False
@@ -37,11 +33,7 @@ def take(
     block = chunking.block_shape(array, is_stack=is_stack)
     values = np.zeros(grid_shape(array.shape, block), np.uint64)
     for start, host in parts.items():
-        found = of_blocks(host, block)
-        at = tuple(
-            slice(s // b, s // b + n) for s, b, n in zip(start, block, found.shape, strict=True)
-        )
-        values[at] = found
+        values[_cells(start, host.shape, block)] = of_blocks(host, block)
     long = take_long(array.shape, block, parts) if with_long else None
     return Digests(block, values.astype("<u8").tobytes(), long)
 
@@ -53,26 +45,20 @@ def take_long(
 
     ``parts`` is start -> part, each of whole blocks.
     """
-    grid = grid_shape(shape, block)
-    values = np.zeros((*grid, 16), np.uint8)
+    values = np.zeros((*grid_shape(shape, block), 16), np.uint8)
     for start, host in parts.items():
-        first = [s // b for s, b in zip(start, block, strict=True)]
-        found = b"".join(map(xxhash.xxh3_128_digest, _octets(host, block)))
-        within = grid_shape(host.shape, block)
-        at = tuple(slice(f, f + n) for f, n in zip(first, within, strict=True))
-        values[at] = np.frombuffer(found, np.uint8).reshape(*within, 16)
+        octets = b"".join(map(xxhash.xxh3_128_digest, _octets(host, block)))
+        found = np.frombuffer(octets, np.uint8).reshape(*grid_shape(host.shape, block), 16)
+        values[_cells(start, host.shape, block)] = found
     return values.tobytes()
 
 
 def stored_blocks(array: AnyArray, block: tuple[int, ...]) -> np.ndarray:
     """Returns for each block of an array, in C order, whether this process stores it."""
-    grid = grid_shape(array.shape, block)
-    found = np.full(grid, isinstance(array, np.ndarray))
+    found = np.full(grid_shape(array.shape, block), isinstance(array, np.ndarray))
     if not isinstance(array, np.ndarray):
-        size = grid_shape(chunking.written_shape(array), block)
         for part in chunking.stored_parts(array):
-            first = [s // b for s, b in zip(part.start, block, strict=True)]
-            found[tuple(slice(f, f + n) for f, n in zip(first, size, strict=True))] = True
+            found[_cells(part.start, chunking.written_shape(array), block)] = True
     return found.ravel()
 
 
@@ -90,28 +76,19 @@ def gathered(
     """
     if processes.count == 1:
         return digests
-    shared = [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]
-    layouts = [
-        [
-            n,
-            places.get(n),
-            arrays[n].dtype.name,
-            arrays[n].shape,
-            digests[n].block,
-            digests[n].long is not None,
-        ]
-        for n in shared
-    ]
+    shared = {n: digests[n] for n, array in arrays.items() if not isinstance(array, np.ndarray)}
+    layouts = []
+    values, long, has_long = bytearray(), bytearray(), bytearray()
+    for name, known in shared.items():
+        array, num_blocks = arrays[name], len(known.values) // 8
+        form = (array.dtype.name, array.shape, known.block, known.long is not None)
+        layouts.append([name, places.get(name), *form])
+        values += known.values
+        long += bytes(16 * num_blocks) if known.long is None else known.long
+        has_long += bytes([known.long is not None]) * num_blocks
     layouts_digest = xxhash.xxh3_64_digest(json.dumps(layouts).encode())
-    all_values = np.concatenate([np.zeros(0, "<u8"), *(_values(digests[name]) for name in shared)])
-    # The long digests of blocks that have them, and for each block whether it has one.
-    all_long = np.concatenate([np.zeros((0, 16), "u1"), *(_long(digests[name]) for name in shared)])
-    has_long = np.concatenate(
-        [
-            np.zeros(0, bool),
-            *(np.full(len(_values(digests[n])), digests[n].long is not None) for n in shared),
-        ]
-    )
+    all_values, all_long = np.frombuffer(values, "<u8"), np.frombuffer(long, "u1").reshape(-1, 16)
+    has_long_digest = np.frombuffer(has_long, bool)
     # The digest of a block that another process stores is zero, and is not sent.
     local_blocks = np.flatnonzero(all_values)
     message = (
@@ -119,7 +96,7 @@ def gathered(
         + len(local_blocks).to_bytes(8)
         + local_blocks.astype("<u8").tobytes()
         + all_values[local_blocks].tobytes()
-        + all_long[local_blocks[has_long[local_blocks]]].tobytes()
+        + all_long[local_blocks[has_long_digest[local_blocks]]].tobytes()
     )
     for index, sent in enumerate(processes.gather(message)):
         if sent[:8] != layouts_digest:
@@ -129,36 +106,30 @@ def gathered(
                 "Checkpointer.attach on every process."
             )
         count = int.from_bytes(sent[8:16])
-        where, values = np.frombuffer(sent, "<u8", 2 * count, 16).reshape(2, count)
-        all_values[where] = values
-        long = np.frombuffer(sent[16 + 16 * count :], "u1").reshape(-1, 16)
-        all_long[where[has_long[where]]] = long
+        where, found = np.frombuffer(sent, "<u8", 2 * count, 16).reshape(2, count)
+        all_values[where] = found
+        found_long = np.frombuffer(sent[16 + 16 * count :], "u1").reshape(-1, 16)
+        all_long[where[has_long_digest[where]]] = found_long
     if not processes.is_first:
         return digests
-    ends = itertools.accumulate(len(_values(digests[name])) for name in shared)
     merged, start = dict(digests), 0
-    for name, end in zip(shared, ends, strict=True):
-        merged_digests = Digests(digests[name].block, all_values[start:end].tobytes())
-        if digests[name].long is not None:
-            merged_digests = dataclasses.replace(merged_digests, long=all_long[start:end].tobytes())
-        merged[name] = merged_digests
+    for name, known in shared.items():
+        end = start + len(known.values) // 8
+        merged_long = None if known.long is None else all_long[start:end].tobytes()
+        merged[name] = Digests(known.block, all_values[start:end].tobytes(), merged_long)
         start = end
     return merged
-
-
-def _values(known: Digests) -> np.ndarray:
-    return np.frombuffer(known.values, "<u8")
-
-
-def _long(known: Digests) -> np.ndarray:
-    """Returns the long digests, 16 octets for each block; zeros if there are none."""
-    octets = known.long if known.long is not None else bytes(2 * len(known.values))
-    return np.frombuffer(octets, "u1").reshape(-1, 16)
 
 
 def grid_shape(shape: Sequence[int], block: Sequence[int]) -> tuple[int, ...]:
     """Returns the number of blocks along each dim of an array."""
     return tuple(math.ceil(s / b) for s, b in zip(shape, block, strict=True))
+
+
+def _cells(start: Sequence[int], shape: Sequence[int], block: Sequence[int]) -> tuple[slice, ...]:
+    """Returns the slices of an array's grid of blocks that a part of whole blocks covers."""
+    first = [s // b for s, b in zip(start, block, strict=True)]
+    return chunking.region(first, grid_shape(shape, block))
 
 
 def of_blocks(host: np.ndarray, block: tuple[int, ...]) -> np.ndarray:
@@ -186,7 +157,7 @@ def _are_contiguous(shape: tuple[int, ...], block: tuple[int, ...]) -> bool:
     return shape[cut + 1 :] == block[cut + 1 :]
 
 
-def _region(cell: Sequence[int], block: Sequence[int]) -> Index:
+def _region(cell: Sequence[int], block: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(i * b, (i + 1) * b) for i, b in zip(cell, block, strict=True))
 
 
@@ -195,13 +166,11 @@ def mismatches(
 ) -> list[tuple[int, ...]]:
     """Returns the blocks of a part, from ``start``, whose digests differ, as grid indices."""
     found = of_blocks(host, known.block)
-    first = [s // b for s, b in zip(start, known.block, strict=True)]
     expected = np.frombuffer(known.values, "<u8").reshape(grid_shape(shape, known.block))
-    differs = (
-        found != expected[tuple(slice(f, f + n) for f, n in zip(first, found.shape, strict=True))]
-    )
+    covered = _cells(start, host.shape, known.block)
+    differs = found != expected[covered]
     cells = zip(*np.nonzero(differs), strict=True) if host.ndim else [()] * int(differs)
-    return [tuple(int(f + i) for f, i in zip(first, cell, strict=True)) for cell in cells]
+    return [tuple(int(c.start + i) for c, i in zip(covered, cell, strict=True)) for cell in cells]
 
 
 def fit(known: Digests, shape: Sequence[int]) -> bool:

@@ -139,6 +139,11 @@ def _replicas(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> Mappin
     return replicas
 
 
+def region(start: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
+    """Returns the slices of a part of an array, given where it begins and its shape."""
+    return tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))
+
+
 def num_pieces(shape: Sequence[int], piece: Sequence[int]) -> int:
     """Returns how many pieces of shape ``piece`` make up an array of shape ``shape``."""
     return math.prod(-(-n // length) for n, length in zip(shape, piece, strict=True))

@@ -107,23 +107,24 @@ def _split_replicas(
 
 def _first_sharding(placement: Placement, dtype: str) -> jax.sharding.NamedSharding | None:
     """Returns the first replica's sharding of a leaf; None if every process reads its own part."""
-    if not isinstance(placement, jax.sharding.NamedSharding) or placement.is_fully_addressable:
+    if (
+        not isinstance(placement, jax.sharding.NamedSharding)
+        or not isinstance(placement.mesh, jax.sharding.Mesh)
+        or placement.is_fully_addressable
+        or dtype in _NIBBLES
+        or np.dtype(dtype).kind == "c"
+    ):
         return None
-    if dtype in _NIBBLES or np.dtype(dtype).kind == "c":
-        return None
-    if not isinstance(placement.mesh, jax.sharding.Mesh):
-        return None
-    source, is_everywhere = _first_replica(placement)
-    return None if is_everywhere else source
+    return _first_replica(placement)
 
 
 @functools.lru_cache(maxsize=1024)
-def _first_replica(final: jax.sharding.NamedSharding) -> tuple[jax.sharding.NamedSharding, bool]:
-    """Returns the first replica's sharding, and whether that replica spans all processes."""
+def _first_replica(final: jax.sharding.NamedSharding) -> jax.sharding.NamedSharding | None:
+    """Returns the first replica's sharding; None if that replica spans all processes."""
     from torchax_ckpt.snapshot.sharding import replicas
 
     source = replicas(final)[0]
-    return source, _processes_of(source) == _processes_of(final)
+    return None if _processes_of(source) == _processes_of(final) else source
 
 
 def _processes_of(sharding: jax.sharding.Sharding) -> set[int]:
@@ -140,7 +141,7 @@ def stream_arrays(
     """Yields stored name, piece and checked content of the wanted pieces, within the memory."""
     targets = [Checked(name, want, {}) for name, want in wanted.items()]
     pace = _pace(options)
-    stores = _prepared(committed, wanted, pace)
+    stores = _opened(committed, wanted, pace)
     max_bytes, in_flight_bytes = options.max_host_bytes or STREAMED_BYTES, 0
     reading: collections.deque[tuple[str, Piece, _Arrival]] = collections.deque()
     for target in targets:
@@ -161,7 +162,7 @@ def stream_arrays(
 
 def _read(committed: CommittedStep, targets: Sequence[Target], options: CheckpointOptions) -> None:
     pace = _pace(options)
-    stores = _prepared(committed, {target.name: target.wanted for target in targets}, pace)
+    stores = _opened(committed, {target.name: target.wanted for target in targets}, pace)
     largest = max((target.nbytes for target in targets), default=0)
     pieces = ((t, p) for t in targets for p in t.pieces(_chunk(stores[t.name])))
 
@@ -179,24 +180,18 @@ def _read(committed: CommittedStep, targets: Sequence[Target], options: Checkpoi
         window.drain()
 
 
-def _prepared(
+def _opened(
     committed: CommittedStep, wanted: Mapping[str, Wanted], pace: progress.Pace
 ) -> dict[str, ts.TensorStore]:
     """Checks that digests fit the arrays' shapes; returns the opened arrays by stored name."""
     for name, want in wanted.items():
         if want.digests is not None and not block_digests.fit(want.digests, want.shape):
-            raise _corrupt(
-                committed,
+            raise committed.error(
+                CorruptCheckpointError,
+                f"{name}: the manifest has digests of blocks {list(want.digests.block)}, which do "
+                f"not fit the shape {list(want.shape)}",
                 name,
-                f"the manifest has digests of blocks {list(want.digests.block)}, which do not fit "
-                f"the shape {list(want.shape)}",
             )
-    return _open(committed, wanted, pace)
-
-
-def _open(
-    committed: CommittedStep, wanted: Mapping[str, Wanted], pace: progress.Pace
-) -> dict[str, ts.TensorStore]:
     context = location.reading_context()
     base = _kvstore(committed)
     opening = {
@@ -222,11 +217,11 @@ def _open(
         found = store.dtype.numpy_dtype, tuple(store.shape)
         if found != (np.dtype(wanted[name].dtype), wanted[name].shape):
             want = wanted[name]
-            raise _corrupt(
-                committed,
-                name,
-                f"expected an array {want.dtype}{list(want.shape)}, found "
+            raise committed.error(
+                CorruptCheckpointError,
+                f"{name}: expected an array {want.dtype}{list(want.shape)}, found "
                 f"{found[0]}{list(found[1])}",
+                name,
             )
     return stores
 
@@ -256,17 +251,6 @@ def _kvstore(committed: CommittedStep) -> dict[str, Any]:
             coalescing + "interval": "1ms",
         }
     return spec
-
-
-def _corrupt(
-    committed: CommittedStep, leaf: str, problem: str, named: str = ""
-) -> CorruptCheckpointError:
-    return CorruptCheckpointError(
-        f"step {committed.step} in {committed.path}: {named or leaf}: {problem}",
-        step=committed.step,
-        path=committed.path,
-        key_path=leaf,
-    )
 
 
 class _Arrival:
@@ -383,7 +367,7 @@ class _Arrival:
         members, name = self._target.wanted.members, self._target.name
         leaves = sorted({members[row] for row in rows}) if members else [name]
         named = ", ".join(leaves[:3]) + (f" and {len(leaves) - 3} more" if len(leaves) > 3 else "")
-        return _corrupt(self._committed, leaves[0], problem, named)
+        return self._committed.error(CorruptCheckpointError, f"{named}: {problem}", leaves[0])
 
 
 def place_of_chunk(folder: epath.Path, key: str, chunk: Sequence[int]) -> str | None:

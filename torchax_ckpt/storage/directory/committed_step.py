@@ -5,9 +5,13 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from etils import epath
+
+from torchax_ckpt.errors import CheckpointError
+
+E = TypeVar("E", bound=CheckpointError)
 
 # The items of a step: its arrays, and three JSON objects. Not every step has assets.
 STATE = "state"
@@ -44,6 +48,11 @@ class CommittedStep:
     def has_lost_record(self) -> bool:
         """Whether the commit record was damaged, so that the step's commit time is unknown."""
         return self.commit_timestamp_nsecs == LOST
+
+    def error(self, kind: type[E], text: str, key_path: str | None = None) -> E:
+        """Returns an error about this step, whose message names the step and its path."""
+        message = f"step {self.step} in {self.path}: {text}"
+        return kind(message, step=self.step, path=self.path, key_path=key_path)
 
     def age(self) -> str:
         """Returns the time since the commit as text, for example ``5 min``."""

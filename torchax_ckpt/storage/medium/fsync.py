@@ -75,11 +75,12 @@ def swapped_in(final: Path) -> Iterator[Path]:
 
 
 def _within(top: str, but: str) -> Iterator[str]:
-    for folder, _, files in os.walk(top, onerror=_raise):
+    for folder, _, files in os.walk(top, onerror=raise_error):
         if os.path.basename(folder) != but:
             yield from (os.path.join(folder, name) for name in files)
         yield folder
 
 
-def _raise(error: OSError) -> None:
-    raise error  # else ``os.walk`` leaves out a folder that it cannot list
+def raise_error(error: OSError) -> None:
+    """For ``os.walk``, which would leave out a folder that it cannot list."""
+    raise error

@@ -20,14 +20,8 @@ logger = logging.getLogger(__name__)
 
 # What file systems answer that have no hard links, allow none here, or too few for one file.
 _REFUSALS = {
-    errno.EPERM,
-    errno.EACCES,
-    errno.EXDEV,
-    errno.EMLINK,
-    errno.ENOTSUP,
-    errno.EOPNOTSUPP,
-    errno.ENOSYS,
-    errno.EINVAL,
+    *(errno.EPERM, errno.EACCES, errno.EXDEV, errno.EMLINK),
+    *(errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL),
 }
 _has_warned = False
 
@@ -45,16 +39,12 @@ def link_folder(source: epath.Path, target: epath.Path, *, may_copy: bool = True
 
     The names of the new files are durable then, but not that of ``target`` in the folder above.
     """
-    for folder, _, files in os.walk(source, onerror=_raise):
+    for folder, _, files in os.walk(source, onerror=fsync.raise_error):
         new = os.path.join(target, os.path.relpath(folder, source))
         os.makedirs(new, exist_ok=True)
         for name in files:
             link_file(os.path.join(folder, name), os.path.join(new, name), may_copy=may_copy)
         fsync.sync(new)
-
-
-def _raise(error: OSError) -> None:
-    raise error
 
 
 def link_file(

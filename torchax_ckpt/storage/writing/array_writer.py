@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from etils import epath
 from torchax_ckpt.errors import SaveError
 from torchax_ckpt.layout.manifest import Digests
 from torchax_ckpt.options import Codec
-from torchax_ckpt.storage.arrays import array_checks, block_digests, chunking, compression
+from torchax_ckpt.storage.arrays import array_checks, block_digests, chunking
 from torchax_ckpt.storage.arrays.chunking import AnyArray
 from torchax_ckpt.storage.medium import location
 from torchax_ckpt.storage.writing import fetching
@@ -45,6 +46,29 @@ _OCDBT = {
     "cache_pool": "cache_pool#ocdbt",
 }
 
+# Smaller and faster than Zstandard alone, for weights and for moments, because the high bits of
+# floating-point numbers differ little from number to number (``benchmarks/compressing.py``).
+_DEFAULT_CODEC: Codec = "blosc-lz4"
+# The metadata of Zarr version 2 that makes TensorStore compress so.
+_COMPRESSORS: dict[Codec, dict[str, Any]] = {
+    "zstd": {"id": "zstd", "level": 1},
+    # Shuffles bits. LZ4 replaces repetitions, but does not encode frequent bytes in fewer bits, so
+    # it gains little from shuffled bytes.
+    "blosc-lz4": {"id": "blosc", "cname": "lz4", "clevel": 1, "shuffle": 2, "blocksize": 0},
+    # Shuffles bytes. Zstandard chooses a code for each 128 KiB. In a block of 1 MiB, the bytes of
+    # one significance fill at least 128 KiB, and share no code with others. Blosc itself would
+    # choose smaller blocks, and lose the benefit.
+    "blosc-zstd": {
+        "id": "blosc",
+        "cname": "zstd",
+        "clevel": 1,
+        "shuffle": 1,
+        "blocksize": 1 << 20,
+    },
+}
+_MAX_BLOSC_BYTES = (1 << 31) - 17
+_MAX_ITEM_BYTES = 16
+
 
 def folder_of_process(index: int) -> str:
     """Returns the name of the folder with the database of a process."""
@@ -64,7 +88,10 @@ def write_arrays(
 ) -> dict[str, Digests]:
     """Writes the parts of arrays that this process stores, and returns once they are durable.
 
-    The arrays move in batches, and only one batch is on the host at a time.
+    Returns the digests of the bytes that were written, with zeros for blocks of other processes;
+    with long digests for the arrays of ``folders``. The arrays move in batches, and only one batch
+    is on the host at a time. Raises SaveError if readers would reject an array, or its booleans are
+    not all 0 or 1; ValueError or OSError if storage does not take the arrays.
 
     Args:
       state: the folder of the step's arrays.
@@ -76,14 +103,6 @@ def write_arrays(
       max_bytes: most bytes of device arrays in a batch, unless one array is larger.
       on_host: called with False for each batch when it is on the host, and with True for the last.
         From then on the training program may delete the arrays of the batch.
-
-    Returns:
-      Stored name -> digests of the bytes that were written, with zeros for blocks of other
-      processes. Arrays in databases of unchanged arrays have long digests as well.
-
-    Raises:
-      SaveError: readers would reject an array, or its booleans are not all 0 or 1.
-      ValueError, OSError: storage does not take the arrays.
     """
     for name, array in arrays.items():
         _require_readable(name, array)
@@ -147,8 +166,8 @@ class _Batch:
         for opening, parts in self._opened:
             store = opening.result()
             for start, part in parts.items():
-                region = tuple(slice(s, s + n) for s, n in zip(start, part.shape, strict=True))
-                written = store[region].write(part, can_reference_source_data_indefinitely=True)
+                region = store[chunking.region(start, part.shape)]
+                written = region.write(part, can_reference_source_data_indefinitely=True)
                 copies.append(written.copy)
         for copy in copies:
             copy.result()  # a commit before would leave out chunks
@@ -172,14 +191,7 @@ class _Batch:
 def merge(state: epath.Path, folders: Iterable[str], names: Iterable[str]) -> None:
     """Writes the database of all: references to what the databases in ``folders`` have.
 
-    Args:
-      state: the folder of the step's arrays.
-      folders: the names of the folders of all databases.
-      names: the stored names of the arrays that the databases must have.
-
-    Raises:
-      SaveError: an array, or a chunk of one, is in none of the databases.
-      ValueError, OSError: storage does not answer.
+    Raises SaveError if one of the arrays ``names``, or a chunk of one, is in none of them.
     """
     context = _context()  # one for all, or TensorStore copies no references
     transaction = ts.Transaction(atomic=True)
@@ -229,24 +241,34 @@ def _array_spec(
     folder: epath.Path, name: str, array: AnyArray, codec: Codec | None
 ) -> dict[str, Any]:
     chunk = chunking.chunk_shape(array)
-    limit = chunking.chunk_limit(array)
     return {
         "driver": "zarr",
         "kvstore": {
             **_kvstore(folder),
             "path": f"{array_checks.stored_key(name)}/",
-            "target_data_file_size": max(_DATA_FILE_BYTES, limit),
+            "target_data_file_size": max(_DATA_FILE_BYTES, chunking.chunk_limit(array)),
         },
         "dtype": np.dtype(array.dtype).name,
         "metadata": {
             "shape": array.shape,
             "chunks": chunk,
-            "compressor": compression.zarr_compressor(codec, chunk) if codec else None,
+            "compressor": zarr_compressor(codec, chunk) if codec else None,
         },
         "recheck_cached_metadata": False,
         "recheck_cached_data": False,
         "store_data_equal_to_fill_value": True,
     }
+
+
+def codec_of(option: bool | Codec) -> Codec | None:
+    """Returns the codec for which ``CheckpointOptions.compression`` asks; None for none."""
+    return _DEFAULT_CODEC if option is True else option or None
+
+
+def zarr_compressor(codec: Codec, chunk: Sequence[int]) -> dict[str, Any]:
+    """Returns Zarr's metadata of a compressor; Zstandard if a chunk may be too large for Blosc."""
+    is_too_large = math.prod(chunk) * _MAX_ITEM_BYTES > _MAX_BLOSC_BYTES
+    return dict(_COMPRESSORS["zstd" if is_too_large else codec])
 
 
 def _digests(name: str, array: AnyArray, parts: Parts, is_stack: bool, with_long: bool) -> Digests:

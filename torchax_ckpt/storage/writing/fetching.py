@@ -6,7 +6,6 @@ fetched through temporary arrays, which share the buffers of the original arrays
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 
 import jax
@@ -71,22 +70,6 @@ def start(array: AnyArray) -> Callable[[], Parts]:
         return found
 
     return fetch
-
-
-def fetched_shards(array: jax.Array | HostArray) -> HostArray:
-    """Fetches an array: returns the shards on devices of this process."""
-    if isinstance(array, HostArray):
-        return array
-    shards = shards_of(unshared(array))
-    parts = {offset_of(shard.index): np.asarray(shard.data) for shard in shards}
-    return HostArray(tuple(array.shape), array.dtype, array.sharding, parts)
-
-
-def without_parts(array: jax.Array | HostArray) -> HostArray:
-    """Returns the shape, dtype and sharding of an array, in the form of an array without parts."""
-    if isinstance(array, HostArray):
-        return dataclasses.replace(array, parts={})
-    return HostArray(tuple(array.shape), array.dtype, array.sharding, {})
 
 
 def _cut_shards(array: HostArray) -> Parts:

@@ -67,19 +67,11 @@ def complete(
     began_nsecs: int,
     at_nsecs: int,
 ) -> None:
-    """Writes all of a step but its arrays and the commit mark; call it once these are durable.
+    """Writes all of a step but its arrays, which are durable, and the commit mark.
 
-    Args:
-      step: the step's folder.
-      arrays: stored name -> array, of all arrays of the step; values do not count.
-      databases: name -> database of unchanged arrays.
-      num_processes: how many processes have written arrays.
-      items: name -> content, of the items in JSON, as UTF-8.
-      began_nsecs, at_nsecs: when the save began, and the time of the commit, since 1970.
-
-    Raises:
-      SaveError: an array is incomplete.
-      ValueError, OSError: storage does not take the files.
+    ``arrays`` are all of the step by their stored names, without values; ``items`` those in JSON.
+    ``began_nsecs`` and ``at_nsecs`` are when the save began, and the time of the commit, since
+    1970. Raises SaveError if an array is incomplete.
     """
     apart = {name for database in databases.values() for name in database.arrays}
     others = [array for name, array in arrays.items() if name not in apart]
@@ -121,9 +113,9 @@ def mark(step: epath.Path) -> None:
 
 def _write_tree(step: epath.Path, arrays: Mapping[str, AnyArray]) -> None:
     on_devices = {n: a for n, a in arrays.items() if not isinstance(a, np.ndarray)}
-    entries = {str(_keys(name)): _entry(name, array) for name, array in arrays.items()}
+    keys = {name: names.component_and_rest(name) for name in arrays}
     tree = {
-        "tree_metadata": entries,
+        "tree_metadata": {str(keys[n]): _entry(keys[n], array) for n, array in arrays.items()},
         "use_ocdbt": True,
         "use_zarr3": False,
         "store_array_data_equal_to_fill_value": True,
@@ -159,17 +151,13 @@ def _write(path: epath.Path, content: Any) -> None:
     path.write_text(json.dumps(content))
 
 
-def _keys(name: str) -> tuple[str, ...]:
-    return names.component_and_rest(name)
-
-
-def _entry(name: str, array: AnyArray) -> dict[str, Any]:
+def _entry(keys: tuple[str, ...], array: AnyArray) -> dict[str, Any]:
     value: dict[str, Any] = {"value_type": "np.ndarray", "skip_deserialize": False}
     if not isinstance(array, np.ndarray):
         value["value_type"] = "jax.Array"
         value["write_shape"] = chunking.written_shape(array)
-    keys = [{"key": key, "key_type": _DICT_KEY} for key in _keys(name)]
-    return {"key_metadata": keys, "value_metadata": value}
+    key_metadata = [{"key": key, "key_type": _DICT_KEY} for key in keys]
+    return {"key_metadata": key_metadata, "value_metadata": value}
 
 
 def _described(sharding: jax.sharding.Sharding) -> dict[str, Any]:

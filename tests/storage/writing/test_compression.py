@@ -15,7 +15,7 @@ from support.compare import assert_trees_identical
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
 from torchax_ckpt.options import Codec
-from torchax_ckpt.storage.arrays import compression
+from torchax_ckpt.storage.writing import array_writer
 
 
 @pytest.mark.parametrize("bad", ["Zstd", "", "blosc", None, 1])
@@ -53,7 +53,7 @@ def test_all_arrays_are_compressed_as_asked_for(asked: bool | Codec, directory: 
 def test_large_chunks_are_left_to_zstandard(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compression, "_MAX_BLOSC_BYTES", 1600)
+    monkeypatch.setattr(array_writer, "_MAX_BLOSC_BYTES", 1600)
     state = {"large": jnp.arange(101.0), "small": jnp.arange(100.0)}
     options = CheckpointOptions(compression="blosc-lz4", layout="flat")
     with TorchaxCheckpointer(directory, options=options) as ckpt:
