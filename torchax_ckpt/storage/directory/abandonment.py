@@ -57,7 +57,7 @@ from etils import epath
 
 from torchax_ckpt.storage.directory import committed_step
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
-from torchax_ckpt.storage.directory.summaries import Summaries
+from torchax_ckpt.storage.directory.step_files import Summaries
 from torchax_ckpt.storage.medium import storage_errors
 
 Key: TypeAlias = tuple[int, int]
@@ -114,29 +114,21 @@ class Branches:
     def leaving(self, steps: Iterable[CommittedStep]) -> Branches:
         """Returns new branches in which ``steps``, perhaps of a failed save, are abandoned."""
         left = tuple(steps)
-        kept, incomplete = self._without(left)
-        return Branches(kept, (*self.abandoned, *left), incomplete)
+        rest = self._without(left)
+        return dataclasses.replace(rest, abandoned=(*rest.abandoned, *left))
 
     def with_incomplete(self, steps: Iterable[CommittedStep]) -> Branches:
         """Returns new branches in which the committed ``steps`` are incomplete."""
         left = tuple(steps)
-        kept, incomplete = self._without(left)
-        return Branches(kept, self.abandoned, (*incomplete, *left))
+        rest = self._without(left)
+        return dataclasses.replace(rest, incomplete=(*rest.incomplete, *left))
 
-    def _without(
-        self, steps: Iterable[CommittedStep]
-    ) -> tuple[tuple[CommittedStep, ...], tuple[CommittedStep, ...]]:
-        """Returns the committed and the incomplete steps other than ``steps``."""
+    def _without(self, steps: Iterable[CommittedStep]) -> Branches:
+        """Returns new branches in which ``steps`` are neither committed nor incomplete."""
         keys = {s.key for s in steps}
-        kept, incomplete = (
-            tuple(s for s in each if s.key not in keys)
-            for each in (self.committed, self.incomplete)
-        )
-        return kept, incomplete
-
-    def with_newest(self, durable: CommittedStep) -> Branches:
-        """Returns new branches with ``durable`` added as the newest committed step."""
-        return dataclasses.replace(self, committed=(*self.committed, durable))
+        committed = tuple(s for s in self.committed if s.key not in keys)
+        incomplete = tuple(s for s in self.incomplete if s.key not in keys)
+        return Branches(committed, self.abandoned, incomplete)
 
     def moved(self, now: Iterable[CommittedStep]) -> Branches:
         """Returns new branches of the steps that exist ``now``, with their present paths."""
@@ -157,11 +149,6 @@ class Branches:
         """Rebuilds branches from the JSON that ``described`` made in any process."""
         committed, abandoned = (tuple(committed_step.named(d, directory)) for d in described)
         return cls(committed, abandoned)
-
-
-def to_summary(*tiers: Branches) -> list[list[int]]:
-    """Returns the keys of abandoned steps, to put under ``SUMMARY_FIELD`` in a new summary."""
-    return [list(s.key) for branches in tiers for s in branches.abandoned]
 
 
 def from_summary(summary: Mapping[str, Any]) -> set[Key]:

@@ -27,7 +27,7 @@ import stat
 import urllib.parse
 import uuid
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import fsspec
 
@@ -62,23 +62,28 @@ class Seen:
         return bool(self.version == self.content)
 
 
-class AtomicRecord(Protocol):
+class AtomicRecord:
     """A small record at one path or URL, which programs replace by compare-and-swap."""
 
     def read(self) -> Seen | None:
         """Returns the present record, valid or not; None if there is no record."""
+        raise NotImplementedError
 
     def swap(self, seen: Seen | None, content: bytes) -> Seen:
         """Replaces the record ``seen``, or creates it if None; Conflict if ``seen`` has changed."""
+        raise NotImplementedError
 
     def remove(self, seen: Seen) -> None:
         """Removes the record; does nothing if it has been replaced since ``seen`` was read."""
+        raise NotImplementedError
 
     def place(self) -> str:
         """Returns device and inode of the record's directory, as "DEVICE-INODE"; "" on a bucket."""
+        return ""
 
     def is_orphaned(self) -> bool:
         """Returns whether the record's directory was removed or moved; False on a bucket."""
+        return False
 
     def close(self) -> None:
         """Closes the file descriptor of the record's directory; does nothing on a bucket."""
@@ -91,7 +96,7 @@ def record_at(path: Any) -> AtomicRecord:
     return _LocalRecord(pathlib.Path(path))
 
 
-class _LocalRecord:
+class _LocalRecord(AtomicRecord):
     def __init__(self, path: pathlib.Path) -> None:
         self._path = path
         # Kept open to distinguish a removed directory from a removed record.
@@ -127,10 +132,10 @@ class _LocalRecord:
     def _created_by_link(self, draft: pathlib.Path) -> bool:
         try:
             os.link(draft, self._path)
-        except FileExistsError:
-            raise Conflict from None
         except FileNotFoundError:
             raise
+        except FileExistsError:
+            raise Conflict from None
         except OSError:  # this file system has no hard links
             return False
         return True
@@ -170,13 +175,12 @@ def _place(directory: os.stat_result) -> str:
     return f"{directory.st_dev}-{directory.st_ino}"
 
 
-class _BucketRecord:
+class _BucketRecord(AtomicRecord):
     """A record in a bucket, accessed through gcsfs with the credentials and retries of gcsfs."""
 
     def __init__(self, url: str) -> None:
         self._bucket, _, self._key = url.partition("://")[2].partition("/")
-        # The same arguments as etils uses for paths, so that both share one file system and
-        # session.
+        # The same arguments as etils uses for paths, so that both share one session.
         self._fs = fsspec.filesystem("gcs", finalize_on_close=True)
 
     def read(self) -> Seen | None:
@@ -210,15 +214,6 @@ class _BucketRecord:
     def remove(self, seen: Seen) -> None:
         with contextlib.suppress(FileNotFoundError, FileExistsError):
             self._object("DELETE", ifGenerationMatch=seen.version)
-
-    def place(self) -> str:
-        return ""
-
-    def is_orphaned(self) -> bool:
-        return False  # a bucket has no directories
-
-    def close(self) -> None:
-        pass
 
     def _object(self, method: str, **query: str) -> Any:
         return self._call(method, "b/{}/o/{}", self._bucket, self._key, **query)

@@ -82,8 +82,13 @@ class Lease:
         if hold is not None and not hold.is_orphaned():
             hold.confirm()
             return
-        self._end()  # the directory and the lease in it were removed: take a new lease
-        self._hold = self._take()
+        self.release()  # the directory and the lease in it were removed: take a new lease
+        record = record_at(self._directory / NAME)
+        try:
+            self._hold = self._compete(record)
+        except BaseException:
+            record.close()
+            raise
 
     def renew(self) -> None:
         """Writes a new sign of life into the lease now; a separate thread does so every 20 s."""
@@ -92,22 +97,12 @@ class Lease:
 
     def release(self) -> None:
         """Releases the lease, so that other programs can take it; does nothing if not held."""
-        self._end()
-
-    def _end(self) -> None:
         if (hold := self._hold) is not None:
             hold.end()
             self._hold = None  # not before, so that an interrupted call can be made again
 
-    def _take(self) -> _Hold:
-        record = record_at(self._directory / NAME)
-        try:
-            return self._compete(record)
-        except BaseException:
-            record.close()
-            raise
-
     def _compete(self, record: AtomicRecord) -> _Hold:
+        """Takes the lease once nobody holds it; raises LeaseError if somebody does."""
         first: Seen | None = None
         first_secs = 0.0
         place = record.place()
@@ -118,7 +113,8 @@ class Lease:
                 other = LeaseHolder.of(seen.content)
                 is_alive = False if _is_torn(seen) else None
                 if other is not None:
-                    is_left = _is_interrupted(other) or other.is_of_copy(place)
+                    is_interrupted = _is_here(other) and other.token not in _tokens
+                    is_left = is_interrupted or other.is_of_copy(place)
                     is_alive = False if is_left else other.is_alive()
                 if is_alive or (is_alive is None and first is not None and seen != first):
                     raise self._refused(other, place, now)
@@ -210,10 +206,6 @@ def _is_here(other: LeaseHolder) -> bool:
     return is_known and other.pid == os.getpid()
 
 
-def _is_interrupted(other: LeaseHolder) -> bool:
-    return _is_here(other) and other.token not in _tokens
-
-
 class _Hold:
     """A lease that this process took; a thread renews the lease until it is released or lost."""
 
@@ -242,7 +234,13 @@ class _Hold:
 
     def confirm(self) -> None:
         """Raises LeaseError if the lease is lost, or if this process was forked from the holder."""
-        self._require_this_process()
+        if not self._is_this_process():
+            raise LeaseError(
+                f"{self._directory}: this process was forked from the process that writes to this "
+                f"directory ({self.holder.describe(self._clock())}). Save in the parent process, "
+                "or give this process a Checkpointer and a directory of its own.",
+                path=self._directory,
+            )
         with self._lock:
             self._require_not_lost()
             now = self._record.read()
@@ -292,15 +290,6 @@ class _Hold:
     def _is_this_process(self) -> bool:
         """Returns True in the process that took the lease, False in a process forked from it."""
         return self.holder.pid == os.getpid()
-
-    def _require_this_process(self) -> None:
-        if not self._is_this_process():
-            raise LeaseError(
-                f"{self._directory}: this process was forked from the process that writes to this "
-                f"directory ({self.holder.describe(self._clock())}). Save in the parent process, "
-                "or give this process a Checkpointer and a directory of its own.",
-                path=self._directory,
-            )
 
     def _lose(self, now: Seen | None) -> None:
         other = LeaseHolder.of(now.content) if now is not None else None

@@ -9,7 +9,7 @@
     DIRECTORY/120/verified     marks a step that a full read found intact
     DIRECTORY/lease            the program that writes now, if any; see ``lease.py``
     DIRECTORY/events/          the journal, for people; no restore depends on it
-    DIRECTORY/unchanged/       unchanged arrays for later steps; see ``storage/writing/retained.py``
+    DIRECTORY/unchanged/       unchanged arrays for later steps; see ``writing/databases.py``
     DIRECTORY/run              the run's name, if it has a local tier; see ``run_identity.py``
 
 ``abandonment.py`` decides which steps are abandoned. A run may have two tiers: a durable directory,
@@ -49,7 +49,7 @@ from torchax_ckpt.storage.directory.abandonment import Abandonment, Branches, Ke
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.compare_and_swap import DRAFT_SUFFIX
 from torchax_ckpt.storage.directory.run_identity import RunName
-from torchax_ckpt.storage.directory.summaries import Summaries
+from torchax_ckpt.storage.directory.step_files import Summaries
 from torchax_ckpt.storage.directory.verified import Verified
 from torchax_ckpt.storage.medium import bucket, fsync, location, permissions, storage_errors
 
@@ -63,21 +63,25 @@ _LEFTOVER = re.compile(
 _MARKED = re.compile(r"(incoming-|abandoned-)?\d+(-\d+)?")
 
 
+def checkpoint_info(
+    committed: CommittedStep, metrics: dict[str, Any] | None = None
+) -> policies.CheckpointInfo:
+    """Returns a step as policies see it."""
+    return policies.CheckpointInfo(
+        committed.step,
+        committed.path,
+        metadata=None,
+        commit_timestamp_nsecs=committed.commit_timestamp_nsecs,
+        metrics=metrics,
+    )
+
+
 class RunDirectory:
-    """The directory of one run.
+    """The directory of one run: a local path, or ``gs://bucket/prefix``.
 
-    Attributes:
-      verified: the steps that a full read found intact.
-      abandonment: finds the abandoned steps.
-      failed: the keys of steps that were committed although their saves then failed.
-      run_name: the name of the run, if it has a local tier.
-
-    Args:
-      directory: a local path or ``gs://bucket/prefix``.
-      read_only: whether to refuse writes; a bucket then need not grant permission to write.
-      durable: for a local tier, the durable directory of the run.
-
-    Raises DirectoryError if ``directory`` is a file, no path, or a bucket that cannot be used.
+    Refuses writes if ``read_only``; a bucket then need not grant permission to write. ``durable``
+    is, for a local tier, the durable directory of the run. Raises DirectoryError if ``directory``
+    is a file, no path, or a bucket that cannot be used.
     """
 
     def __init__(
@@ -104,6 +108,7 @@ class RunDirectory:
         # The folders of saves that have not ended well -> the names before their commits.
         self._uncommitted: dict[epath.Path, epath.Path] = {}
         self._left_out: dict[int, set[Key]] = {}
+        # The keys of steps that were committed although their saves then failed.
         self.failed: set[Key] = set()
         self._lease = lease.Lease(self.path)
         self._durable = durable
@@ -147,13 +152,7 @@ class RunDirectory:
 
     def info(self, committed: CommittedStep) -> policies.CheckpointInfo:
         """Returns a step as a ``CheckpointInfo``, the form in which policies see it."""
-        return policies.CheckpointInfo(
-            committed.step,
-            committed.path,
-            metadata=None,
-            commit_timestamp_nsecs=committed.commit_timestamp_nsecs,
-            metrics=self.metrics(committed),
-        )
+        return checkpoint_info(committed, self.metrics(committed))
 
     def _visible(self, first: int = 0) -> list[CommittedStep]:
         return self._commit_times.steps_among(self._children(), first)

@@ -7,6 +7,7 @@ continues from another step. ``abandonment.py`` decides which steps are abandone
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,10 +15,10 @@ from typing import Any
 
 from torchax_ckpt import policies
 from torchax_ckpt.processes.coordination import Processes
-from torchax_ckpt.storage.directory import abandonment, committed_step
+from torchax_ckpt.storage.directory import committed_step
 from torchax_ckpt.storage.directory.abandonment import Branches, Key
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
-from torchax_ckpt.storage.directory.run_directory import RunDirectory
+from torchax_ckpt.storage.directory.run_directory import RunDirectory, checkpoint_info
 
 logger = logging.getLogger(__name__)
 
@@ -106,16 +107,13 @@ class RunHistory:
                 history.open()
                 history._go_back(step)
                 history._warn_of_leaving()
-        now = time.time_ns()
-        self._in_flight = policies.CheckpointInfo(
-            step, self._directory.path, metadata=None, commit_timestamp_nsecs=now
-        )
+        self._in_flight = checkpoint_info(CommittedStep(step, self.path, time.time_ns()))
         self._checkpoints = (*self._checkpoints, self._in_flight)
 
     def abandons(self) -> list[list[int]]:
         """Returns [number, commit time] of each abandoned step of both tiers, for a summary."""
         tiers = (self,) if self._other_tier is None else (self, self._other_tier)
-        return abandonment.to_summary(*(history.branches for history in tiers))
+        return [list(s.key) for history in tiers for s in history.branches.abandoned]
 
     def committed(self, committed: CommittedStep) -> None:
         """Records that the step of the current save, which can still fail, is committed."""
@@ -138,12 +136,13 @@ class RunHistory:
                 self._directory.leave_out(save.step, self.branches.in_place)
         else:
             self._directory.record_saved(durable, summary or {})
-            self.branches = self.branches.with_newest(durable)
-            self._checkpoints = (*self._checkpoints[:-1], _checkpoint_info(durable))
+            committed_steps = (*self.branches.committed, durable)
+            self.branches = dataclasses.replace(self.branches, committed=committed_steps)
+            self._checkpoints = (*self._checkpoints[:-1], checkpoint_info(durable))
 
     def settle(self, settled: CommittedStep) -> None:
         """Records the path of the newest step after ``RunDirectory.settle`` renamed the step."""
-        self._replace(self.branches.moved((*self.branches.in_place, settled)))
+        self.refresh((*self.branches.in_place, settled))
 
     def clear_unwanted(self) -> None:
         """Removes from memory the abandoned and incomplete steps, after they were set aside."""
@@ -173,7 +172,7 @@ class RunHistory:
         """Replaces ``branches``, and derives from them the checkpoints that policies see."""
         self.branches = branches
         in_flight = () if self._in_flight is None else (self._in_flight,)
-        self._checkpoints = (*map(_checkpoint_info, self.branches.committed), *in_flight)
+        self._checkpoints = (*map(checkpoint_info, self.branches.committed), *in_flight)
 
     def _go_back(self, step: int | None) -> None:
         if newer := self.branches.newer_than(step):
@@ -190,12 +189,3 @@ class RunHistory:
                 self._leaving,
             )
             self._leaving = []
-
-
-def _checkpoint_info(committed: CommittedStep) -> policies.CheckpointInfo:
-    return policies.CheckpointInfo(
-        committed.step,
-        committed.path,
-        metadata=None,
-        commit_timestamp_nsecs=committed.commit_timestamp_nsecs,
-    )

@@ -1,11 +1,16 @@
-"""Reads the JSON of a committed step; turns read failures into this package's errors."""
+"""Reads the JSON of a committed step; turns read failures into this package's errors.
+
+A step's summary is small JSON with its metrics and the steps that it abandons.
+"""
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import logging
 import sys
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torchax_ckpt.errors import (
@@ -25,12 +30,14 @@ from torchax_ckpt.storage.directory.committed_step import (
     SUMMARY,
     CommittedStep,
 )
-from torchax_ckpt.storage.medium import assets, location, seals, storage_errors
+from torchax_ckpt.storage.medium import assets, containment, location, seals, storage_errors
 
 logger = logging.getLogger(__name__)
 
 # How long an error waits for the file's name, which is read from the same storage.
 _SEARCH_SECS = 10.0
+# Stands for a missing or damaged summary.
+_LOST: Mapping[str, Any] = types.MappingProxyType({})
 
 
 def read_manifest(committed: CommittedStep) -> Any:
@@ -81,21 +88,17 @@ def as_corrupt(committed: CommittedStep, what: str) -> Iterator[None]:
     except Exception as error:  # Orbax wraps failures in many types, Exception among them
         if type(error).__name__ == "JaxRuntimeError":  # by name, because JAX may not be there
             raise
-        cause = storage_errors.said(error)
         if storage_errors.is_unavailable(error):
-            advice = storage_errors.advice(error, is_bucket=location.is_bucket(committed.path))
-            raise DirectoryError(
-                f"step {committed.step} in {committed.path}: its {what} cannot be read now, which "
-                f"does not mean that the step is damaged: {cause}. {advice} Then try again, or "
-                "read an older step.",
-                step=committed.step,
-                path=committed.path,
+            raise committed.error(
+                DirectoryError,
+                f"its {what} cannot be read now, which does not mean that the step is damaged: "
+                f"{storage_errors.explained(error, committed.path)} Then try again, or read an "
+                "older step.",
             ) from error
-        raise CorruptCheckpointError(
-            f"step {committed.step} in {committed.path}: cannot read its {what}: {cause}. If the "
-            "step is damaged, read another step, or a copy of this one.",
-            step=committed.step,
-            path=committed.path,
+        raise committed.error(
+            CorruptCheckpointError,
+            f"cannot read its {what}: {storage_errors.said(error)}. If the step is damaged, read "
+            "another step, or a copy of this one.",
         ) from error
 
 
@@ -116,19 +119,19 @@ def await_read(
         is_one_of_several = "jax" in sys.modules and jax.distributed.is_initialized()
         process = jax.process_index() if is_one_of_several else 0
         problem = (
-            f"step {committed.step} in {committed.path}: process {process} waits for "
-            f"{name} in {_soon(place) or committed.path / STATE}; all its reads together got {got}"
+            f"process {process} waits for {name} in {_soon(place) or committed.path / STATE}; all "
+            f"its reads together got {got}"
         )
         if location.is_bucket(committed.path):
-            raise DirectoryError(
+            raise committed.error(
+                DirectoryError,
                 f"{problem}, less than CheckpointOptions(min_read_bytes_per_sec=...) allows for "
                 "process_timeout_secs. The step may be intact: check the network and the service's "
                 "status, then try again.",
-                step=committed.step,
-                path=committed.path,
-                key_path=name,
+                name,
             )
-        logger.warning("%s. Still waiting: check the disk or the file server.", problem)
+        text = "step %d in %s: %s. Still waiting: check the disk or the file server."
+        logger.warning(text, committed.step, committed.path, problem)
         pace.restart()
 
 
@@ -138,3 +141,44 @@ def _soon(search: Callable[[], str | None]) -> str | None:
     task.start()
     task.ended.wait(_SEARCH_SECS)
     return found[-1]
+
+
+class Summaries:
+    """Reads the summaries of a directory's steps, and keeps each of them in memory."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], Mapping[str, Any]] = {}
+
+    def know(self, committed: CommittedStep, summary: Mapping[str, Any]) -> None:
+        """Keeps a just-written summary in memory, so that it need not be read from storage."""
+        self._known[committed.key] = summary
+
+    def forget(self, committed: CommittedStep) -> None:
+        """Drops a deleted step's summary from memory, because a run may save millions of steps."""
+        self._known.pop(committed.key, None)
+
+    def metrics(self, committed: CommittedStep) -> dict[str, Any]:
+        """Returns the metrics saved with a step; {} if there are none."""
+        metrics = self._of(committed).get("metrics")
+        return dict(metrics) if isinstance(metrics, dict) else {}
+
+    def read(self, steps: Sequence[CommittedStep]) -> list[Mapping[str, Any] | None]:
+        """Returns the summary of each step; None for a step whose summary is missing or damaged."""
+        with concurrent.futures.ThreadPoolExecutor() as pool:  # each is a round trip to a bucket
+            return [None if said is _LOST else said for said in pool.map(self._of, steps)]
+
+    def _of(self, committed: CommittedStep) -> Mapping[str, Any]:
+        found = self._known.get(committed.key)
+        if found is None:
+            try:
+                containment.require_contained(committed.path, committed.step)
+                loaded = seals.read_sealed(committed.path / SUMMARY)
+            except Exception as error:
+                if storage_errors.is_unavailable(error):
+                    raise
+                if not committed.path.exists():
+                    return {}  # the program that writes here has moved the step meanwhile
+                loaded = None  # another program wrote it, or it is damaged: restoring reports that
+            found = loaded if isinstance(loaded, dict) else _LOST
+            self._known[committed.key] = found
+        return found

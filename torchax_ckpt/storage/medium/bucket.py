@@ -64,8 +64,7 @@ def check(path: epath.Path, *, for_writing: bool) -> None:
         ) from None
     except Exception as error:
         raise DirectoryError(
-            f"{path}: the bucket cannot be listed: {storage_errors.said(error)}. "
-            f"{storage_errors.advice(error, is_bucket=True)}",
+            f"{path}: the bucket cannot be listed: {storage_errors.explained(error, path)}",
             path=path,
         ) from error
     wanted = _READING + (_WRITING if for_writing else ())
@@ -74,22 +73,17 @@ def check(path: epath.Path, *, for_writing: bool) -> None:
     except Exception as error:
         # Some servers of this API do not answer this request. The first save then shows whether a
         # permission is missing.
-        logger.info(
-            "%s: cannot read this account's permissions: %s",
-            path,
-            storage_errors.said(error),
-        )
+        text = "%s: cannot read this account's permissions: %s"
+        logger.info(text, path, storage_errors.said(error))
         return
     missing = [p for p in wanted if p not in found.get("permissions", ())]
     if missing:
+        is_reading_allowed = set(missing) <= set(_WRITING)
+        or_read = "; or, to only read, give options=CheckpointOptions(read_only=True)"
         raise DirectoryError(
             f"{path}: the account in use lacks {', '.join(missing)} on the bucket. Grant it "
             "roles/storage.objectUser and roles/storage.legacyBucketReader"
-            + (
-                "; or, to only read, give options=CheckpointOptions(read_only=True)."
-                if set(missing) <= set(_WRITING)
-                else "."
-            ),
+            f"{or_read if is_reading_allowed else ''}.",
             path=path,
         )
 

@@ -6,7 +6,6 @@ import functools
 import importlib.util
 import os
 import re
-from collections.abc import Mapping
 from typing import Any
 
 import tensorstore as ts
@@ -83,12 +82,6 @@ def kvstore(folder: epath.Path) -> dict[str, str]:
         return {"driver": "file", "path": f"{folder}/"}
     name, _, prefix = str(folder).removeprefix("gs://").partition("/")
     return {"driver": "gcs", "bucket": name, "path": f"{prefix}/"}
-
-
-def folder_of(spec: Mapping[str, str]) -> epath.Path:
-    """Returns the folder that a key-value store of files or of a bucket has; undoes ``kvstore``."""
-    is_gcs = spec["driver"] == "gcs"
-    return epath.Path(f"gs://{spec['bucket']}/{spec['path']}" if is_gcs else spec["path"])
 
 
 def reading_context() -> ts.Context:

@@ -26,15 +26,8 @@ _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
 # answer, no permission, an I/O error) say nothing about the bytes.
 _DAMAGE = {"DATA_LOSS", "FAILED_PRECONDITION", "INVALID_ARGUMENT", "NOT_FOUND", "OUT_OF_RANGE"}
 _UNAVAILABLE = {
-    *(
-        "ABORTED",
-        "ALREADY_EXISTS",
-        "CANCELLED",
-        "DEADLINE_EXCEEDED",
-        "INTERNAL",
-        "PERMISSION_DENIED",
-    ),
-    *("RESOURCE_EXHAUSTED", "UNAUTHENTICATED", "UNAVAILABLE", "UNKNOWN"),
+    *("ABORTED", "ALREADY_EXISTS", "CANCELLED", "DEADLINE_EXCEEDED", "INTERNAL"),
+    *("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAUTHENTICATED", "UNAVAILABLE", "UNKNOWN"),
 }
 # A missing file of a committed step is damage, and so is a folder instead of a file or the reverse.
 _DAMAGE_ERRNOS = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
@@ -72,6 +65,8 @@ _NETWORK = (
     "The storage service did not answer or refused the requests, even when they were repeated: "
     "check the network, the service's status and its request limits."
 )
+
+_NO_ADVICE = "Check that the path is a directory and that this process may use it."
 
 
 def is_unavailable(error: BaseException) -> bool:
@@ -212,11 +207,7 @@ def translated(action: str, directory: epath.Path) -> Iterator[None]:
     except Exception as error:
         if not isinstance(error, OSError) and not is_unavailable(error):
             raise
-        what_to_do = advice(error, is_bucket=location.is_bucket(directory))
+        what_to_do = advice(error, is_bucket=location.is_bucket(directory)) or _NO_ADVICE
         raise DirectoryError(
-            f"cannot {action} {directory}: {said(error)}. "
-            + (
-                what_to_do or "Check that the path is a directory and that this process may use it."
-            ),
-            path=directory,
+            f"cannot {action} {directory}: {said(error)}. {what_to_do}", path=directory
         ) from error
