@@ -64,22 +64,15 @@ class Kind(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call of a process.
+    """One call of a process."""
 
-    Attributes:
-      lane: what has one call at a time, such as the saves to one tier.
-      text: the call as in a program: ``save(12)``.
-      number: how many calls of this text the processes have made in this lane, with this one.
-      kind: see ``Kind``.
-      step: the step of a save; for other calls, ``CallLog.step`` of the process, or None.
-      has_failed: whether the process waits for nobody in this call any more, because it failed.
-    """
-
-    lane: str
-    text: str
-    number: int
+    lane: str  # what has one call at a time, such as the saves to one tier
+    text: str  # the call as in a program: ``save(12)``
+    number: int  # how many calls of this text the processes have made in this lane, with this one
     kind: Kind
+    # The step of a save; for other calls, ``CallLog.step`` of the process, or None.
     step: int | None = dataclasses.field(compare=False)
+    # Whether the process waits for nobody in this call any more, because it failed.
     has_failed: bool = dataclasses.field(default=False, compare=False)
 
     @property
@@ -89,21 +82,16 @@ class Call:
 
 
 class CallLog:
-    """Publishes the calls of this process on ``channel``, and compares them with others' calls.
-
-    Attributes:
-      step: the last step for which this process called ``save`` or ``should_save``, or which it
-        restored after that.
-      num_restores: how often all processes together have gone on from a step, or from the start.
-      has_differed: whether a call of this process failed because of another process, or differed
-        from its call, or may have without this process being told.
-    """
+    """Publishes the calls of this process on ``channel``, and compares them with others' calls."""
 
     def __init__(self, channel: Messages | None = None) -> None:
         self._channel = channel if channel is not None and channel.count > 1 else None
+        # The last step of a ``save`` or ``should_save``, or which was restored after that.
         self.step: int | None = None
+        # Whether a call of this process failed because of another process, or differed from its
+        # call, or may have without this process being told.
         self.has_differed = False
-        self.num_restores = 0
+        self.num_restores = 0  # of all processes together, from a step or from the start
         self._lock = threading.Lock()
         self._numbers: collections.Counter[tuple[str, str]] = collections.Counter()
         self._made: collections.deque[Call] = collections.deque(maxlen=_REMEMBERED)

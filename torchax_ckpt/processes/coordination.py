@@ -1,12 +1,11 @@
 """Messages between the processes of one run, through JAX's coordination service.
 
 Work that several processes do together, such as one save, happens in a round. All processes enter
-the round and make the same calls in the same order. In the round, process 0 gathers values from the
-other processes and shares values with them. Each message has its own key, so a process that times
-out can name the process that it waits for. The name of a round states its work, so processes that
-do different work enter different rounds and time out. A round has the same result on all processes:
-a process that fails reports its error, and process 0 publishes the verdict on the round. The
-verdict is either success, or one of the reported errors, which all processes then raise.
+the round and make the same calls in the same order, by which process 0 gathers and shares values.
+Each message has its own key, so a process that times out can name the process that it waits for.
+The name of a round states its work, so processes that do different work enter different rounds and
+time out. A round has the same result on all processes: a process that fails reports its error, and
+process 0 publishes the verdict, success or one of the errors, which all processes then raise.
 
 A round uses no device, so it can run on a separate thread during training. A run of one process
 sends no messages.
@@ -213,11 +212,9 @@ class Processes(Messages):
         return [value, *(values[index] for index in range(1, self.count))]
 
     def _received(self, place: str) -> dict[int, bytes]:
-        """Returns the message of each other process at ``place``, when all have arrived.
-
-        One listing costs much less than one read for each message. Between two listings, waits for
-        some of the missing messages one by one, four times as many as before.
-        """
+        """Returns the message of each other process at ``place``, when all have arrived."""
+        # One listing costs much less than one read for each message. Between two listings, waits
+        # for some of the missing messages one by one, four times as many as before.
         deadline = time.monotonic() + self.timeout_secs
         found: dict[int, bytes] = {}
         num_waits = _FIRST_WAITS
@@ -326,7 +323,6 @@ class Processes(Messages):
                 raise self._timeout_error(senders or self._missing(place))
 
     def _difference(self, others: Sequence[int]) -> ProcessError | None:
-        """Returns an error if one of ``others`` made a call that rules out this round."""
         return None if self._call is None else self.log.difference(self._call, others)
 
     def _is_decided(self) -> bool:

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from torchax_ckpt.errors import ClosedError, PolicyError, ProcessError
+from torchax_ckpt.errors import ClosedError, PolicyError
 from torchax_ckpt.processes.call_log import different
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.processes.messages import POLL_SECS, from_json, to_json
@@ -98,13 +98,9 @@ class DecisionWindows:
     def ask(self, step: int) -> bool:
         """Returns whether to save this step; the answer is the same on all processes.
 
-        Raises:
-          ProcessError: process 0 asked for another step; or it made another call, and so decides
-            nothing.
-          Exception: what ``decide`` raised on process 0. Other processes raise a CheckpointError
-            that says so.
-          PolicyError: process 0 has not decided ``timeout_secs`` after this process asked.
-          ClosedError: called after ``close``.
+        Raises what ``decide`` raised on process 0, on others a CheckpointError that says so;
+        ProcessError if process 0 asked for another step, or made another call and so decides
+        nothing; PolicyError if it has not decided in time; ClosedError after ``close``.
         """
         if self._closing.is_set():
             raise ClosedError(
@@ -150,7 +146,11 @@ class DecisionWindows:
             is_new = False
             while not (is_new and self._window.holds(step)):  # once on process 0
                 if self._rules_out(step, is_new=is_new):
-                    raise self._differing(step)
+                    self._has_differed = True
+                    log = self._processes.log
+                    mine = log.refuse(f"save({step})", step)  # tells process 0 of the step
+                    theirs = f"save({self._window.first})"
+                    raise different(self._processes.index, mine.text, 0, theirs)
                 self._window = self._result(self._begin(step, step, []), step)
                 is_new = True
             self._has_differed = False
@@ -238,12 +238,6 @@ class DecisionWindows:
             return False
         is_left_out = self._asked < window.first > step
         return is_left_out or (is_new and not (self._has_differed and window.last < step))
-
-    def _differing(self, step: int) -> ProcessError:
-        """Returns the error for a step other than process 0's, and tells process 0 of the step."""
-        self._has_differed = True
-        mine = self._processes.log.refuse(f"save({step})", step)
-        return different(self._processes.index, mine.text, 0, f"save({self._window.first})")
 
     def _acknowledge(self, number: int) -> None:
         """Reports which windows this process has read; process 0 deletes those that all have."""

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import functools
 import hmac
 import json
@@ -95,23 +96,16 @@ class Liveness:
         pass
 
 
+@dataclasses.dataclass(eq=False)
 class _Peer:
-    """A connection that process 0 has accepted.
+    """A connection that process 0 has accepted."""
 
-    Attributes:
-      received: what has arrived of the token and the name of the host.
-      expires: the ``time.monotonic()`` until which both must arrive.
-      index, host: the process at the other end; None until then.
-      is_open: whether that process has open checkpointers.
-    """
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
-        self.received = b""
-        self.expires = time.monotonic() + _HELLO_SECS
-        self.index: int | None = None
-        self.host: str | None = None
-        self.is_open = True
+    connection: socket.socket
+    expires: float  # the ``time.monotonic()`` until which token and name of the host must arrive
+    received: bytes = b""  # what has arrived of both
+    index: int | None = None  # the process at the other end, and its host, once both are here
+    host: str | None = None
+    is_open: bool = True  # whether that process has open checkpointers
 
 
 class Listener(Liveness):
@@ -162,7 +156,7 @@ class Listener(Liveness):
             logger.debug("a connection cannot be accepted: %s", error)
             time.sleep(_GRACE_SECS)  # for example if this process has too many open files
             return
-        peer = _Peer(connection)
+        peer = _Peer(connection, time.monotonic() + _HELLO_SECS)
         self._unknown.add(peer)
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._read(peer))
         if len(self._unknown) > 2 * self._count:
@@ -369,8 +363,7 @@ def _begun(client: Any) -> Liveness:
         logger.warning(
             "process %d cannot connect the processes of this run: %s. If a process dies, the "
             "others learn it only from JAX's heartbeat timeout.",
-            jax.process_index(),
-            error,
+            *(jax.process_index(), error),
         )
     if not jax.process_index():
         _publish(client, {})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from torchax_ckpt import errors
@@ -41,31 +43,32 @@ class Messages:
         self._client.key_value_delete(f"{self._place}/{key}")
 
     def _wait(self, key: str, secs: float) -> bytes | None:
-        try:
-            return self._client.blocking_key_value_get_bytes(key, max(1, int(secs * 1000)))
-        except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" not in str(error):
-                raise self._service_error(error) from error
-            return None
+        with self._explained():
+            try:
+                return self._client.blocking_key_value_get_bytes(key, max(1, int(secs * 1000)))
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+        return None
 
     def _listed(self, folder: str) -> list[tuple[str, bytes]]:
         """Returns the keys and messages whose keys begin with ``folder``, which ends in a slash."""
-        try:
+        with self._explained():
             return self._client.key_value_dir_get_bytes(folder)
-        except jax.errors.JaxRuntimeError as error:
-            raise self._service_error(error) from error
 
     def _set(self, key: str, message: bytes) -> None:
-        try:
+        with self._explained():
             self._client.key_value_set_bytes(key, message)
-        except jax.errors.JaxRuntimeError as error:
-            raise self._service_error(error) from error
 
-    def _service_error(self, error: BaseException) -> ProcessError:
-        return ProcessError(
-            f"{self._work}: JAX's coordination service, which process 0 runs, does not answer "
-            f"process {self.index}: {error}"
-        )
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as error:
+            raise ProcessError(
+                f"{self._work}: JAX's coordination service, which process 0 runs, does not answer "
+                f"process {self.index}: {error}"
+            ) from error
 
 
 def to_json(error: BaseException, index: int) -> bytes:

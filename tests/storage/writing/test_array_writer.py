@@ -44,11 +44,11 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     given: list[list[str]] = []
     add = array_writer._Batch.add
 
-    def recorded(self: Any, name: str, *args: Any) -> None:
+    def recorded(self: Any, folder: str, spec: dict[str, Any], parts: Any) -> None:
         if not self._opened:
             given.append([])
-        given[-1].append(name.removeprefix("state/"))
-        add(self, name, *args)
+        given[-1].append(spec["kvstore"]["path"].removeprefix("state.").removesuffix("/"))
+        add(self, folder, spec, parts)
 
     monkeypatch.setattr(array_writer._Batch, "add", recorded)
     return given

@@ -72,16 +72,6 @@ def block_shape(array: AnyArray, *, is_stack: bool) -> tuple[int, ...]:
     return block
 
 
-def is_shared(array: AnyArray) -> bool:
-    """Returns whether the replicas of a shard share the work of writing the shard.
-
-    They do if an array spans processes and the number of replicas divides a dim of the shard. On
-    one process, the first replica writes all: the bytes fetched for the digest are then those that
-    are written, and leave the device only once.
-    """
-    return not isinstance(array, np.ndarray) and not array.is_fully_addressable
-
-
 class StoredPart(NamedTuple):
     """A part of an array that this process stores; it begins at ``start`` in the array.
 
@@ -94,7 +84,7 @@ class StoredPart(NamedTuple):
 
 
 def stored_parts(array: jax.Array | HostArray) -> Iterator[StoredPart]:
-    """Yields the parts of an array that this process stores, see ``is_shared``."""
+    """Yields the parts of an array that this process stores, as ``written_shape`` says."""
     shape, sharding = tuple(array.shape), array.sharding
     part, shard = written_shape(array), _shard_shape(array)
     cut = next((dim for dim, n in enumerate(shard) if part[dim] != n), None)
@@ -113,7 +103,7 @@ def stored_parts(array: jax.Array | HostArray) -> Iterator[StoredPart]:
 
 
 def storing_processes(array: AnyArray) -> frozenset[int]:
-    """Returns the processes that store a part of an array (``is_shared``); 0 for host arrays."""
+    """Returns the processes that store a part of an array; process 0 for a host array."""
     if isinstance(array, np.ndarray):
         return frozenset({0})
     shape = tuple(array.shape)
@@ -150,9 +140,14 @@ def num_pieces(shape: Sequence[int], piece: Sequence[int]) -> int:
 
 
 def written_shape(array: AnyArray) -> tuple[int, ...]:
-    """Returns the shape that one device or host writes: a shard, or a replica's part of a shard."""
+    """Returns the shape that one device or host writes: a shard, or a replica's part of a shard.
+
+    If an array spans processes, the replicas of a shard share the work of writing it, if their
+    number divides a dim. On one process, the first replica writes all: the bytes fetched for the
+    digest are then those that are written, and leave the device only once.
+    """
     shard = _shard_shape(array)
-    if isinstance(array, np.ndarray) or not is_shared(array):
+    if isinstance(array, np.ndarray) or array.is_fully_addressable:
         return shard
     replicas = len(array.sharding.device_set) // num_pieces(array.shape, shard)
     dim = next((dim for dim, n in enumerate(shard) if n % replicas == 0), None)

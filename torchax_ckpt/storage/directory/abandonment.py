@@ -30,15 +30,12 @@ aside. A process that lists a directory later treats as abandoned:
     - if the summary of an incoming step is damaged, all steps that were committed earlier than the
       incoming step and whose number is at least the incoming step's number.
 
-An incoming step is a committed step N in a folder named ``incoming-N``, because an older folder had
-the name ``N`` when step N was saved (see ``run_directory.py``). The older folder usually holds an
-abandoned step, which the summary of the incoming step lists. If this summary is damaged, the last
-rule of the list above replaces it.
+An incoming step is a committed step N in a folder named ``incoming-N``, because an older folder,
+usually of an abandoned step, had the name ``N`` when step N was saved (see ``run_directory.py``).
 
-If several steps that are not abandoned have the same number, only one of them counts: if any of
-them is an incoming step, the incoming step that was committed last; otherwise, the step that was
-committed last. The steps of that number that do not count are treated as abandoned. A local tier
-of another run contributes no steps; ``run_identity.py`` tells which run a tier belongs to.
+Of several steps of one number that are not abandoned, only one counts, and the others are treated
+as abandoned: it is the incoming step that was committed last; if there is none, the step that was.
+A local tier of another run contributes no steps (``run_identity.py``).
 
 The key of a step holds the commit time as well as the number, because a later branch may use the
 number again. Listing a directory changes nothing in it. ``run_directory.py`` sets abandoned steps
@@ -71,17 +68,12 @@ _LATEST = 32
 
 @dataclasses.dataclass(frozen=True)
 class Branches:
-    """The committed steps of a directory, divided into the run's branch and abandoned steps.
+    """The committed steps of a directory, divided into the run's branch and abandoned steps."""
 
-    Attributes:
-      committed: the steps that count, oldest first, one for each number.
-      abandoned: the committed steps that do not count and were not set aside yet.
-      incomplete: of a local tier, committed steps that some host lacks. A listing does not know
-        them; the training threads compare what their hosts have.
-    """
-
-    committed: tuple[CommittedStep, ...] = ()
-    abandoned: tuple[CommittedStep, ...] = ()
+    committed: tuple[CommittedStep, ...] = ()  # those that count, oldest first, one a number
+    abandoned: tuple[CommittedStep, ...] = ()  # those that do not count and were not set aside yet
+    # Of a local tier, those that some host lacks. A listing does not know them; the training
+    # threads compare what their hosts have.
     incomplete: tuple[CommittedStep, ...] = ()
 
     @classmethod
@@ -133,12 +125,8 @@ class Branches:
     def moved(self, now: Iterable[CommittedStep]) -> Branches:
         """Returns new branches of the steps that exist ``now``, with their present paths."""
         now_at = {s.key: s for s in now}
-        return Branches(
-            *(
-                tuple(now_at[s.key] for s in steps if s.key in now_at)
-                for steps in (self.committed, self.abandoned, self.incomplete)
-            )
-        )
+        every = (self.committed, self.abandoned, self.incomplete)
+        return Branches(*(tuple(now_at[s.key] for s in e if s.key in now_at) for e in every))
 
     def described(self) -> list[Any]:
         """Returns the branches as JSON, to send to other processes of the run."""

@@ -24,20 +24,12 @@ LOST = 0
 
 @dataclasses.dataclass(frozen=True)
 class CommittedStep:
-    """A step that was committed.
+    """A step that was committed; the commit time tells it from others of the same number."""
 
-    Attributes:
-      step: completed optimizer steps.
-      path: its directory.
-      commit_timestamp_nsecs: the commit time, in nanoseconds since 1970. It distinguishes the step
-        from other steps of the same number. 0 if the record that holds it is damaged.
-      is_incoming: whether it waits to replace an abandoned step of the same number.
-    """
-
-    step: int
+    step: int  # completed optimizer steps
     path: epath.Path
-    commit_timestamp_nsecs: int
-    is_incoming: bool = False
+    commit_timestamp_nsecs: int  # since 1970; LOST if the record that holds it is damaged
+    is_incoming: bool = False  # whether it waits to replace an abandoned step of the same number
 
     @property
     def key(self) -> tuple[int, int]:

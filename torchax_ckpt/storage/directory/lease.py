@@ -15,15 +15,13 @@ lease, the holder of that lease decides what happens:
   life during this wait, the program is refused.
 
 "The same host" means one kernel and one set of process numbers: a container is a host of its own.
-The clocks of hosts that share a directory should agree to within half a minute. If the clocks
-differ more, another program may take the lease over although the holder still renews it. The
-former holder then stops writing.
+The clocks of hosts that share a directory should agree to within half a minute, or another program
+may take the lease over although the holder still renews it.
 
 A holder that stalled for longer than 60 s may have lost the lease without noticing it. Every holder
 therefore reads the lease again right before any of its changes becomes visible, and stops if
 another program has taken the lease over. A gap remains between this read and the rename or upload
-that makes the change visible: if another program takes the lease over within this gap, the change
-still becomes visible.
+that makes the change visible.
 """
 
 from __future__ import annotations

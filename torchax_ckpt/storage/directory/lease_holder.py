@@ -21,26 +21,15 @@ _MAX_SECS = 253_402_300_799
 
 @dataclasses.dataclass(frozen=True)
 class LeaseHolder:
-    """The holder of a lease.
+    """The holder of a lease; times are in seconds since the epoch."""
 
-    Attributes:
-      token: distinguishes this hold from other holds by the same process, and perhaps names the
-        directory.
-      host, pid: the host's name and the process number, for people.
-      kernel: the kernel and set of process numbers that ``pid`` belongs to; None if unknown.
-      started: when the process started, in the kernel's ticks, because a process number may be used
-        again.
-      since_secs: when the lease was taken, in seconds since the epoch.
-      renewed_secs: the last sign of life, in seconds since the epoch.
-    """
-
-    token: str
-    host: str
+    token: str  # tells this hold from others of the same process; may name the directory
+    host: str  # for people
     pid: int
-    kernel: str | None
-    started: int | None
+    kernel: str | None  # the kernel and set of process numbers of ``pid``; None if unknown
+    started: int | None  # in the kernel's ticks, because a process number may be used again
     since_secs: float
-    renewed_secs: float
+    renewed_secs: float  # the last sign of life
 
     @classmethod
     def here(cls, now: float, place: str = "") -> LeaseHolder:

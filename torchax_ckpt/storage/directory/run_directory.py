@@ -16,14 +16,12 @@
 and a local directory on each host. A step in one tier may list abandoned steps of both tiers. While
 storage cannot be read, listing raises an error, so that no run resumes from an older step.
 
-A bucket has no renames, so a save writes a step under the name that the step keeps, and Orbax's
-commit mark, written last, completes the step. On a bucket, an incoming step keeps its name, because
-a rename would move the step object by object, and the step would be incomplete during the move. A
-bucket's server may carry out a request long after the client gave up on the answer, and a stalled
-writer that lost its lease may go on writing its step. On a bucket, a delete therefore removes only
-the exact object that was examined, and a program writes no two saves under one name. One gap
-remains: a stalled writer that lost its lease before its first write may later write into a step
-that the next lease holder wrote. A save to local storage writes a folder with a unique name.
+A bucket has no renames: a save writes a step under the name that the step keeps, also that of an
+incoming step, and the commit mark, written last, completes it. A bucket's server may carry out a
+request long after the client gave up on the answer, and a stalled writer that lost its lease may go
+on writing its step. There a delete therefore removes only the exact object that was examined, and a
+program writes no two saves under one name. One gap remains: a stalled writer that lost its lease
+before its first write may later write into a step that the next lease holder wrote.
 
 Listing and reading change no files. Only the holder of the lease writes to the directory. In a run
 of several processes, process 0 holds the lease, and commits and deletes steps for all processes.

@@ -24,13 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class RunHistory:
-    """Tracks the steps of one run in one tier: its durable directory, or its local directory.
-
-    Attributes:
-      path: the directory's path.
-      branches: the steps that this run builds on, and the abandoned steps, which are set aside once
-        a new step is committed here. Replaced as a whole, never changed in place.
-    """
+    """Tracks the steps of one run in one tier: its durable directory, or its local directory."""
 
     def __init__(
         self, directory: RunDirectory, processes: Processes, durable: RunHistory | None = None
@@ -41,11 +35,13 @@ class RunHistory:
         self._other_tier = durable
         if durable is not None:
             durable._other_tier = self
+        # The steps that this run builds on, and the abandoned steps, which are set aside once a new
+        # step is committed here. Replaced as a whole, never changed in place.
         self.branches = Branches()
         self._in_flight: policies.CheckpointInfo | None = None
         self._committed: CommittedStep | None = None
-        # The steps as policies see them, in ascending order. Replaced as a whole, never
-        # changed in place: training reads it at every step while the save's thread adds to it.
+        # The steps as policies see them, in ascending order. Replaced as a whole too: training
+        # reads it at every step while the save's thread adds to it.
         self._checkpoints: tuple[policies.CheckpointInfo, ...] = ()
         # Numbers of steps that will be abandoned by the next save, and have not been logged yet.
         self._leaving: list[int] = []
@@ -66,10 +62,9 @@ class RunHistory:
         return committed_step.named(found, self.path)
 
     def unknown(self, step: int | None = None) -> list[CommittedStep]:
-        """Returns steps that other programs saved since this object listed the directory.
+        """Returns steps that other programs saved since the directory was listed, on process 0.
 
-        These are the steps from number ``step`` on, by default those newer than the steps that this
-        run continues from. Only process 0 may call this method.
+        From number ``step`` on; by default, those newer than the steps that this run continues.
         """
         if not self._is_open:
             return []

@@ -14,9 +14,9 @@ present name beside the new name. If the program is killed at any moment, each l
 therefore still has the name that is in the durable directory. A program that saves without a local
 tier removes the run's name from the durable directory, so that no run uses the old local tiers.
 
-A program replaces the name by compare-and-swap (``compare_and_swap.py``), because a bucket's server
-may carry out a request long after the program has stopped waiting for the answer. The new name is
-on the medium before the next change: a loss of power leaves the names in their order.
+A program replaces the name by compare-and-swap, because a bucket's server may carry out a request
+late. The new name is on the medium before the next change: a loss of power leaves the names in
+their order.
 
 The file ``run`` may be empty or torn nevertheless, on a medium that loses what was synced. The
 summary of each step therefore repeats what the file said when the step was saved. If a local tier

@@ -26,15 +26,10 @@ _FILES = "files"
 
 @dataclasses.dataclass(frozen=True)
 class Assets:
-    """The encoded assets of a step, made once and written by each save.
+    """The encoded assets of a step, made once and written by each save."""
 
-    Attributes:
-      content: the JSON text that a step stores.
-      seal: the digest of the assets, which the step's manifest repeats.
-    """
-
-    content: bytes
-    seal: str
+    content: bytes  # the JSON text that a step stores
+    seal: str  # its digest, which the step's manifest repeats
 
     @classmethod
     def of(cls, files: Mapping[str, str]) -> Assets:

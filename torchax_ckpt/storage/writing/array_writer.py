@@ -114,9 +114,11 @@ def write_arrays(
         parts = {name: copy() for name, copy in copies.items()}
         del copies  # with the temporary arrays
         on_host(batch is batches[-1])
-        with _Batch(state, folders, process, codec, context) as writing:
+        with _Batch(context) as writing:
             for name in batch:
-                writing.add(name, arrays[name], parts[name])
+                folder = folders.get(name, folder_of_process(process))
+                spec = _array_spec(state / folder, name, arrays[name], codec)
+                writing.add(folder, spec, parts[name])
             writing.write()
             # Meanwhile TensorStore writes: neither holds the interpreter lock for long.
             for name in batch:
@@ -133,30 +135,19 @@ def write_arrays(
 class _Batch:
     """Arrays that are written together: one transaction for each database."""
 
-    def __init__(
-        self,
-        state: epath.Path,
-        folders: Mapping[str, str],
-        process: int,
-        codec: Codec | None,
-        context: ts.Context,
-    ) -> None:
-        self._state, self._folders, self._codec = state, folders, codec
-        self._own_folder = folder_of_process(process)
+    def __init__(self, context: ts.Context) -> None:
         self._context = context
         self._transactions: dict[str, ts.Transaction] = {}
         self._opened: list[tuple[Any, Parts]] = []
         self._commits: list[Any] = []
 
-    def add(self, name: str, array: AnyArray, parts: Parts) -> None:
+    def add(self, folder: str, spec: dict[str, Any], parts: Parts) -> None:
         """Adds an array to the batch; a process that stores no part of it writes nothing."""
         if not parts:
             return
-        folder = self._folders.get(name, self._own_folder)
         if folder not in self._transactions:
             self._transactions[folder] = ts.Transaction(atomic=True)
         transaction = self._transactions[folder]
-        spec = _array_spec(self._state / folder, name, array, self._codec)
         opening = ts.open(spec, create=True, context=self._context, transaction=transaction)
         self._opened.append((opening, parts))
 
