@@ -230,7 +230,7 @@ def processes(
             mock.patch.multiple(
                 step_writer, make_folder=mock.DEFAULT, complete=mock.DEFAULT, mark=mock.DEFAULT
             ),
-            mock.patch.object(writer.databases, "remove_retained"),
+            mock.patch.object(writer.unchanged_files, "remove_retained"),
             mock.patch.object(local_tier, "StoredStep", opened),
         ):
 

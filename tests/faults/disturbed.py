@@ -47,8 +47,7 @@ from torchax_ckpt.saving.writer import Writer
 from torchax_ckpt.snapshot.sharding import shards_of
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.run_identity import RunName
-from torchax_ckpt.storage.medium import links
-from torchax_ckpt.storage.writing import array_writer
+from torchax_ckpt.storage.writing import array_writer, unchanged_files
 
 Lineage = tuple[tuple[int, int], ...]
 DEVICES = 2  # of each process
@@ -93,7 +92,7 @@ WATCHED = [
     (RunDirectory, "claim", "claiming"),
     (RunDirectory, "recover", "recovering"),
     (array_writer, "write_arrays", "writing"),
-    (links, "link_folder", "linking"),
+    (unchanged_files, "link_folder", "linking"),
     (RunDirectory, "commit", "committing"),
     (RunDirectory, "set_aside", "setting aside"),
     (RunDirectory, "settle", "settling"),

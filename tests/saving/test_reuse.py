@@ -42,8 +42,7 @@ from support.training import P, fsdp_mesh, fsdp_rule
 
 from torchax_ckpt import CheckpointOptions, Event, TorchaxCheckpointer, policies
 from torchax_ckpt.errors import CorruptCheckpointError, SaveError
-from torchax_ckpt.storage.medium import links
-from torchax_ckpt.storage.writing import step_writer
+from torchax_ckpt.storage.writing import step_writer, unchanged_files
 
 
 def test_unchanged_arrays_are_written_twice_and_then_linked_in_turn(directory: Path) -> None:
@@ -282,7 +281,7 @@ def test_where_links_are_refused_files_are_copied(
 ) -> None:
     """From step to step; none is kept aside."""
     monkeypatch.setattr(os, "link", Mock(side_effect=PermissionError(errno.EPERM, "no")))
-    monkeypatch.setattr(links, "_has_warned", False)
+    monkeypatch.setattr(unchanged_files, "_has_warned", False)
     with caplog.at_level(logging.WARNING, "torchax_ckpt"):
         state = run(directory, range(1, 6), **ALL)
     assert caplog.text.count("Unchanged arrays are copied from step to step") == 1

@@ -44,9 +44,9 @@ from torchax_ckpt.storage.directory.committed_step import (
 )
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.run_history import RunHistory
-from torchax_ckpt.storage.medium import links, seals
+from torchax_ckpt.storage.medium import seals
 from torchax_ckpt.storage.medium.assets import Assets
-from torchax_ckpt.storage.writing import array_writer, databases, step_writer
+from torchax_ckpt.storage.writing import array_writer, step_writer, unchanged_files
 from torchax_ckpt.stored.stored_step import StoredStep
 
 
@@ -265,7 +265,7 @@ class Writer:
         if self._reuse:
             self._reuse.retain(doomed)
         elif self._may_have_retained:  # by an earlier program
-            databases.remove_retained(directory.path, directory.fence)
+            unchanged_files.remove_retained(directory.path, directory.fence)
             self._may_have_retained = False
 
     def recover(self) -> None:
@@ -351,7 +351,7 @@ class Writer:
             progress.enter("digesting and writing the arrays")
 
         for folder, name in draft.division.links:
-            links.take_over(folder, draft.path / STATE / name)
+            unchanged_files.take_over(folder, draft.path / STATE / name)
         taken = array_writer.write_arrays(
             draft.path / STATE,
             draft.written,

@@ -21,7 +21,8 @@ from torchax_ckpt.storage.directory import commit_record
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.verified import MARK
-from torchax_ckpt.storage.medium import fsync, links, location, permissions
+from torchax_ckpt.storage.medium import fsync, location, permissions
+from torchax_ckpt.storage.writing import unchanged_files
 from torchax_ckpt.stored import shared_files
 from torchax_ckpt.stored.shared_files import File
 from torchax_ckpt.stored.stored_step import StoredStep, still_there
@@ -179,7 +180,7 @@ def _copy_files(
 
 def _link_file(source: epath.Path, target: epath.Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    links.link_file(source, target)
+    unchanged_files.link_file(source, target)
 
 
 def _copy_file(source: epath.Path, target: epath.Path, on_bytes: Callable[[int], None]) -> None:

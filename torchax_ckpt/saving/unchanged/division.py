@@ -17,7 +17,7 @@ from torchax_ckpt.saving.unchanged import ledger
 from torchax_ckpt.saving.unchanged.ledger import Entry
 from torchax_ckpt.storage.arrays import chunking
 from torchax_ckpt.storage.arrays.chunking import AnyArray
-from torchax_ckpt.storage.writing.databases import File
+from torchax_ckpt.storage.writing.unchanged_files import File
 
 # Smaller arrays share a database, because each database takes some milliseconds. If one array of a
 # database changes, all of its arrays are written again. On several processes, this is the most that

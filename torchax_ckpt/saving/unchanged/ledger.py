@@ -25,7 +25,7 @@ from torchax_ckpt.storage.arrays import block_digests, chunking
 from torchax_ckpt.storage.arrays.chunking import AnyArray
 from torchax_ckpt.storage.directory.abandonment import Key
 from torchax_ckpt.storage.writing import fetching
-from torchax_ckpt.storage.writing.databases import File
+from torchax_ckpt.storage.writing.unchanged_files import File
 
 Reference: TypeAlias = "weakref.ref[jax.Array]"
 

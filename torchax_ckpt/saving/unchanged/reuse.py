@@ -47,8 +47,8 @@ from torchax_ckpt.storage.directory.committed_step import STATE, CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.run_history import RunHistory
 from torchax_ckpt.storage.medium import location, storage_errors
-from torchax_ckpt.storage.writing import databases
-from torchax_ckpt.storage.writing.databases import File
+from torchax_ckpt.storage.writing import unchanged_files
+from torchax_ckpt.storage.writing.unchanged_files import File
 from torchax_ckpt.stored.stored_step import Compared, parse_manifest
 
 logger = logging.getLogger(__name__)
@@ -191,9 +191,8 @@ class Reuse:
         files: Mapping[str, File] = {}
         try:
             if self._processes.is_first:
-                files = (
-                    databases.present(committed.path / STATE) if before is None else before.files
-                )
+                state = committed.path / STATE
+                files = unchanged_files.present(state) if before is None else before.files
         except OSError as error:
             logger.info("nothing is taken over from step %d: %s", committed.step, error)
             return
@@ -273,10 +272,11 @@ class Reuse:
             return nothing
         path = next((s.path for s in steps if s.key == entry.key), None)
         if entry.key == self._retained:
-            path = path or self._directory.path / databases.RETAINED
+            path = path or self._directory.path / unchanged_files.RETAINED
         if path is None:
             return nothing
-        if lacking := [*databases.differing(entry.files, databases.present(path / STATE))]:
+        here = unchanged_files.present(path / STATE)
+        if lacking := [*unchanged_files.differing(entry.files, here)]:
             others = f", and {len(lacking) - 1} more" if len(lacking) > 1 else ""
             where = f"{path / STATE / lacking[0]}{others}"
             logger.warning("%s: the unchanged arrays are written again", where)
@@ -357,8 +357,8 @@ class Reuse:
         files: dict[str, File] = {}
         still: Sequence[str] | None = None
         if self._processes.is_first and divided.databases:
-            present = databases.present(path / STATE)
-            for difference in databases.differing(divided.files, present):
+            present = unchanged_files.present(path / STATE)
+            for difference in unchanged_files.differing(divided.files, present):
                 raise SaveError(
                     f"{path / STATE / difference} before the step was committed, so the step is "
                     "not kept. Another program changes files of this run; keep it out of the "
@@ -438,13 +438,13 @@ class Reuse:
                 for folder in unchanged.folders_of(name, database.processes)
             ]
             try:
-                databases.retain(directory.path, by_key[spare.key], folders, directory.fence)
+                unchanged_files.retain(directory.path, by_key[spare.key], folders, directory.fence)
             except OSError as error:  # the next save writes these arrays
                 logger.info("%s: no unchanged arrays are kept aside: %s", spare.key, error)
                 return
             self._retained = spare.key
         elif all(entry.key != self._retained for entry in self._entries.values()):
-            databases.remove_retained(directory.path, directory.fence)
+            unchanged_files.remove_retained(directory.path, directory.fence)
             self._retained = None
 
 

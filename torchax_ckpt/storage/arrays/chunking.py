@@ -1,8 +1,7 @@
 """Computes how stored arrays are cut into chunks (units of storage) and blocks (units of digests).
 
 A read takes whole chunks and whole blocks. To keep reads small, the length of a block along each
-dim divides that of a chunk, or is a multiple of it. Orbax cuts the chunks, below a limit that is
-set here; this module predicts them, cuts the blocks to match, and says which process stores what.
+dim divides that of a chunk, or is a multiple of it. Also says which process stores what.
 """
 
 from __future__ import annotations
@@ -30,12 +29,10 @@ _MIN_FRACTION = 16
 
 
 def chunk_shape(array: AnyArray) -> tuple[int, ...]:
-    """Returns the shape of the chunks into which Orbax cuts what one device or host writes.
+    """Returns the shape of the chunks into which what one device or host writes is cut.
 
-    Repeats Orbax's computation: from ``written_shape``, while a chunk exceeds ``chunk_limit``, the
-    longest dim gets its next smaller divisor; first among dims in which the written shape is
-    smaller than the array, then among the rest. Callers of Orbax can set the limit, not exclude a
-    dim.
+    While a chunk exceeds ``MAX_BYTES``, the longest dim gets its next smaller divisor; first among
+    dims in which the written shape is smaller than the array, then among the rest, as Orbax cuts.
     """
     written = written_shape(array)
     if _nbytes(written, array) <= MAX_BYTES:
@@ -53,11 +50,6 @@ def chunk_shape(array: AnyArray) -> tuple[int, ...]:
             break
         chunk = smaller
     return tuple(chunk)
-
-
-def chunk_limit(array: AnyArray) -> int:
-    """Returns the limit, in bytes, that makes Orbax cut an array into chunks of ``chunk_shape``."""
-    return max(MAX_BYTES, _nbytes(chunk_shape(array), array))
 
 
 def block_shape(array: AnyArray, *, is_stack: bool) -> tuple[int, ...]:

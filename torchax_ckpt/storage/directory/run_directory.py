@@ -9,7 +9,7 @@
     DIRECTORY/120/verified     marks a step that a full read found intact
     DIRECTORY/lease            the program that writes now, if any; see ``lease.py``
     DIRECTORY/events/          the journal, for people; no restore depends on it
-    DIRECTORY/unchanged/       unchanged arrays for later steps; see ``writing/databases.py``
+    DIRECTORY/unchanged/       unchanged arrays for later steps; see ``writing/unchanged_files.py``
     DIRECTORY/run              the run's name, if it has a local tier; see ``run_identity.py``
 
 ``abandonment.py`` decides which steps are abandoned. A run may have two tiers: a durable directory,

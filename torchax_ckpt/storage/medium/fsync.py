@@ -1,9 +1,8 @@
 """Syncs files and folders, so that they survive a loss of power.
 
 TensorStore syncs each file that it writes, and the folder that holds the file, before it reports
-that the file is written (its setting ``file_io_sync`` is on by default). Orbax syncs neither the
-files that it writes without TensorStore nor the folders above them. A bucket needs no sync,
-because it answers a write only after it has stored the object.
+that the file is written (its setting ``file_io_sync`` is on by default), but not the folders above.
+A bucket needs no sync, because it answers a write only after it has stored the object.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Creates files and folders that are never writable by everybody; refuses mounted buckets.
 
-Orbax and TensorStore create files and folders with the modes that the umask allows. The umask
-belongs to the whole process, so a change of the umask during a save would affect files that other
-threads create at that time. A save therefore leaves the umask as it is, and writes its step in a
-folder that only the owner can enter. Before a step's folder gets its final name, the save removes
-everybody's write permission (the mode's ``o+w``) inside the folder, and gives the folder itself the
-mode of its inner folders, so that other users can enter it if the umask allows this.
+TensorStore creates files and folders with the modes that the umask allows. The umask belongs to the
+whole process, so a change of the umask during a save would affect files that other threads create
+at that time. A save therefore leaves the umask as it is, and writes its step in a folder that only
+the owner can enter. Before a step's folder gets its final name, the save removes everybody's write
+permission (the mode's ``o+w``) inside the folder, and gives the folder itself the mode of its inner
+folders, so that other users can enter it if the umask allows this.
 
 Buckets that are mounted with FUSE are refused. Where FUSE shows a bucket as folders, the rename of
 a folder copies object by object, there are no links, and no lock reaches another host: a killed

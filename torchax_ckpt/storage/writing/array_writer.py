@@ -232,12 +232,13 @@ def _array_spec(
     folder: epath.Path, name: str, array: AnyArray, codec: Codec | None
 ) -> dict[str, Any]:
     chunk = chunking.chunk_shape(array)
+    chunk_bytes = math.prod(chunk) * array.dtype.itemsize
     return {
         "driver": "zarr",
         "kvstore": {
             **_kvstore(folder),
             "path": f"{array_checks.stored_key(name)}/",
-            "target_data_file_size": max(_DATA_FILE_BYTES, chunking.chunk_limit(array)),
+            "target_data_file_size": max(_DATA_FILE_BYTES, chunk_bytes),
         },
         "dtype": np.dtype(array.dtype).name,
         "metadata": {

@@ -1,4 +1,7 @@
-"""The files of databases of unchanged arrays: compared with those before, and kept for later steps.
+"""The files of databases of unchanged arrays: taken over by later steps, compared and retained.
+
+A later step takes the files over without writing their bytes again. On a file system, its files are
+hard links. In a bucket, the service copies the objects, and each copy is an object of its own.
 
 A database that has lost a file of array data still has its index, so nothing but a read of the
 arrays would notice the loss. A listing of the files shows it.
@@ -14,8 +17,12 @@ no commit mark. Only the program that made it takes anything over from it. A buc
 from __future__ import annotations
 
 import contextlib
+import errno
+import logging
 import os
 import pathlib
+import shutil
+import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -23,10 +30,19 @@ from etils import epath
 
 from torchax_ckpt.layout import unchanged
 from torchax_ckpt.storage.directory.committed_step import STATE, CommittedStep
-from torchax_ckpt.storage.medium import bucket, containment, fsync, links, location
+from torchax_ckpt.storage.medium import bucket, containment, fsync, location
+
+logger = logging.getLogger(__name__)
 
 RETAINED = "unchanged"
 """The name of the folder, in the directory of a run, of databases that no step has any more."""
+
+# What file systems answer that have no hard links, allow none here, or too few for one file.
+_REFUSALS = {
+    *(errno.EPERM, errno.EACCES, errno.EXDEV, errno.EMLINK),
+    *(errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL),
+}
+_has_warned = False
 
 
 class File(NamedTuple):
@@ -67,6 +83,52 @@ def differing(known: Mapping[str, File], here: Mapping[str, File]) -> Iterator[s
             yield f"{name} has CRC32C {found.crc32c} in place of {before.crc32c}"
 
 
+def take_over(source: epath.Path, target: epath.Path) -> None:
+    """Creates a folder that has the files of another folder on the same medium, at any depth."""
+    if location.is_bucket(source):
+        bucket.copy(source, target)
+    else:
+        link_folder(source, target)
+
+
+def link_folder(source: epath.Path, target: epath.Path, *, may_copy: bool = True) -> None:
+    """Creates a folder whose files are hard links to another folder's files, at any depth.
+
+    The names of the new files are durable then, but not that of ``target`` in the folder above.
+    """
+    for folder, _, files in os.walk(source, onerror=fsync.raise_error):
+        new = os.path.join(target, os.path.relpath(folder, source))
+        os.makedirs(new, exist_ok=True)
+        for name in files:
+            link_file(os.path.join(folder, name), os.path.join(new, name), may_copy=may_copy)
+        fsync.sync(new)
+
+
+def link_file(
+    source: str | os.PathLike[str], target: str | os.PathLike[str], *, may_copy: bool = True
+) -> None:
+    """Gives a file a second name, not yet durable; copies it if the file system refuses links."""
+    if not stat.S_ISREG(os.lstat(source).st_mode):
+        raise OSError(errno.ELOOP, "expected a regular file", os.fspath(source))
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in _REFUSALS or not may_copy:
+            raise
+        global _has_warned
+        if not _has_warned:
+            _has_warned = True
+            logger.warning(
+                "%s: cannot be linked from %s (%s). Unchanged arrays are copied from step to step "
+                "in place of links, which takes time and space",
+                os.fspath(target),
+                os.fspath(source),
+                error.strerror,
+            )
+        shutil.copyfile(source, target, follow_symlinks=False)
+        fsync.sync(epath.Path(target))
+
+
 def retain(
     directory: epath.Path,
     committed: CommittedStep,
@@ -83,7 +145,7 @@ def retain(
         draft.rmtree()
     try:
         for name in folders:
-            links.link_folder(committed.path / STATE / name, draft / STATE / name, may_copy=False)
+            link_folder(committed.path / STATE / name, draft / STATE / name, may_copy=False)
         for new in (draft / STATE, draft):
             fsync.sync(new)
     except OSError:
