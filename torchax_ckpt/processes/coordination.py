@@ -109,10 +109,6 @@ class Processes(Messages):
         """Whether the run has several processes, each of which writes its own directory."""
         return False
 
-    def agreed_time(self) -> int | None:
-        """Returns None, because process 0 commits steps for all and needs no agreed time."""
-        return None
-
     @contextlib.contextmanager
     def round(
         self, what: str, call: Call | None = None, *, is_met: bool = True
