@@ -45,9 +45,9 @@ MAX_FILES, MAX_FILES_AT_THE_TOP, MAX_LINES = 13, 6, 500
 MAX_LINES_OF = {"checkpointer.py": 560}
 # What a person who takes this over reads. A change that needs more makes room first.
 BUDGETS = {
-    "lines": 32_000,
-    "lines of docstrings": 5_800,
-    "files": 190,
+    "lines": 31_000,
+    "lines of docstrings": 4_700,
+    "files": 180,
     "files that one other imports": 30,
     "classes whose name stands twice": 0,
     "lines of tests": 41_000,

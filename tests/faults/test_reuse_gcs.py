@@ -24,7 +24,7 @@ from support.processes import Started
 from torchax_ckpt import CheckpointOptions, Event, TorchaxCheckpointer, policies, torchax_backend
 from torchax_ckpt.errors import SaveError
 from torchax_ckpt.storage.medium import bucket
-from torchax_ckpt.storage.writing import databases
+from torchax_ckpt.storage.writing import unchanged_files
 
 pytest_plugins = ("gcs_fixtures",)
 REUSE = CheckpointOptions(reuse=True)
@@ -197,7 +197,7 @@ def test_a_step_with_an_object_of_another_size_is_not_committed(
     gcs: FaultProxy, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The object is replaced after the save has looked for it, and before it is copied."""
-    model, differing = Tuned(1024).to("jax"), databases.differing
+    model, differing = Tuned(1024).to("jax"), unchanged_files.differing
 
     def replaced(known: Any, here: Any) -> list[str]:
         found = [*differing(known, here)]
@@ -209,13 +209,13 @@ def test_a_step_with_an_object_of_another_size_is_not_committed(
     with TorchaxCheckpointer(url, options=REUSE, **ALL) as ckpt:
         ckpt.attach(model)
         train(ckpt, model, 1, 2)
-        monkeypatch.setattr(databases, "differing", replaced)
+        monkeypatch.setattr(unchanged_files, "differing", replaced)
         with pytest.raises(SaveError, match="bytes in place of .* before the step was committed"):
             train(ckpt, model, 3)
         assert ckpt.all_steps() == [1, 2]
         with TorchaxCheckpointer(url, options=CheckpointOptions(read_only=True)) as reader:
             assert reader.all_steps() == [1, 2]
-        monkeypatch.setattr(databases, "differing", differing)
+        monkeypatch.setattr(unchanged_files, "differing", differing)
         train(ckpt, model, 4)
         assert ckpt.all_steps() == [1, 2, 4]
 

@@ -17,6 +17,7 @@ from support import PROGRAMS, ROOT
 from support.processes import Talking, environment
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
+from torchax_ckpt.runtime import preemption
 
 EXAMPLES = ROOT / "examples"
 EXIT_CODE = 143
@@ -229,3 +230,19 @@ def test_a_program_that_only_reads_keeps_its_own_sigterm(directory: Path) -> Non
     with TorchaxCheckpointer(directory, options=CheckpointOptions(read_only=True)) as ckpt:
         assert ckpt.attach() == 1
         assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_one_sigterm_that_is_heard_twice_is_no_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[str] = []
+    watch = preemption._Watch()
+    watch.noticed_at, now = 0.0, [0.0]
+    monkeypatch.setattr(preemption, "_end", ends.append)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    for secs, byte, is_over in (
+        (0.0, signal.SIGTERM, False),
+        (9.0, preemption._HANDLED, False),  # by a handler that waited for a device transfer
+        (10.0, signal.SIGTERM, True),
+    ):
+        now[0] = secs
+        watch._notice(byte)
+        assert bool(ends) is is_over
