@@ -12,7 +12,6 @@ from pathlib import Path
 
 import fault_endurance
 import fault_fuzz
-import fuse
 import pytest
 from oracle import LOST, RESTORED, WRONG
 from starts import HUNG
@@ -73,13 +72,10 @@ def run_torture(fault: str, arguments: str) -> tuple[int, dict[str, int], str]:
             {EXACT: 1},
             marks=pytest.mark.slow,
         ),
-        pytest.param("lease", "--count 20 --seed 1", {"rounds": 20}, marks=pytest.mark.slow),
         pytest.param("endurance", "--count 60", {"saves": 60}, marks=LONG),
     ],
 )
 def test_a_short_torture_finds_nothing(fault: str, arguments: str, least: dict[str, int]) -> None:
-    if fault == "lease" and (problem := fuse.missing()):
-        pytest.skip(problem)
     code, table, output = run_torture(fault, arguments)
     assert code == 0, output
     for row, number in least.items():
