@@ -61,8 +61,8 @@ class Processes(Messages):
     """A channel for messages between the processes of a run; has at most one round at a time.
 
     Channels with equal names are numbered in the order of their creation, which must be the same on
-    all processes. ``client``, of JAX's coordination service, is None with one process. The user of
-    a channel replaces ``log``, which is never compared, and ``liveness``, which knows of no end.
+    all processes. ``client``, of JAX's coordination service, is None with one process. Who opens a
+    channel may set ``log``, the calls of the processes, and ``liveness``, which tells who ended.
     """
 
     def __init__(

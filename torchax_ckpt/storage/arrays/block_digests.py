@@ -78,6 +78,7 @@ def gathered(
         return digests
     shared = {n: digests[n] for n, array in arrays.items() if not isinstance(array, np.ndarray)}
     layouts = []
+    # All digests, all long ones (or zeros), and for each block whether it has a long one.
     values, long, has_long = bytearray(), bytearray(), bytearray()
     for name, known in shared.items():
         array, num_blocks = arrays[name], len(known.values) // 8

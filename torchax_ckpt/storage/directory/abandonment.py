@@ -125,8 +125,8 @@ class Branches:
     def moved(self, now: Iterable[CommittedStep]) -> Branches:
         """Returns new branches of the steps that exist ``now``, with their present paths."""
         now_at = {s.key: s for s in now}
-        every = (self.committed, self.abandoned, self.incomplete)
-        return Branches(*(tuple(now_at[s.key] for s in e if s.key in now_at) for e in every))
+        lists = (self.committed, self.abandoned, self.incomplete)
+        return Branches(*(tuple(now_at[s.key] for s in each if s.key in now_at) for each in lists))
 
     def described(self) -> list[Any]:
         """Returns the branches as JSON, to send to other processes of the run."""

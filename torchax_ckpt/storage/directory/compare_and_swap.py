@@ -132,10 +132,10 @@ class _LocalRecord(AtomicRecord):
     def _created_by_link(self, draft: pathlib.Path) -> bool:
         try:
             os.link(draft, self._path)
-        except FileNotFoundError:
-            raise
         except FileExistsError:
             raise Conflict from None
+        except FileNotFoundError:
+            raise
         except OSError:  # this file system has no hard links
             return False
         return True

@@ -83,10 +83,11 @@ class Lease:
         self.release()  # the directory and the lease in it were removed: take a new lease
         record = record_at(self._directory / NAME)
         try:
-            self._hold = self._compete(record)
+            taken = self._compete(record)
         except BaseException:
             record.close()
             raise
+        self._hold = taken
 
     def renew(self) -> None:
         """Writes a new sign of life into the lease now; a separate thread does so every 20 s."""

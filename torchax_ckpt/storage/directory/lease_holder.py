@@ -27,7 +27,7 @@ class LeaseHolder:
     host: str  # for people
     pid: int
     kernel: str | None  # the kernel and set of process numbers of ``pid``; None if unknown
-    started: int | None  # in the kernel's ticks, because a process number may be used again
+    started: int | None  # the process, in the kernel's ticks: a number may be used again
     since_secs: float
     renewed_secs: float  # the last sign of life
 
