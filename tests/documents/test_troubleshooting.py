@@ -117,6 +117,8 @@ def templates(error: str) -> list[str]:
                 called = ast.unparse(node.func)
                 if called.rpartition(".")[2] == error:
                     found.append(template(node.args[0]))
+                elif ast.unparse(node.args[0]) == error and called.endswith(".error"):  # of a step
+                    found.append(f"step .*? in .*?: {template(node.args[1])}")
                 elif called in ("logger.warning", "logger.error"):
                     found.append(re.sub("%[sdr]", ".*?", template(node.args[0])))
     return found

@@ -133,8 +133,8 @@ def _apply_in_budget(
     """Makes changes part by part; frees a part's old buffers before each read."""
     reads = plan.reads
     early = {name for call in (*plan.checks, *plan.calls) for name in call.needs}
-    values = source.read_leaves({name: reads[name] for name in early})
-    plan.apply_calls(values, processes.meet)
+    # Nothing refers to the values afterwards, which may lie on devices.
+    plan.apply_calls(source.read_leaves({name: reads[name] for name in early}), processes.meet)
     try:
         sizes, limit = _device_bytes(reads), _part_bytes(reads.values())
         for part in batches(
