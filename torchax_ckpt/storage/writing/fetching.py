@@ -27,13 +27,16 @@ def batches(arrays: Mapping[str, AnyArray], max_bytes: int | None) -> Iterator[l
 
     Only device arrays count. Yields at least one batch, maybe an empty one.
     """
+    if max_bytes is None:
+        yield [*arrays]
+        return
     batch: list[str] = []
     nbytes = 0
     for name, array in arrays.items():
         array_bytes = 0
         if not isinstance(array, np.ndarray | HostArray):
             array_bytes = chunking.num_stored_bytes(array)
-        if max_bytes is not None and nbytes and nbytes + array_bytes > max_bytes:
+        if nbytes and nbytes + array_bytes > max_bytes:
             yield batch
             batch, nbytes = [], 0
         batch.append(name)
