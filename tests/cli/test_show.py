@@ -119,6 +119,19 @@ def test_without_the_extra_one_line_says_what_to_install(missing: str) -> None:
     assert result.stderr == 'torchax-ckpt needs its extra: pip install "torchax-ckpt[cli]"\n'
 
 
+def test_a_command_that_cannot_be_imported_finds_no_damage_and_leaves_the_help() -> None:
+    program = """
+        import sys
+        sys.modules["tensorstore"] = None
+        from torchax_ckpt.__main__ import main
+        main()
+    """
+    result = run_python(program, "verify", ".", check=False, fresh=True)
+    assert result.returncode == exit_codes.FAILED
+    assert "tensorstore" in result.stderr
+    assert "verify" in run_python(program, "--help", fresh=True).stdout
+
+
 def test_every_exit_code_is_stated_in_help_and_manual(monkeypatch: pytest.MonkeyPatch) -> None:
     manual = (ROOT / "docs/command-line.md").read_text()
     for name, code in vars(exit_codes).items():
