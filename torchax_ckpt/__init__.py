@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torchax_ckpt import planning, policies
     from torchax_ckpt.checkpointer import TorchaxCheckpointer
     from torchax_ckpt.formats.state_dict import load_torch_state_dict
-    from torchax_ckpt.restoring.restore import RestoreReport
+    from torchax_ckpt.restoring.restore_report import RestoreReport
     from torchax_ckpt.restoring.warm_start import warm_start
     from torchax_ckpt.state.random_state import RandomState
     from torchax_ckpt.telemetry.events import Event
@@ -37,7 +37,7 @@ __all__ = [
 _LAZY = {
     "Event": "torchax_ckpt.telemetry.events",
     "RandomState": "torchax_ckpt.state.random_state",
-    "RestoreReport": "torchax_ckpt.restoring.restore",
+    "RestoreReport": "torchax_ckpt.restoring.restore_report",
     "Stats": "torchax_ckpt.telemetry.stats",
     "TorchaxCheckpointer": "torchax_ckpt.checkpointer",
     "load_torch_state_dict": "torchax_ckpt.formats.state_dict",

@@ -16,7 +16,7 @@ from torchax_ckpt.options import CheckpointOptions, LocalTier, TierName
 from torchax_ckpt.policies import preservation
 from torchax_ckpt.processes.call_log import Kind, called
 from torchax_ckpt.restoring.read_calls import ReadCalls
-from torchax_ckpt.restoring.restore import RestoreReport
+from torchax_ckpt.restoring.restore_report import RestoreReport
 from torchax_ckpt.runtime.call_guard import Calls, guarded
 from torchax_ckpt.runtime.preemption import Preemption
 from torchax_ckpt.runtime.step_number import as_step

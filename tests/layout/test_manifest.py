@@ -17,8 +17,8 @@ from torchax_ckpt import TorchaxCheckpointer
 from torchax_ckpt.errors import CorruptCheckpointError
 from torchax_ckpt.layout import unchanged
 from torchax_ckpt.layout.manifest import FORMAT, VERSION, Manifest
+from torchax_ckpt.layout.nodes import decode
 from torchax_ckpt.layout.unchanged import Database, Digests
-from torchax_ckpt.state.pytree import decode
 
 EMPTY: dict[str, Any] = {
     "format": FORMAT,

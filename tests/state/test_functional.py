@@ -25,7 +25,7 @@ from support.training import P, fsdp_mesh, mlp, resume, save, train_step
 
 from torchax_ckpt import TorchaxCheckpointer, torchax_backend
 from torchax_ckpt.errors import MismatchError, UnsupportedLeafError
-from torchax_ckpt.state import pytree
+from torchax_ckpt.layout import nodes
 
 State = tuple[dict[str, jax.Array], Any]
 
@@ -238,14 +238,14 @@ def test_each_part_of_what_is_stored_is_looked_through_once(
     state = {"layers": [{f"{i:03}": jnp.ones(2) for i in range(count)}] * 2}
     save_state(directory, state)
     looks = 0
-    key = pytree._key
+    key = nodes._key
 
     def counted(node: Any) -> Any:
         nonlocal looks
         looks += 1
         return key(node)
 
-    monkeypatch.setattr(pytree, "_key", counted)
+    monkeypatch.setattr(nodes, "_key", counted)
     assert_trees_identical(TorchaxCheckpointer(directory).load(1, state), state, shardings=False)
     assert looks <= 2 * 2 * (count + 1)  # for what is asked for, and for what else there is
 

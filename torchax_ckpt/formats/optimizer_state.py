@@ -8,8 +8,8 @@ from typing import Any
 
 from torchax_ckpt.errors import MismatchError
 from torchax_ckpt.layout.manifest import Node, array_nodes
+from torchax_ckpt.layout.nodes import decode
 from torchax_ckpt.state import node_checks
-from torchax_ckpt.state.pytree import decode
 from torchax_ckpt.state.stored_entries import StoredOptimizer
 from torchax_ckpt.stored.stored_step import StoredLeaf, StoredStep
 

@@ -16,7 +16,7 @@ share, see ``layout/unchanged.py``; a database that one process wrote alone lack
 such databases or without assets lacks the key.
 
 ``document`` describes the whole state as a tree of nodes, in which each array node names one leaf.
-``state/pytree.py`` writes and reads the nodes, and defines their form.
+``nodes.py`` defines the form of nodes and decodes them; ``state/pytree.py`` writes them.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.processes.per_host import PerHostProcesses
 from torchax_ckpt.restoring.fallback import newest_readable, reading
 from torchax_ckpt.restoring.local_tier import HostSteps
-from torchax_ckpt.restoring.restore import RestoreReport, restore_attached
+from torchax_ckpt.restoring.restore import restore_attached
+from torchax_ckpt.restoring.restore_report import RestoreReport
 from torchax_ckpt.runtime import progress
 from torchax_ckpt.runtime.step_number import as_step
 from torchax_ckpt.saving.tiers import RunTier, Tiers

@@ -6,7 +6,6 @@ cannot undo, all confirm that they have succeeded so far.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -17,10 +16,11 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from torchax_ckpt.errors import UnusableStateError
 from torchax_ckpt.layout.batches import batches
 from torchax_ckpt.layout.selection import Selection
-from torchax_ckpt.options import CheckpointOptions, TierName
+from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.restoring.file_weights import FileWeights
 from torchax_ckpt.restoring.local_tier import HostSteps
+from torchax_ckpt.restoring.restore_report import RestoreReport
 from torchax_ckpt.snapshot.device_memory import free_device_bytes
 from torchax_ckpt.snapshot.device_sizes import shard_bytes
 from torchax_ckpt.snapshot.sharding import Local
@@ -36,35 +36,6 @@ _MIN_PART_BYTES = 64 << 20
 
 Source = StoredStep | HostSteps | FileWeights
 """What leaves are read from."""
-
-
-@dataclasses.dataclass(frozen=True)
-class RestoreReport:
-    """The result of a restore.
-
-    Attributes:
-      step: the restored step; None for weights from files.
-      missing: names that are attached but not in the checkpoint; what they name stays unchanged.
-      unexpected: names in the checkpoint that no attached object takes.
-      mismatched: name of a leaf that differs -> "expected ..., found ..."; the attached leaf stays
-        unchanged. Optimizer state is listed under the name of its parameter, for example
-        ``optimizer/head.weight``.
-      left_out: names of the model's tensors, in the program or the checkpoint, that ``include`` and
-        ``exclude`` do not select; and names of the checkpoint's optimizer state for these tensors,
-        or for parameters that were in no group of the optimizer.
-      skipped_steps: steps newer than ``step`` that could not be read.
-      is_verified: whether every stored byte of the step was read and compared with its digest.
-      tier: the tier from which the step was read, "durable" or "local".
-    """
-
-    step: int | None
-    missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
-    mismatched: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    left_out: tuple[str, ...] = ()
-    skipped_steps: tuple[int, ...] = ()
-    is_verified: bool = False
-    tier: TierName = "durable"
 
 
 def restore_attached(

@@ -25,7 +25,8 @@ from torchax_ckpt.processes import liveness
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.restoring.fallback import newest_readable, reading
 from torchax_ckpt.restoring.file_weights import FileWeights
-from torchax_ckpt.restoring.restore import RestoreReport, carry_out
+from torchax_ckpt.restoring.restore import carry_out
+from torchax_ckpt.restoring.restore_report import RestoreReport
 from torchax_ckpt.runtime.step_number import as_step
 from torchax_ckpt.runtime.tracebacks import brief
 from torchax_ckpt.state.component import Restoration

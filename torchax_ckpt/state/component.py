@@ -27,11 +27,12 @@ from torchax_ckpt.errors import (
 )
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node, array_nodes
+from torchax_ckpt.layout.nodes import decode
 from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.snapshot.sharding import Local, Placement, placement_of
 from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.state.leaf import Array, Spec, require_jax_dtype
-from torchax_ckpt.state.pytree import Encoder, decode
+from torchax_ckpt.state.pytree import Encoder
 
 logger = logging.getLogger(__name__)
 

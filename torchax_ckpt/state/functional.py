@@ -14,6 +14,7 @@ import torch
 from torchax_ckpt import torchax_backend
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import MAX_DEPTH, Node, array_nodes
+from torchax_ckpt.layout.nodes import is_leaf, nodes_by_path
 from torchax_ckpt.snapshot.sharding import Local, Placement, placement_of
 from torchax_ckpt.state.component import (
     Captured,
@@ -26,7 +27,7 @@ from torchax_ckpt.state.component import (
 )
 from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.state.leaf import Spec, describe, freeze, require_jax_dtype
-from torchax_ckpt.state.pytree import Encoder, is_leaf, key_part, nodes_by_path
+from torchax_ckpt.state.pytree import Encoder, key_part
 
 KEY_PATH = ("state",)
 # The types of leaves that are compared by value. A pytree with many of them is described faster

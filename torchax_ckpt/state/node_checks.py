@@ -9,15 +9,13 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import numpy as np
 
 from torchax_ckpt.errors import CorruptCheckpointError
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node, array_nodes
-from torchax_ckpt.state.component import revive
-from torchax_ckpt.state.leaf import DEVICE_KINDS
-from torchax_ckpt.state.pytree import decode
+from torchax_ckpt.layout.nodes import decode
+from torchax_ckpt.runtime.lazily import jax
 
 # Kinds whose leaves can be members of sets or keys of dicts.
 _HASHABLE_KINDS = frozenset({"torchax", "torch", "numpy_scalar"})
@@ -47,6 +45,9 @@ def _why_not_rebuilt(
     kind: str, dtype: str, width: tuple[int, ...], impl: str | None, is_weak: bool
 ) -> str | None:
     """Returns why an array of this dtype cannot become a leaf of this kind; None if it can."""
+    from torchax_ckpt.state.component import revive
+    from torchax_ckpt.state.leaf import DEVICE_KINDS
+
     node = {"kind": kind, "impl": impl, "weak": is_weak}
     if sum(width) > 64:
         return f"random keys {width[0]} words wide"

@@ -21,18 +21,19 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
 
 from torchax_ckpt.layout.manifest import Node, array_nodes
 from torchax_ckpt.layout.names import PROCESSES, of_process
 from torchax_ckpt.runtime import user_warnings
-from torchax_ckpt.snapshot.device_programs import copied
+from torchax_ckpt.runtime.lazily import jax
 from torchax_ckpt.state import node_checks
-from torchax_ckpt.state.component import Captured
-from torchax_ckpt.state.leaf import Array
+
+if TYPE_CHECKING:
+    from torchax_ckpt.state.component import Captured
+    from torchax_ckpt.state.leaf import Array
 
 LOADER = "dataloader"
 COMPONENTS = (LOADER, "stateful", "rng")
@@ -72,6 +73,8 @@ class PerProcessState:
 
 def split(captured: Mapping[str, Captured]) -> tuple[list[str], list[Array], PerProcessState]:
     """Returns the names and arrays of the leaves that a step stores once, and the other state."""
+    from torchax_ckpt.snapshot.device_programs import copied
+
     shared: dict[str, Array] = {}
     local: dict[str, Array] = {}
     for component, part in captured.items():

@@ -1,0 +1,130 @@
+"""Decodes the nodes that describe Python values in a manifest.
+
+A node is a JSON value. None, bools, ints, finite floats, strings and lists represent themselves.
+The first key of a JSON object is its tag, which says what the object represents:
+
+    {"array": name, "kind": ..., "dtype": ..., "shape": [...]}   a leaf, stored as an array
+    {"dict": [[key, value], ...]}      also "OrderedDict" and "Counter"; keys are nodes too
+    {"tuple": [...]}                   also "set" and "frozenset"
+    {"namedtuple": [[field, value], ...], "type": ...}   read back as a dict
+    {"pytree": [[key, value], ...], "type": ...}         another JAX node type; read back as a dict
+    {"float": hex}  {"int": hex}  {"complex": [re, im]}  {"bytes": base64}
+"""
+
+from __future__ import annotations
+
+import base64
+import collections
+import math
+import reprlib
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from torchax_ckpt.errors import CorruptCheckpointError
+from torchax_ckpt.layout.manifest import MAX_DEPTH, STORABLE_DTYPES, Node
+
+_FROM_TAG: Mapping[str, Callable[[list[Any]], Any]] = {
+    "dict": dict,
+    "OrderedDict": collections.OrderedDict,
+    "Counter": lambda pairs: collections.Counter(dict(pairs)),
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "namedtuple": dict,
+    "pytree": dict,
+}
+_PAIRS = frozenset({"dict", "OrderedDict", "Counter", "namedtuple", "pytree"})
+# The number of levels that components add around the states that they encode.
+_COMPONENT_DEPTH = 16
+
+
+def decode(node: Node, leaf: Callable[[Mapping[str, Any]], Any]) -> Any:
+    """Returns the Python value of a node; ``leaf`` gives the value of each array node."""
+    return _decode(node, leaf, 0)
+
+
+def _decode(node: Node, leaf: Callable[[Mapping[str, Any]], Any], depth: int) -> Any:
+    if depth > MAX_DEPTH + _COMPONENT_DEPTH:
+        raise CorruptCheckpointError(f"the manifest nests deeper than {MAX_DEPTH} levels")
+    depth += 1
+    if node is None or isinstance(node, (bool, int, str)):
+        return node
+    if isinstance(node, float) and math.isfinite(node):
+        return node
+    if isinstance(node, list):
+        return [_decode(child, leaf, depth) for child in node]
+    if isinstance(node, dict) and node:
+        if "array" in node:
+            return leaf(node)
+        tag, payload = next(iter(node.items()))
+        try:
+            if tag in _FROM_TAG:
+                if not isinstance(payload, list):
+                    raise TypeError(f"expected a list, found a {type(payload).__name__}")
+                if tag not in _PAIRS:
+                    return _FROM_TAG[tag]([_decode(child, leaf, depth) for child in payload])
+                if not all(isinstance(pair, list) and len(pair) == 2 for pair in payload):
+                    raise TypeError("expected pairs")
+                return _FROM_TAG[tag](
+                    [(_decode(k, leaf, depth), _decode(v, leaf, depth)) for k, v in payload]
+                )
+            if tag == "int":
+                return int(payload, 16)
+            if tag == "float":
+                return struct.unpack(">d", bytes.fromhex(payload))[0]
+            if tag == "scalar":
+                dtype = node.get("type")
+                if dtype not in STORABLE_DTYPES:
+                    raise ValueError(f"unknown dtype {dtype!r:.40}")
+                (scalar,) = np.frombuffer(base64.b64decode(payload, validate=True), np.dtype(dtype))
+                return scalar
+            if tag == "complex":
+                real, imag = (_decode(part, leaf, depth) for part in payload)
+                if type(real) is not float or type(imag) is not float:
+                    raise TypeError("expected two floats")
+                return complex(real, imag)
+            if tag == "bytes":
+                return base64.b64decode(payload, validate=True)
+        except (TypeError, ValueError, struct.error) as error:
+            if isinstance(error, CorruptCheckpointError):
+                raise
+            raise CorruptCheckpointError(
+                f"malformed {tag!r} node in the manifest: {error}"
+            ) from error
+    raise CorruptCheckpointError(f"unknown node in the manifest: {reprlib.repr(node)}")
+
+
+def nodes_by_path(root: Node) -> dict[tuple[str, ...], Node]:
+    """Returns path -> node, parents first; of keys that are equal as text, only the first."""
+    found: dict[tuple[str, ...], Node] = {}
+
+    def visit(node: Node, path: tuple[str, ...]) -> None:
+        if path in found:
+            return
+        found[path] = node
+        children: Iterable[tuple[Any, Node]] = ()
+        tag = next(iter(node), None) if isinstance(node, dict) else None
+        if isinstance(node, list) or tag == "tuple":
+            children = enumerate(node if isinstance(node, list) else node["tuple"])
+        elif tag in _PAIRS:
+            children = ((_key(key), child) for key, child in node[tag])
+        for key, child in children:
+            visit(child, (*path, str(key)))
+
+    visit(root, ())
+    return found
+
+
+def is_leaf(node: Node) -> bool:
+    """Returns whether a node is an array or a plain value; None counts as no value."""
+    if isinstance(node, dict):
+        tag = next(iter(node), None)
+        return tag != "tuple" and tag not in _PAIRS
+    return node is not None and not isinstance(node, list)
+
+
+def _key(node: Node) -> Any:
+    return decode(node, lambda leaf: None) if isinstance(node, dict) else node
