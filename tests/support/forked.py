@@ -271,15 +271,15 @@ def _become(
     import numpy as np
     import torch
 
-    from support import compiled
-
     for fd, output in enumerate(outputs, start=1):
         os.dup2(output, fd)
         os.close(output)
     os.chdir(directory)
     os.environ.clear()
     os.environ.update({**added, **env})
-    if folder := env.get("JAX_COMPILATION_CACHE_DIR"):
+    if (folder := env.get("JAX_COMPILATION_CACHE_DIR")) and "jax" in sys.modules:
+        from support import compiled
+
         compiled.share(Path(folder))
     torch.default_generator.seed()
     np.random.seed()  # The random module reseeds itself after a fork.

@@ -29,7 +29,9 @@ class Optimizers:
         Parameters are keyed by name, as in torch's DCP, or by position, as in ``load_state_dict``.
         """
         state_dicts = {
-            name: _state_dict(node, OPTIMIZER, tensor, by_name=by_name)
+            name: state_dict_of(
+                node, OPTIMIZER, lambda leaf: tensor(leaf["array"]), by_name=by_name
+            )
             for name, node in self.nodes.items()
         }
         return state_dicts.get("", state_dicts)
@@ -47,19 +49,20 @@ def optimizers_of(stored: StoredStep) -> Optimizers:
             step=stored.committed.step,
             path=stored.committed.path,
         )
-    nodes = node_checks.fields(node, OPTIMIZER) if node.get("group") is True else {"": node}
+    nodes = node_checks.members(node, OPTIMIZER)
     leaves = [stored.leaves[child["array"]] for n in nodes.values() for child in array_nodes(n)]
     return Optimizers(nodes, tuple(leaves))
 
 
-def _state_dict(
-    node: Node, where: str, tensor: Callable[[str], Any], *, by_name: bool
+def state_dict_of(
+    node: Node, where: str, leaf: Callable[[Mapping[str, Any]], Any], *, by_name: bool
 ) -> dict[str, Any]:
+    """Returns the state dict of one optimizer; ``leaf`` gives the value of each array node."""
     optimizer = StoredOptimizer.of_node(node, where)
     key_of = {name: name if by_name else i for i, name in enumerate(optimizer.group_of)}
 
     def value_of(child: Node) -> Any:
-        return decode(child, lambda leaf: tensor(leaf["array"]))
+        return decode(child, leaf)
 
     return {
         "state": {

@@ -88,22 +88,25 @@ def read_tensors(
     stored: StoredStep, leaves: Iterable[StoredLeaf], allocate: Allocate | None = None
 ) -> dict[str, torch.Tensor]:
     """Reads leaves as plain CPU tensors, by leaf name; ``allocate`` as for ``StoredStep.read``."""
-    dtypes = {}
-    for leaf in leaves:
-        dtypes[leaf.name] = getattr(torch, leaf.dtype, None)
-        if not isinstance(dtypes[leaf.name], torch.dtype) or leaf.dtype == "int4":
-            raise UnsupportedLeafError(
-                f"{leaf.name}: torch has no dtype {leaf.dtype}", key_path=leaf.name
-            )
+    dtypes = {leaf.name: torch_dtype(leaf.dtype, leaf.name) for leaf in leaves}
     arrays = stored.read(dtypes, allocate)
-    with native_torch():
-        return {name: _tensor(arrays.pop(name), dtype) for name, dtype in dtypes.items()}
+    return {name: tensor_of(arrays.pop(name), dtype) for name, dtype in dtypes.items()}
 
 
-def _tensor(array: np.ndarray, dtype: Any) -> torch.Tensor:
+def torch_dtype(dtype: str, name: str) -> torch.dtype:
+    """Returns torch's dtype for the leaf of this name; UnsupportedLeafError if there is none."""
+    found = getattr(torch, dtype, None)
+    if not isinstance(found, torch.dtype) or dtype == "int4":
+        raise UnsupportedLeafError(f"{name}: torch has no dtype {dtype}", key_path=name)
+    return found
+
+
+def tensor_of(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    """Returns a plain CPU tensor that shares the memory of a numpy array."""
     # As bytes, because torch does not know the dtypes of ml_dtypes, such as bfloat16.
     octets = array.reshape(-1).view(np.uint8)
-    return torch.from_numpy(octets).view(dtype).reshape(array.shape)
+    with native_torch():
+        return torch.from_numpy(octets).view(dtype).reshape(array.shape)
 
 
 def array_of(tensor: torch.Tensor) -> np.ndarray:

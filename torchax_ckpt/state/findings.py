@@ -9,9 +9,16 @@ from typing import Literal
 
 from torchax_ckpt.errors import MismatchError
 
-Call = Literal["restore", "warm_start", "load"]
+Call = Literal["restore", "warm_start", "load", "dcp.load", "torch.restore"]
 """The call that compared; an error names the arguments of this call that help."""
 
+_OURS: Mapping[Call, tuple[str, str]] = {
+    "restore": ("attached", "the attached objects"),
+    "warm_start": ("in the model", "the model"),
+    "load": ("in abstract_state", "abstract_state"),
+    "dcp.load": ("in the state dict", "the state dict"),
+    "torch.restore": ("in the program", "the program's objects"),
+}
 _MAX_LISTED = 20
 _FEW = 3  # more names of one pattern than this are one entry
 _MODEL, _OPTIMIZER = "model/", "optimizer/"
@@ -42,13 +49,12 @@ class Findings:
         """Returns one error that lists all differences, and says what to do; no step for files."""
         source = path if step is None else f"The checkpoint at step {step} in {path}"
         kind = "files" if step is None else "checkpoint"
-        ours = {"restore": "attached", "warm_start": "in the model", "load": "in abstract_state"}
-        whole = {"restore": "the attached objects", "warm_start": "the model"}
-        lines = [f"{source} does not fit {whole.get(call, 'abstract_state')}; nothing was changed."]
+        ours, whole = _OURS[call]
+        lines = [f"{source} does not fit {whole}; nothing was changed."]
         for title, found in (
             (f"missing from the {kind}", self.missing),
-            (f"in the {kind}, but not {ours[call]}", self.unexpected),
-            (f"different (expected: {ours[call]}, found: in the {kind})", self.mismatched),
+            (f"in the {kind}, but not {ours}", self.unexpected),
+            (f"different (expected: {ours}, found: in the {kind})", self.mismatched),
         ):
             lines += _section(title, found, self.mismatched if found is self.mismatched else {})
         lines.append(self._remedy(call))
@@ -65,6 +71,17 @@ class Findings:
         """Returns what helps: the one thing if the cause is plain, else the choices of the call."""
         if call == "load":
             return "Give an abstract_state that fits; with None, load returns everything as saved."
+        if call == "dcp.load":
+            return (
+                "Leave out of the state dict what the step lacks, or pass "
+                "LoadPlanner(allow_partial_load=True). If all names differ by their beginning, "
+                "pass StorageReader(prefix=...)."
+            )
+        if call == "torch.restore":
+            return (
+                "Give objects as those that the run trained; objects that are left out of the call "
+                "are not compared. With strict=False, what matches is restored."
+            )
         if self.lacks_ties:
             return (
                 "The weights were tied when they were saved. model.to('jax') unties weights: call "

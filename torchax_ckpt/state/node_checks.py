@@ -64,6 +64,12 @@ def fields(node: Node, where: str) -> dict[str, Node]:
     return named(node.get("dict") if isinstance(node, dict) else None, where)
 
 
+def members(node: Node, where: str) -> dict[str, Node]:
+    """Returns name -> node of what was attached as one component; {"": node} of a single object."""
+    is_group = isinstance(node, dict) and node.get("group") is True
+    return fields(node, where) if is_group else {"": node}
+
+
 def named(pairs: Any, where: str) -> dict[str, Node]:
     """Returns name -> node of a list of [name, node] pairs, in which no name occurs twice."""
     if not isinstance(pairs, list):

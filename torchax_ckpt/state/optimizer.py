@@ -39,7 +39,7 @@ from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.state.leaf import DEVICE_KINDS, Spec, Specs, describe, freeze_all
 from torchax_ckpt.state.modules.module_tensors import same_objects
 from torchax_ckpt.state.pytree import Encoder
-from torchax_ckpt.state.stored_entries import BY_POSITION, OTHER_STATE, StoredGroup, StoredOptimizer
+from torchax_ckpt.state.stored_entries import BY_POSITION, OTHER_STATE, StoredOptimizer
 
 ParameterNames = Callable[[], Mapping[int, tuple[tuple[str, ...], ...]]]
 """Returns id of every live parameter -> its present key paths below ``model``.
@@ -242,7 +242,7 @@ class OptimizerComponent:
         findings.unexpected += [f"{where}/{name}" for name in group_of if name not in live]
         findings.left_out += [f"{where}/{name}" for name in stored.left_out]
         homes = self._placements()
-        self._prepare_groups(group_of, name_of, homes, plan)
+        self._prepare_groups(stored, name_of, homes, plan)
         for name, parameter in live.items():
             if name not in group_of:
                 continue
@@ -271,7 +271,7 @@ class OptimizerComponent:
 
     def _prepare_groups(
         self,
-        group_of: Mapping[str, StoredGroup],
+        optimizer: StoredOptimizer,
         name_of: Mapping[int, str],
         homes: Mapping[int, Placement],
         plan: Restoration,
@@ -280,26 +280,12 @@ class OptimizerComponent:
         for index, group in enumerate(self.optimizer.param_groups):
             where = names.join((*self.key_path, "param_groups", index))
             members = [name_of[id(p)] for p in group["params"]]
-            sources = {s.index: s for m in members if (s := group_of.get(m)) is not None}
-            if not sources:
-                continue
-            first, *others = (source.hyperparameters for source in sources.values())
-            differing = {
-                key
-                for other in others
-                for key in first.keys() | other.keys()
-                # Tensors differ even if they are equal, because a node has no values.
-                if first.get(key) != other.get(key)
-            }
-            for key in sorted(differing):
-                plan.findings.mismatch(
-                    f"{where}/{key}",
-                    "one value for the group",
-                    f"different values: its parameters come from stored groups {sorted(sources)}",
-                )
-            stored = {key: node for key, node in first.items() if key not in differing}
-            home = homes[id(group["params"][0])]
-            _add_write(plan, stored, dict(group), group.update, None, home)
+            stored, differing = optimizer.hyperparameters(members)
+            for key, (expected, found) in differing.items():
+                plan.findings.mismatch(f"{where}/{key}", expected, found)
+            if stored:
+                home = homes[id(group["params"][0])]
+                _add_write(plan, stored, dict(group), group.update, None, home)
 
     def _prepare_state(
         self,

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
-import numpy as np
-import torch
 
 from torchax_ckpt import torchax_backend
 from torchax_ckpt.errors import UnsupportedLeafError
 from torchax_ckpt.layout.manifest import Node, array_nodes
 from torchax_ckpt.snapshot.sharding import Local, placement_of
-from torchax_ckpt.state import node_checks
+from torchax_ckpt.state import generators, node_checks
 from torchax_ckpt.state.component import (
     Captured,
     Change,
@@ -91,21 +88,13 @@ class RandomState:
 
 def _get() -> dict[str, Any]:
     with torchax_backend.native_torch():
-        torch_state = torch.get_rng_state()
-    return {
-        "torchax": torchax_backend.prng_key(),
-        "torch": torch_state,
-        "numpy": np.random.get_state(legacy=False),
-        "python": random.getstate(),
-    }
+        return {"torchax": torchax_backend.prng_key(), **generators.states()}
 
 
 def _set(state: Mapping[str, Any]) -> None:
     torchax_backend.set_prng_key(state["torchax"])
     with torchax_backend.native_torch():
-        torch.set_rng_state(state["torch"])
-    np.random.set_state(state["numpy"])
-    random.setstate(state["python"])
+        generators.set_states(state)
 
 
 def _try_key(key: Any) -> None:
@@ -117,47 +106,15 @@ def _try_key(key: Any) -> None:
     jax.eval_shape(jax.random.split, key)
 
 
-def _try_torch(state: Any) -> None:
-    with torchax_backend.native_torch():
-        torch.Generator().set_state(state)
-
-
-def _try_numpy(state: Any) -> None:
-    # numpy accepts any position, and would then read words beyond the end of the buffer.
-    twister = state["state"]
-    for position, words in (
-        (twister.get("pos"), twister.get("key")),  # MT19937
-        (state.get("buffer_pos"), state.get("buffer")),  # Philox
-    ):
-        if position is not None and not 0 <= position <= len(words):
-            raise ValueError(f"position {position} of {len(words)} words")
-    generator = type(np.random.get_bit_generator())()  # type: ignore[attr-defined]
-    np.random.RandomState(generator).set_state(state)
-
-
-def _try_python(state: Any) -> None:
-    random.Random().setstate(state)
-    if not isinstance(state[2], float | None):
-        raise TypeError(
-            "random state: expected a float or None as the number that Python's random.gauss keeps "
-            f"for its next call, found a {type(state[2]).__name__}. Use the state that "
-            "random.getstate() returned"
-        )
-
-
-_TRIALS: Mapping[str, Callable[[Any], None]] = {
-    "torchax": _try_key,
-    "torch": _try_torch,
-    "numpy": _try_numpy,
-    "python": _try_python,
-}
+_TRIALS: Mapping[str, Callable[[Any], None]] = {"torchax": _try_key, **generators.TRIALS}
 
 
 def _check(state: Mapping[str, Any]) -> None:
     """Raises CorruptCheckpointError unless ``_set`` can set this random state."""
     for part, attempt in _TRIALS.items():
         try:
-            attempt(state[part])
+            with torchax_backend.native_torch():
+                attempt(state[part])
         except Exception as error:  # the generators raise many types
             raise node_checks.corrupt(f"rng/{part}", "random state", f"{error!r:.200}") from error
 

@@ -186,6 +186,30 @@ class StoredOptimizer:
             ),
         )
 
+    def hyperparameters(
+        self, members: Iterable[str]
+    ) -> tuple[dict[str, Node], dict[str, tuple[str, str]]]:
+        """Returns what the stored groups of a live group's parameters have in common, by key.
+
+        The second result is key -> (expected, found) of what they do not have in common.
+        """
+        sources = {s.index: s for m in members if (s := self.group_of.get(m)) is not None}
+        if not sources:
+            return {}, {}
+        first, *others = (source.hyperparameters for source in sources.values())
+        differing = {
+            key
+            for other in others
+            for key in first.keys() | other.keys()
+            # Tensors differ even if they are equal, because a node has no values.
+            if first.get(key) != other.get(key)
+        }
+        found = f"different values: its parameters come from stored groups {sorted(sources)}"
+        return (
+            {key: node for key, node in first.items() if key not in differing},
+            dict.fromkeys(sorted(differing), ("one value for the group", found)),
+        )
+
     def selected(self, selection: Selection) -> StoredOptimizer:
         """Returns the selected parameters' groups and state, under their names in the program."""
         chosen = selection.taken(self.group_of)

@@ -7,6 +7,7 @@ checkpoint starts within a second, and can run beside one that uses the accelera
 from __future__ import annotations
 
 import base64
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -14,7 +15,7 @@ import itertools
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,7 +33,7 @@ from torchax_ckpt.processes.coordination import SINGLE_PROCESS, Processes
 from torchax_ckpt.runtime import host_memory, progress
 from torchax_ckpt.snapshot.host_array import Local, Placement
 from torchax_ckpt.storage.arrays import array_checks, read_arrays
-from torchax_ckpt.storage.arrays.assembly import Index, Piece, Wanted, empty
+from torchax_ckpt.storage.arrays.assembly import Bounds, Index, Piece, Wanted, empty
 from torchax_ckpt.storage.directory import commit_record, step_files
 from torchax_ckpt.storage.directory.committed_step import MANIFEST, CommittedStep
 from torchax_ckpt.storage.medium import containment
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
     from torchax_ckpt.state.component import LeafRead
 
 logger = logging.getLogger(__name__)
+
+Part = tuple[Index, np.ndarray]
+"""The slices of a leaf that an array on the host covers, and this array."""
 
 
 @contextlib.contextmanager
@@ -112,6 +116,16 @@ class Compared:
 
     manifest: Manifest
     leaves: set[str] = dataclasses.field(default_factory=set)
+
+
+def overlap(bounds: Bounds, index: Index) -> tuple[Index, Index] | None:
+    """Returns the slices of a region and of a part that have the same elements; None if none."""
+    both = [(max(a, s.start), min(b, s.stop)) for (a, b), s in zip(bounds, index, strict=True)]
+    if any(low >= high for low, high in both):
+        return None
+    of_region = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(both, bounds, strict=True))
+    of_part = tuple(slice(a - s.start, b - s.start) for (a, b), s in zip(both, index, strict=True))
+    return of_region, of_part
 
 
 class StoredStep:
@@ -191,11 +205,16 @@ class StoredStep:
 
     # --- onto the host ---
 
-    def stream(self, names: Iterable[str]) -> Iterator[tuple[str, Index, np.ndarray]]:
+    def stream(
+        self,
+        names: Iterable[str],
+        is_needed: Callable[[str, Index], bool] = lambda name, index: True,
+    ) -> Iterator[tuple[str, Index, np.ndarray]]:
         """Yields (leaf's name, piece's index in the leaf, content), in the order of storage.
 
-        Of a stack, only the pieces that have rows of these leaves are read. Raises
-        CorruptCheckpointError, which names the leaf and, if known, the file; or DirectoryError.
+        Of a stack, only the pieces that have rows of these leaves are read; of a leaf, only the
+        pieces for which ``is_needed`` returns True. Raises CorruptCheckpointError, which names the
+        leaf and, if known, the file; or DirectoryError.
         """
         selected = set(names)
         with still_there(self.committed), about(self.committed):
@@ -204,7 +223,10 @@ class StoredStep:
 
             def is_wanted(stored: str, piece: Piece) -> bool:
                 members = wanted[stored].members
-                return not members or not selected.isdisjoint(members[piece.index[0]])
+                if not members:
+                    return is_needed(stored, piece.index)
+                rows = selected.intersection(members[piece.index[0]])
+                return any(is_needed(name, piece.index[1:]) for name in rows)
 
             for stored, piece, host in read_arrays.stream_arrays(
                 self.committed, wanted, self.options, is_wanted
@@ -241,6 +263,25 @@ class StoredStep:
             for name, index, content in self.stream(found):
                 found[name][index] = content
                 on_bytes(content.nbytes)
+        return found
+
+    def read_parts(self, wanted: Mapping[str, Collection[Bounds]]) -> dict[str, list[Part]]:
+        """Returns, by leaf, the pieces that overlap with any of the leaf's regions, compared.
+
+        Copying them together would take longer than reading them. Raises as ``stream`` does.
+        """
+        found: dict[str, list[Part]] = {name: [] for name in wanted}
+
+        def is_needed(name: str, index: Index) -> bool:
+            return any(overlap(bounds, index) is not None for bounds in wanted[name])
+
+        sharing = collections.Counter(self.leaves[name].stack for name in wanted)
+        for name, index, content in self.stream(wanted, is_needed):
+            if is_needed(name, index):
+                stack = self.leaves[name].stack
+                # A few rows would keep the memory of the whole stack.
+                is_few = stack and 2 * sharing[stack] < len(self.manifest.plan.stacks[stack])
+                found[name].append((index, content.copy() if is_few else content))
         return found
 
     def read_assets(self) -> dict[str, str]:
@@ -316,7 +357,7 @@ class StoredStep:
             self.compared.leaves.update(found)
         return found
 
-    def is_whole(self, reads: Mapping[str, LeafRead], num_processes: int) -> bool:
+    def is_whole(self, reads: Mapping[str, object], num_processes: int) -> bool:
         """Returns whether a restore with ``reads`` compares every stored byte of the step.
 
         The other processes are taken to have corresponding reads. Reads the assets, which no

@@ -142,7 +142,9 @@ def stream_arrays(
     targets = [Checked(name, want, {}) for name, want in wanted.items()]
     pace = _pace(options)
     stores = _opened(committed, wanted, pace)
-    max_bytes, in_flight_bytes = options.max_host_bytes or STREAMED_BYTES, 0
+    # A disk is kept busy by less than a bucket, and memory that was freed lately is faster.
+    default = STREAMED_BYTES if location.is_bucket(committed.path) else STREAMED_BYTES // 4
+    max_bytes, in_flight_bytes = options.max_host_bytes or default, 0
     reading: collections.deque[tuple[str, Piece, _Arrival]] = collections.deque()
     for target in targets:
         store = stores[target.name]

@@ -1,0 +1,169 @@
+"""``torchax_ckpt.torch.restore``: a run of torchax goes on in one process of plain PyTorch."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.damage import flip_arrays
+from support.models import Counter
+from support.native import run_native, save_net
+from support.processes import run_python
+
+from torchax_ckpt import TorchaxCheckpointer, torchax_backend
+
+RESTORE = """
+kind = sys.argv[2]
+model, optimizer, scheduler = built(kind)
+report = restore(run, model, optimizer, scheduler)
+require_equal(state_of(model, optimizer, scheduler), expected)
+for name, tensor in model.state_dict(keep_vars=True).items():
+    assert tensor.device.type == "cpu" and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+model(torch.arange(8)).sum().backward()
+optimizer.step()
+assert model.head.weight is model.embed.weight
+print(report)
+"""
+
+
+@pytest.mark.parametrize(
+    "kind", ["adamw", *(pytest.param(k, marks=pytest.mark.slow) for k in ("sgd", "muon"))]
+)
+def test_all_objects_have_what_was_saved_to_the_bit(kind: str, tmp_path: Path) -> None:
+    save_net(tmp_path, kind)
+    found = run_native(RESTORE, tmp_path, kind)
+    assert "step=2" in found
+    assert "left_out=('rng/torchax',)" in found
+    assert "is_verified=True" in found
+
+
+def test_generators_loaders_and_groups_of_objects_go_on(tmp_path: Path) -> None:
+    models = {"a": torch.nn.Linear(2, 2).to("jax"), "b": torch.nn.Linear(2, 1).to("jax")}
+    with TorchaxCheckpointer(tmp_path / "run") as ckpt:
+        loader = Counter()
+        loader.count = 5
+        ckpt.attach(models, dataloader=loader)
+        ckpt.save(1, force=True)
+    wanted = [float(np.random.rand()), random.random()]
+    with torchax_backend.native_torch():
+        wanted.append(float(torch.rand(())))
+    found = run_native(
+        """
+import numpy
+from support.native_net import Loader
+models = {"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 1)}
+loader = Loader()
+restore(run, models, dataloader=loader)
+drawn = [float(numpy.random.rand()), random.random(), float(torch.rand(()))]
+print(json.dumps([drawn, loader.count, [m.weight.tolist() for m in models.values()]]))
+""",
+        tmp_path,
+    )
+    drawn, count, weights = json.loads(found)
+    assert drawn == wanted
+    assert count == 5
+    assert weights == [m.weight.tolist() for m in models.values()]
+
+
+def test_what_differs_is_one_error_and_nothing_is_changed(tmp_path: Path) -> None:
+    save_net(tmp_path)
+    found = run_native(
+        """
+model, optimizer, scheduler = built("sgd")
+model.small = torch.nn.Linear(16, 12)
+before = {n: t.clone() for n, t in model.state_dict().items()}
+print(json.dumps(failure(lambda: restore(run, model, optimizer, scheduler))))
+require_equal(dict(model.state_dict()), before)
+optimizer = optimizer_of(model, "adamw")
+report = restore(run, model, optimizer, strict=False)
+assert "model/small.bias" in report.missing, report
+assert "model/small.weight" in report.mismatched, report
+assert model.small.weight not in optimizer.state and model.norm.bias in optimizer.state
+print(json.dumps(failure(lambda: restore(run, torch.nn.Linear(2, 2, device="meta")))))
+print(json.dumps(failure(lambda: restore(run, model, step=9))))
+untied = Net()
+untied.head.weight = torch.nn.Parameter(untied.head.weight.clone())
+print(json.dumps(failure(lambda: restore(run, untied))))
+
+class Refuses:
+    def state_dict(self): return {"n": 1}
+    def load_state_dict(self, state):
+        self.broken = True
+        if "last_epoch" in state: raise KeyError("no")
+
+model, optimizer, scheduler = built()
+before, refusing = model.state_dict()["embed.weight"].clone(), Refuses()
+print(json.dumps(failure(lambda: restore(run, model, optimizer, refusing))))
+assert bits(model.embed.weight) == bits(before) and not optimizer.state
+assert not hasattr(refusing, "broken") or refusing.broken
+""",
+        tmp_path,
+    )
+    (_, text), *others = errors = list(map(json.loads, found.splitlines()))
+    for part in ("model/small.bias", "model/small.weight", "expected SGD, found AdamW", "Give"):
+        assert part in text
+    kinds = ["MismatchError", "AttachError", "StepNotFoundError", "MismatchError", "MismatchError"]
+    assert "model/head.weight: expected the same ties" in others[2][1]
+    assert [kind for kind, _ in errors] == kinds
+    assert "lr_scheduler: refused the stored state: KeyError" in others[-1][1]
+
+
+def test_a_damaged_step_is_skipped_and_named(tmp_path: Path) -> None:
+    save_net(tmp_path)
+    flip_arrays(tmp_path / "run" / "2")
+    found = run_native("print(restore(run, built()[0]))", tmp_path)
+    assert "step=1" in found
+    assert "skipped_steps=(2,)" in found
+    shutil.rmtree(tmp_path / "run" / "1")
+    assert "Corrupt" in run_native("print(failure(lambda: restore(run, built()[0])))", tmp_path)
+
+
+@pytest.mark.slow
+def test_no_flipped_bit_is_restored(tmp_path: Path) -> None:
+    save_net(tmp_path, steps=1)
+    run_native(
+        """
+files = sorted(path for path in (run / "1").rglob("*") if path.is_file())
+sizes = [path.stat().st_size for path in files]
+chance, detected = random.Random(5), 0
+for flip in range(200):
+    [path] = chance.choices(files, sizes)
+    before = path.read_bytes()
+    after = bytearray(before)
+    after[chance.randrange(len(after))] ^= 1 << chance.randrange(8)
+    path.write_bytes(after)
+    model, optimizer, scheduler = built()
+    try:
+        if flip % 2:
+            restore(run, model, optimizer, scheduler)
+            found = state_of(model, optimizer, scheduler)
+        else:
+            found = {"model": {n: torch.zeros_like(t) for n, t in expected["model"].items()}}
+            dcp.load(found, storage_reader=StorageReader(run), planner=LoadPlanner())
+        require_equal(found, expected)
+    except (errors.CheckpointError, dcp.api.CheckpointException):
+        detected += 1
+    path.write_bytes(before)
+assert detected > 60, detected
+""",
+        tmp_path,
+    )
+
+
+def test_neither_jax_nor_more_time_is_needed_to_import() -> None:
+    script = """
+import sys, time
+import torch
+began = time.perf_counter()
+import torchax_ckpt.torch
+secs = time.perf_counter() - began
+assert not {"jax", "torchax", "orbax"} & sys.modules.keys()
+print(secs)
+"""
+    secs = [float(run_python(script, fresh=True).stdout) for _ in range(2)]
+    assert min(secs) < 0.3

@@ -1,0 +1,171 @@
+"""``torchax_ckpt.torch.StorageReader``: what torchax saved, loaded by ranks of plain PyTorch."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+import torch
+from orbax.checkpoint import v1 as ocp
+from support.damage import flip_arrays
+from support.models import Box
+from support.native import run_native, run_ranks, save_net
+
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
+from torchax_ckpt.formats.state_dict import native_torch
+
+INTEGERS = ["uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"]
+FLOATS = ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"]
+NARROW = ["e5m2", "e4m3fn", "e5m2fnuz", "e4m3fnuz"]
+DTYPES = [getattr(torch, n) for n in (*INTEGERS, *FLOATS, *(f"float8_{n}" for n in NARROW))]
+
+
+@pytest.mark.parametrize(
+    ("case", "num_ranks"),
+    [
+        ("adamw-fsdp", 2),
+        *(
+            pytest.param(f"{kind}-{parallel}", n, marks=pytest.mark.slow)
+            for kind in ("adamw", "sgd", "muon")
+            for parallel, n in (("fsdp", 1), ("fsdp", 4), ("tp", 2), ("tp", 4), ("2d", 4))
+        ),
+        pytest.param("adamw-fsdp-flat", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_load_what_they_need_to_the_bit(case: str, num_ranks: int, tmp_path: Path) -> None:
+    save_net(tmp_path, case.partition("-")[0])
+    assert run_ranks(case, num_ranks, tmp_path) == [""] * num_ranks
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        CheckpointOptions(layout="flat", compression="zstd"),
+        CheckpointOptions(reuse=True),
+    ],
+    ids=["flat-compressed", "reuse"],
+)
+@pytest.mark.slow
+def test_every_layout_loads(options: CheckpointOptions, tmp_path: Path) -> None:
+    save_net(tmp_path, "muon", options=options)  # which leaves most weights as they are
+    assert run_ranks("muon-fsdp", 2, tmp_path) == ["", ""]
+
+
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(4, marks=pytest.mark.slow)])
+def test_all_dtypes_of_torch_load(num_ranks: int, tmp_path: Path) -> None:
+    with native_torch():
+        octets = torch.arange(8 * 6 * 16, dtype=torch.int64).to(torch.uint8)
+        tensors = {
+            str(dtype): octets[: 48 * dtype.itemsize].view(dtype).reshape(8, 6).clone()
+            for dtype in DTYPES
+        }
+        tensors["torch.bool"] = tensors["torch.uint8"] > 20
+        torch.save(tensors, tmp_path / "expected.pt")
+    with TorchaxCheckpointer(tmp_path / "run") as ckpt:
+        ckpt.attach(stateful={"box": Box(tensors)})
+        ckpt.save(1, force=True)
+    assert run_ranks("dtypes", num_ranks, tmp_path) == [""] * num_ranks
+
+
+def test_a_step_that_is_damaged_for_one_rank_is_loaded_by_none(tmp_path: Path) -> None:
+    save_net(tmp_path)
+    shutil.copytree(tmp_path / "run", tmp_path / "run-1")
+    flip_arrays(tmp_path / "run-1" / "2")
+    save_net(tmp_path / "older", steps=1)
+    newest = (tmp_path / "expected.pt").read_bytes()
+    shutil.copy(tmp_path / "older" / "expected.pt", tmp_path)
+    assert run_ranks("weights", 2, tmp_path) == ["", ""]
+    # Of step 1, nobody's copy is intact on both.
+    shutil.copytree(tmp_path / "run", tmp_path / "run-0")
+    flip_arrays(tmp_path / "run-0" / "1")
+    (tmp_path / "expected.pt").write_bytes(newest)
+    for found in run_ranks("weights", 2, tmp_path):
+        assert "CorruptCheckpointError" in found
+
+
+def test_a_rank_that_dies_leaves_no_rank_waiting(tmp_path: Path) -> None:
+    save_net(tmp_path)
+    found, died = run_ranks("weights", 2, tmp_path, DIES="1")
+    assert died == "died"
+    assert found
+
+
+def test_what_differs_is_one_error_and_nothing_is_changed(tmp_path: Path) -> None:
+    save_net(tmp_path)
+    found = run_native(
+        """
+weights = {n: torch.zeros_like(t) for n, t in expected["model"].items()}
+weights["more"], weights["norm.bias"] = torch.zeros(2), torch.zeros(3)
+weights["small.weight"] = weights["small.weight"].float()
+before = {n: t.clone() for n, t in weights.items()}
+reader = StorageReader(run)
+for planner in (LoadPlanner(), dcp.DefaultLoadPlanner()):
+    load = lambda: dcp.load({"model": weights}, storage_reader=reader, planner=planner)
+    print(json.dumps(failure(load)))
+    require_equal(weights, before)
+del weights["more"], weights["norm.bias"]
+print(json.dumps(failure(load)))  # DCP's planner does not compare dtypes
+require_equal(weights, {n: before[n] for n in weights})
+del weights["small.weight"]
+dcp.load(weights, storage_reader=StorageReader(run, 1, {"model": ""}))
+wrong = StorageReader(run, prefix={"modle": ""})
+print(json.dumps(failure(lambda: dcp.load(weights, storage_reader=wrong))))
+reader = StorageReader(run, 7)
+print(json.dumps(failure(lambda: dcp.load(weights, storage_reader=reader))))
+state = {"app": {"lr_scheduler": {"step_size": 0}}}
+dcp.load(state, storage_reader=StorageReader(run, prefix="app"), planner=LoadPlanner())
+assert state == {"app": {"lr_scheduler": {"step_size": 7}}}, state
+dcp.save(state, checkpoint_id=folder / "dcp")
+load = lambda: dcp.load(state, checkpoint_id=folder / "dcp", planner=LoadPlanner())
+print(json.dumps(failure(load)))
+""",
+        tmp_path,
+    )
+    (kind, text), *others = map(json.loads, found.splitlines())
+    assert kind == "MismatchError"
+    for part in ("model.more", "model.norm.bias: expected torch.float32[3]", "model.small.weight"):
+        assert part in text
+    assert "Size mismatch" in others[0][1]
+    kinds = ["MismatchError", "SelectionError", "StepNotFoundError", "CallError"]
+    assert [kind for kind, _ in others[1:]] == kinds
+
+
+def test_steps_of_bare_orbax_load_without_digests(tmp_path: Path) -> None:
+    tree = {"params": {"w": jnp.arange(12.0).reshape(3, 4), "b": jnp.ones(3, jnp.bfloat16)}}
+    with ocp.training.Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save(3, {**tree, "n": [jnp.arange(3)]})
+    found = run_native(
+        """
+import logging
+logging.basicConfig(stream=sys.stdout)
+state = {"params": {"w": torch.zeros(3, 4), "b": torch.zeros(3).bfloat16()}}
+state["n"] = {"0": torch.zeros(3, dtype=torch.int32)}
+dcp.load(state, storage_reader=StorageReader(run), planner=LoadPlanner())
+assert state["params"]["w"].flatten().tolist() == list(range(12))
+assert state["params"]["b"].tolist() == [1, 1, 1] and state["n"]["0"].tolist() == [0, 1, 2]
+""",
+        tmp_path,
+    )
+    assert "was written by Orbax alone and has no digests" in found
+
+
+def test_a_step_that_is_deleted_meanwhile_is_not_found(tmp_path: Path) -> None:
+    save_net(tmp_path)
+    found = run_native(
+        """
+import shutil
+class Slow(LoadPlanner):
+    def create_local_plan(self):
+        shutil.rmtree(run / "2")
+        return super().create_local_plan()
+
+weights = {n: torch.zeros_like(t) for n, t in expected["model"].items()}
+load = lambda: dcp.load({"model": weights}, storage_reader=StorageReader(run, 2), planner=Slow())
+print(json.dumps(failure(load)))
+""",
+        tmp_path,
+    )
+    assert json.loads(found)[0] == "StepNotFoundError"

@@ -1,0 +1,30 @@
+"""Runs go on in plain PyTorch, on any device: neither torchax, JAX nor Orbax is imported."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torchax_ckpt.torch.load_planner import LoadPlanner
+    from torchax_ckpt.torch.native_restore import restore
+    from torchax_ckpt.torch.storage_reader import StorageReader
+
+__all__ = ["LoadPlanner", "StorageReader", "restore"]
+
+# Loaded at first use, because torch.distributed.checkpoint takes longer to import than the rest.
+_MODULES = {
+    "LoadPlanner": "load_planner",
+    "StorageReader": "storage_reader",
+    "restore": "native_restore",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

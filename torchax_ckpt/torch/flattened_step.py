@@ -1,0 +1,192 @@
+"""A step as DCP sees it: flattened names, what has them, and the parts that a rank asks for."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+
+from torchax_ckpt.errors import SelectionError, UnsupportedLeafError
+from torchax_ckpt.formats.state_dict import native_torch, tensor_of
+from torchax_ckpt.layout.manifest import Node
+from torchax_ckpt.state import per_process_state
+from torchax_ckpt.state.findings import Findings
+from torchax_ckpt.storage.arrays.assembly import Bounds, bounds_of
+from torchax_ckpt.stored.foreign_step import ForeignStep
+from torchax_ckpt.stored.stored_step import Part, StoredStep, about, overlap
+from torchax_ckpt.torch.load_planner import LoadPlanner, differences
+from torchax_ckpt.torch.state_trees import WIDER, compare, stand_in, tree_of
+
+Parts = Mapping[str, Sequence[Part]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _HostArray:
+    """Stands for an array that is no tensor: of numpy, or of a dtype that torch lacks."""
+
+    name: str
+    node: Node = dataclasses.field(hash=False)
+
+    @property
+    def region(self) -> tuple[str, Bounds]:
+        """The name, and the bounds of the whole array."""
+        return self.name, bounds_of(None, tuple(self.node["shape"]))
+
+
+class FlattenedStep:
+    """A step, with the names that DCP's planners give to the state dict of a program."""
+
+    def __init__(self, content: StoredStep | ForeignStep, prefix: str | Mapping[str, str]) -> None:
+        self._content, self.committed = content, content.committed
+        self._nodes: dict[int, Node] = {}  # by the id of a tensor in ``_values``
+        document: Mapping[str, Node] = content.document
+        rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        with native_torch(), about(self.committed):
+            where = f"step {self.committed.step}"
+            document = per_process_state.document_of(document, rank, ranks, where)
+            tree = _placed(tree_of(document, self._stand_in), prefix)
+            self._values, paths = flatten_state_dict(tree)
+        self.metadata = dcp.Metadata(
+            {name: _described(value) for name, value in self._values.items()},
+            planner_data=paths,
+            storage_meta=dcp_metadata.StorageMeta(
+                checkpoint_id=str(self.committed.path), save_id=str(self.committed.step)
+            ),
+        )
+
+    def _stand_in(self, node: Node) -> Any:
+        """Returns what stands for a leaf: a tensor on the meta device, or a ``_HostArray``."""
+        with contextlib.suppress(UnsupportedLeafError):
+            if (tensor := stand_in(node)) is not None:
+                self._nodes[id(tensor)] = node
+                return tensor
+        return _HostArray(node["array"], node)
+
+    def read(self, items: Sequence[ReadItem], planned: FlattenedStep) -> Parts:
+        """Returns the parts of leaves for items that were planned for this step or a newer one.
+
+        Raises MismatchError if the newer one has tensors of other shapes or dtypes.
+        """
+        findings, regions = Findings(), dict[str, set[Any]]()
+        for item in items:
+            name = item.storage_index.fqn
+            if name not in self._values:
+                findings.missing.append(name)
+            elif planned is not self:
+                compare(name, planned._values[name], self._values[name], findings)
+        if findings:
+            raise differences(findings, self.metadata)
+        for item in items:
+            for leaf, bounds in self._needs(item):
+                regions.setdefault(leaf, set()).add(bounds)
+        return self._content.read_parts(regions)
+
+    def _needs(self, item: ReadItem) -> Iterator[tuple[str, Bounds]]:
+        value = self._values[item.storage_index.fqn]
+        if item.type == LoadItemType.TENSOR:
+            ends = map(operator.add, item.storage_offsets, item.lengths)
+            bounds = tuple(zip(item.storage_offsets, ends, strict=True))
+            yield self._nodes[id(value)]["array"], bounds
+        else:
+            yield from _host_regions(value)
+
+    def fill(self, items: Sequence[ReadItem], planner: dcp.LoadPlanner, parts: Parts) -> None:
+        """Copies parts into the program's tensors, and gives it the values that are no tensors.
+
+        Raises MismatchError before, if a tensor has another dtype.
+        """
+        findings = Findings()
+        targets = []
+        for item in items:
+            if item.type == LoadItemType.TENSOR:
+                target, name = planner.resolve_tensor(item).detach(), item.storage_index.fqn
+                dtype = self._values[name].dtype
+                if target.dtype not in (dtype, WIDER.get(dtype)):
+                    findings.mismatch(name, target.dtype, dtype)
+                targets.append((item, target, dtype))
+        if findings:
+            raise differences(findings, self.metadata)
+        for item, target, dtype in targets:
+            ((leaf, bounds),) = self._needs(item)
+            for index, host in parts[leaf]:
+                if (both := overlap(bounds, index)) is not None:
+                    source = tensor_of(host, dtype)
+                    target[both[0]].copy_(source[both[1]])
+            planner.commit_tensor(item, target)
+        for item in items:
+            if item.type == LoadItemType.BYTE_IO:
+                value = _filled(self._values[item.storage_index.fqn], parts)
+                if isinstance(planner, LoadPlanner):
+                    planner.load_value(item, value)
+                else:
+                    planner.load_bytes(item, _pickled(value))
+
+
+def _placed(tree: Mapping[str, Any], prefix: str | Mapping[str, str]) -> dict[str, Any]:
+    """Returns the tree with its components under the keys that the program has for them."""
+    if isinstance(prefix, str):
+        return {prefix: dict(tree)} if prefix else dict(tree)
+    if unknown := prefix.keys() - tree.keys():
+        raise SelectionError(
+            f"prefix: expected components of the step, {', '.join(sorted(tree))}; found "
+            f"{', '.join(sorted(unknown))}"
+        )
+    placed: dict[str, Any] = {}
+    for component, state in tree.items():
+        key = prefix.get(component, component)
+        placed |= {key: state} if key else state
+    return placed
+
+
+def _described(value: Any) -> dcp_metadata.STORAGE_TYPES:
+    if not isinstance(value, torch.Tensor):
+        return dcp_metadata.BytesStorageMetadata()
+    whole = dcp_metadata.ChunkStorageMetadata(torch.Size([0] * value.ndim), value.shape)
+    properties = dcp_metadata.TensorProperties(value.dtype)
+    return dcp_metadata.TensorStorageMetadata(properties, value.shape, [whole])
+
+
+def _children(value: Any) -> Sequence[Any]:
+    if isinstance(value, dict):
+        return [*value.values()]
+    return [*value] if isinstance(value, (list, tuple)) else []
+
+
+def _host_regions(value: Any) -> Iterator[tuple[str, Bounds]]:
+    if isinstance(value, _HostArray):
+        yield value.region
+    for child in _children(value):
+        yield from _host_regions(child)
+
+
+def _filled(value: Any, parts: Parts) -> Any:
+    """Returns a value with arrays in place of what stands for them."""
+    if isinstance(value, _HostArray):
+        array = np.empty(value.node["shape"], value.node["dtype"])
+        for index, host in parts[value.name]:
+            array[index] = host
+        return array[()] if value.node["kind"] == "numpy_scalar" else array
+    if isinstance(value, dict):
+        return type(value)({k: _filled(v, parts) for k, v in value.items()})
+    if isinstance(value, (list, tuple)):
+        return type(value)(_filled(v, parts) for v in value)
+    return value
+
+
+def _pickled(value: Any) -> io.BytesIO:
+    """Returns a value as the bytes that DCP's own planner unpickles."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    stream.seek(0)
+    return stream

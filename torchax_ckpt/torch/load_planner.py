@@ -1,0 +1,72 @@
+"""A load planner of DCP that compares whole state dicts, and that never unpickles."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._nested_dict import set_element
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+
+from torchax_ckpt.errors import CallError, MismatchError
+from torchax_ckpt.state.findings import Findings
+from torchax_ckpt.torch.state_trees import compare
+
+
+class LoadPlanner(dcp.DefaultLoadPlanner):
+    """Compares the whole state dict with a step, and loads its values without unpickling.
+
+    DCP's own planner stops at the first name that differs, and calls ``torch.load`` on values. This
+    one is for ``StorageReader`` only. The arguments are those of ``DefaultLoadPlanner``; with
+    ``allow_partial_load``, what the step lacks stays as it is.
+
+    Raises:
+      MismatchError: lists all names, shapes and dtypes that differ; nothing was changed.
+      CallError: the storage reader is another one.
+    """
+
+    def create_local_plan(self) -> LoadPlan:
+        """Compares, and returns the plan of DCP's planner."""
+        assert self.metadata is not None
+        findings = Findings()
+        for name, value in self.state_dict.items():
+            stored = self.metadata.state_dict_metadata.get(name)
+            if stored is not None:
+                compare(name, value, _stand_in(stored), findings)
+            elif not self.allow_partial_load:
+                findings.missing.append(name)
+        if findings:
+            raise differences(findings, self.metadata)
+        return super().create_local_plan()
+
+    def load_value(self, item: ReadItem, value: Any) -> None:
+        """Puts a value that is no tensor into the state dict."""
+        name = item.dest_index.fqn
+        if self.flatten_state_dict:
+            set_element(self.original_state_dict, self.mappings[name], value)
+        else:
+            self.state_dict[name] = value
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Refuses bytes, which only unpickling could read."""
+        raise CallError(
+            f"{read_item.dest_index.fqn}: expected a value of torchax_ckpt's StorageReader, found "
+            "bytes of another storage reader, which are a pickle. Use this planner with "
+            "StorageReader, and DCP's own planner with other readers"
+        )
+
+
+def differences(findings: Findings, metadata: dcp.Metadata) -> MismatchError:
+    """Returns the error that lists the findings about the step with this metadata."""
+    step = metadata.storage_meta
+    assert step is not None, "made by StorageReader"
+    return findings.error(int(step.save_id or 0), str(step.checkpoint_id), "dcp.load")
+
+
+def _stand_in(stored: STORAGE_TYPES) -> torch.Tensor | None:
+    if not isinstance(stored, TensorStorageMetadata):
+        return None
+    return torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")

@@ -1,0 +1,356 @@
+"""Restores a step into the objects of a program in plain PyTorch, in place."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchax_ckpt.errors import AttachError, CheckpointError, MismatchError, StepNotFoundError
+from torchax_ckpt.formats.state_dict import native_torch
+from torchax_ckpt.layout import names
+from torchax_ckpt.layout.manifest import Node, array_nodes
+from torchax_ckpt.layout.nodes import decode
+from torchax_ckpt.restoring.fallback import newest_readable
+from torchax_ckpt.restoring.restore_report import RestoreReport
+from torchax_ckpt.runtime.tracebacks import brief
+from torchax_ckpt.state import generators, node_checks, per_process_state
+from torchax_ckpt.state.findings import Findings, type_name
+from torchax_ckpt.state.stored_entries import EXTRA_STATE, StoredOptimizer
+from torchax_ckpt.storage.directory.committed_step import CommittedStep
+from torchax_ckpt.storage.directory.run_directory import RunDirectory
+from torchax_ckpt.stored.stored_step import StoredStep, about
+from torchax_ckpt.torch.state_trees import WIDER, compare, module_state, revived, stand_in
+
+_METHODS = (("state_dict", "load_state_dict"), ("get_state", "set_state"))
+
+
+@brief
+def restore(
+    run: str | os.PathLike[str],
+    model: Any,
+    optimizer: Any = None,
+    lr_scheduler: Any = None,
+    dataloader: Any = None,
+    *,
+    step: int | None = None,
+    strict: bool = True,
+) -> RestoreReport:
+    """Restores a step of a run into modules, optimizers and other objects of plain PyTorch.
+
+    For a program of one process, on any device of torch; others load with ``StorageReader``. All
+    objects are changed in place, or none. What is left out of the call is neither compared nor
+    read. The states of torch's (CPU), numpy's and Python's random generators are restored too;
+    torchax's random key has no counterpart, and is in the report's ``left_out``.
+
+    Args:
+      run: the run's directory, or ``gs://bucket/prefix``.
+      model: an ``nn.Module``, or a mapping from the names that ``attach`` was given to modules.
+      optimizer: a ``torch.optim.Optimizer`` over parameters of ``model``; state that it lacks is
+        made on the devices of the parameters. Or a mapping, as for ``model``.
+      lr_scheduler: an object with ``load_state_dict``, a list or a mapping of such objects.
+      dataloader: an object with ``load_state_dict`` or ``set_state``, or a mapping.
+      step: completed optimizer steps of the checkpoint; None for the newest that is readable. Each
+        newer one that is damaged is a UserWarning.
+      strict: raise on any difference; otherwise restore what matches, and report the rest.
+
+    Returns:
+      The report, as of ``TorchaxCheckpointer.restore``.
+
+    Raises:
+      MismatchError: lists all names, shapes and dtypes that differ; a stored 32-bit number may
+        become one of 64 bits, because ``.to("jax")`` narrowed it. Or an object refused its state.
+      AttachError: an object cannot be restored in place, such as a DTensor.
+      StepNotFoundError, CorruptCheckpointError, DirectoryError, ForeignCheckpointError,
+      OutOfMemoryError, UnsupportedLeafError: the step cannot be read.
+    """
+    if isinstance(lr_scheduler, Sequence):
+        lr_scheduler = {str(i): scheduler for i, scheduler in enumerate(lr_scheduler)}
+    given = {
+        "model": model,
+        "optimizer": optimizer,
+        "lr_scheduler": lr_scheduler,
+        "dataloader": dataloader,
+    }
+    objects = {name: value for name, value in given.items() if value is not None}
+    directory = RunDirectory(run, read_only=True)
+
+    def attempt(committed: CommittedStep) -> RestoreReport:
+        with about(committed), native_torch():
+            return _restored(StoredStep(committed), objects, strict=strict)
+
+    if step is not None:
+        return attempt(directory.find(step))
+    if not (steps := directory.steps()):
+        raise StepNotFoundError(f"{directory.path}: there are no checkpoints", path=directory.path)
+    report, skipped = newest_readable(steps, attempt)
+    return dataclasses.replace(report, skipped_steps=skipped)
+
+
+def _restored(stored: StoredStep, objects: Mapping[str, Any], *, strict: bool) -> RestoreReport:
+    step, path = stored.committed.step, str(stored.committed.path)
+    document = per_process_state.document_of(stored.manifest.document, 0, 1, f"step {step}")
+    plan, findings = _Plan(), Findings()
+    for component, value in objects.items():
+        live = dict(value) if isinstance(value, Mapping) else {"": value}
+        node = document.get(component, {"dict": [], "group": True})
+        members = node_checks.members(node, component)
+        for name in dict.fromkeys((*live, *members)):
+            where = names.join((component, name) if name else (component,))
+            if name not in members:
+                findings.missing.append(where)
+            elif name not in live:
+                findings.unexpected.append(where)
+            else:
+                plan.add(component, name, live[name], members[name], where, findings)
+    if strict and findings:
+        raise findings.error(step, path, "torch.restore")
+    left_out = [name for name in document if name not in (*objects, "rng")]
+    if (node := document.get("rng")) is not None:
+        plan.add_generators(node)
+        left_out.append("rng/torchax")
+    plan.carry_out(stored.read(plan.reads))
+    return RestoreReport(
+        step,
+        missing=tuple(findings.missing),
+        unexpected=tuple(findings.unexpected),
+        mismatched=dict(findings.mismatched),
+        left_out=tuple(left_out),
+        is_verified=stored.is_whole(plan.reads, 1),
+    )
+
+
+class _Plan:
+    """The leaves that a restore reads, then the changes that it makes, all or none."""
+
+    def __init__(self) -> None:
+        self.reads: dict[str, None] = {}
+        self._names: dict[int, list[str]] = {}  # id of a live parameter -> its names
+        self._arrays: Mapping[str, np.ndarray] = {}
+        self._calls: list[_LoadCall] = []
+        # Each makes new values on their devices, and returns a change that cannot fail.
+        self._stages: list[Callable[[], Callable[[], object]]] = []
+
+    def add(
+        self, component: str, name: str, value: Any, node: Node, where: str, findings: Findings
+    ) -> None:
+        """Compares an object with its node, and plans its change."""
+        if component == "model":
+            if not isinstance(value, torch.nn.Module):
+                raise AttachError(f"{where}: expected a torch.nn.Module, found {type_name(value)}")
+            self._add_module(value, name, node, where, findings)
+        elif component == "optimizer":
+            if not isinstance(value, torch.optim.Optimizer):
+                raise AttachError(f"{where}: expected an Optimizer, found {type_name(value)}")
+            self._add_optimizer(value, node, where, findings)
+        else:
+            for get, load in _METHODS:
+                if callable(getattr(value, get, None)) and callable(getattr(value, load, None)):
+                    self._add_call(where, value, getattr(value, get), getattr(value, load), node)
+                    return
+            raise AttachError(f"{where}: expected a state_dict method, found {type_name(value)}")
+
+    def add_generators(self, node: Node) -> None:
+        """Plans to set the generators last, because objects may draw while they load."""
+        node = {"dict": [[k, v] for k, v in node_checks.fields(node, "rng").items()]}
+        value_of = self._reader(node)
+
+        def stage() -> Callable[[], None]:
+            state = value_of()
+            for library, attempt in generators.TRIALS.items():
+                try:
+                    attempt(state[library])
+                except Exception as error:  # the generators raise many types
+                    found = f"{error!r:.200}"
+                    raise node_checks.corrupt(f"rng/{library}", "random state", found) from error
+            return functools.partial(generators.set_states, state)
+
+        self._stages.append(stage)
+
+    def carry_out(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Makes all changes, or none; ``arrays`` has what ``reads`` names."""
+        self._arrays = arrays
+        changes = [stage() for stage in self._stages]
+        undos: list[Callable[[], None]] = []
+        try:
+            for call in self._calls:
+                undos.append(call.undo())
+                call.do()
+        except BaseException:
+            for undo in reversed(undos):
+                undo()
+            raise
+        for change in changes:
+            change()
+
+    def _reader(self, node: Node) -> Callable[[], Any]:
+        """Adds the leaves of a node to the reads; returns what then gives the node's value."""
+        self.reads |= dict.fromkeys(leaf["array"] for leaf in array_nodes(node))
+        return lambda: decode(node, lambda leaf: revived(leaf, self._arrays[leaf["array"]]))
+
+    def _add_call(
+        self,
+        where: str,
+        owner: Any,
+        get: Callable[[], Any],
+        load: Callable[[Any], Any],
+        node: Node,
+    ) -> None:
+        self._calls.append(_LoadCall(where, owner, get, load, self._reader(node)))
+
+    def _add_module(
+        self, module: torch.nn.Module, member: str, node: Node, where: str, findings: Findings
+    ) -> None:
+        stored = module_state(node, where)
+        live = {names.without_compile(n): v for n, v in module.state_dict(keep_vars=True).items()}
+        ties: dict[int, int] = {}  # id of a live tensor -> of its node, and the reverse
+        extra: dict[str, Node] = {}
+        for fqn, tensor in live.items():
+            name = f"{where}/{names.escape(fqn)}"
+            if not fqn.endswith(EXTRA_STATE):
+                _require_plain(name, tensor)
+                known = names.join((member, fqn) if member else (fqn,))
+                self._names.setdefault(id(tensor), []).append(known)
+            if fqn not in stored:
+                findings.missing.append(name)
+            elif fqn.endswith(EXTRA_STATE):
+                extra[fqn] = stored[fqn]
+            else:
+                a, b = id(tensor), id(stored[fqn])
+                if (ties.setdefault(a, b), ties.setdefault(b, a)) != (b, a):
+                    findings.mismatch(name, "the same ties", "others")
+                elif compare(name, tensor, stand_in(stored[fqn]), findings):
+                    self._stages.append(_filling(tensor.detach(), self._reader(stored[fqn])))
+        findings.unexpected += [f"{where}/{names.escape(n)}" for n in stored if n not in live]
+        if extra:
+
+            def load(state: Mapping[str, Any]) -> None:
+                module.load_state_dict(state, strict=False)
+
+            def get() -> dict[str, Any]:
+                return {n: v for n, v in module.state_dict().items() if n.endswith(EXTRA_STATE)}
+
+            self._add_call(f"{where}/{EXTRA_STATE}", None, get, load, {"dict": [*extra.items()]})
+
+    def _add_optimizer(
+        self, optimizer: torch.optim.Optimizer, node: Node, where: str, findings: Findings
+    ) -> None:
+        stored = StoredOptimizer.of_node(node, where)
+        if (expected := type(optimizer).__qualname__) != node.get("class"):
+            findings.mismatch(where, expected, node.get("class"))
+            return
+        used: set[str] = set()
+        for index, group in enumerate(optimizer.param_groups):
+            on_device = bool(group.get("fused") or group.get("capturable"))
+            members = []
+            for parameter in group["params"]:
+                known = self._names.get(id(parameter))
+                if known is None:
+                    raise AttachError(f"{where}: has a parameter that is not one of the model's")
+                name = next((n for n in known if n in stored.group_of), None)
+                if name is None:
+                    findings.missing.append(f"{where}/{known[0]}")
+                    continue
+                members.append(name)
+                state = node_checks.keyed(stored.state.get(name, {"dict": []}), where)
+                fits = [f"model/{n}" not in findings.mismatched for n in known] + [
+                    compare(f"{where}/{name}/{key}", value, stand_in(state[key]), findings)
+                    for key, value in optimizer.state.get(parameter, {}).items()
+                    if isinstance(value, torch.Tensor) and key in state
+                ]
+                if all(fits):
+                    put = functools.partial(optimizer.state.__setitem__, parameter)
+                    self._add_entries(put, state, parameter, on_device)
+            used.update(members)
+            common, differing = stored.hyperparameters(members)
+            for key, texts in differing.items():
+                findings.mismatch(f"{where}/param_groups/{index}/{key}", *texts)
+            self._add_entries(group.update, common, group["params"][0], on_device)
+        findings.unexpected += [f"{where}/{name}" for name in stored.group_of if name not in used]
+        self._add_entries(optimizer.state.update, stored.other_state, parameter, False)
+
+    def _add_entries(
+        self,
+        put: Callable[[dict[Any, Any]], object],
+        entries: Mapping[Any, Node],
+        parameter: torch.Tensor,
+        on_device: bool,
+    ) -> None:
+        """Plans to ``put`` an optimizer's values, on the devices where torch would make them.
+
+        torch keeps counters of steps on the CPU, as torchax does, unless ``on_device``.
+        """
+        readers = {key: (self._reader(node), node) for key, node in entries.items()}
+
+        def placed(value: Any, node: Node) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            is_wider = value.shape == parameter.shape and WIDER.get(value.dtype) == parameter.dtype
+            is_here = not on_device and isinstance(node, dict) and node.get("kind") == "torch"
+            return value.to(
+                "cpu" if is_here else parameter.device, parameter.dtype if is_wider else value.dtype
+            )
+
+        def stage() -> Callable[[], object]:
+            values = {key: placed(value_of(), node) for key, (value_of, node) in readers.items()}
+            return functools.partial(put, values)
+
+        self._stages.append(stage)
+
+
+@dataclasses.dataclass(frozen=True)
+class _LoadCall:
+    """A call that gives an object its state; it may fail, because it runs the user's code."""
+
+    where: str
+    owner: Any
+    get: Callable[[], Any]
+    load: Callable[[Any], Any]
+    value: Callable[[], Any]
+
+    def undo(self) -> Callable[[], None]:
+        """Returns what gives the object back the state that it has now."""
+        attributes, before = dict(getattr(self.owner, "__dict__", {})), copy.deepcopy(self.get())
+
+        def undo() -> None:
+            if attributes:
+                self.owner.__dict__.clear()
+                self.owner.__dict__.update(attributes)
+            self.load(before)
+
+        return undo
+
+    def do(self) -> None:
+        """Gives the object its state; raises MismatchError if it refuses."""
+        state = self.value()
+        try:
+            self.load(state)
+            self.get()  # torchdata's loader draws when it first uses a state: not later
+        except CheckpointError:
+            raise
+        except Exception as error:
+            why = f"refused the stored state: {type(error).__name__}: {error}"
+            raise MismatchError(f"{self.where}: {why}", mismatched={self.where: why}) from error
+
+
+def _filling(target: torch.Tensor, value_of: Callable[[], Any]) -> Callable[[], Callable[[], Any]]:
+    return lambda: lambda: target.copy_(value_of())
+
+
+def _require_plain(name: str, tensor: torch.Tensor) -> None:
+    """Raises AttachError for a tensor that cannot be filled in place."""
+    problem = ""
+    if hasattr(tensor, "device_mesh"):
+        problem = "a DTensor: load it with torchax_ckpt.torch.StorageReader"
+    elif tensor.device.type == "jax":
+        problem = "on torchax: attach the model to a TorchaxCheckpointer"
+    elif tensor.is_meta:
+        problem = "on the meta device: call model.to_empty(device=...) before"
+    if problem:
+        raise AttachError(f"{name}: is {problem}", key_path=name)
