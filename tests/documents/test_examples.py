@@ -193,3 +193,16 @@ def test_demo_finds_the_resumed_run_identical(
     assert outcome.returncode == 0, outcome.output
     assert re.search("^  resumed: step [1-9]", outcome.output, re.MULTILINE), outcome.output
     assert outcome.output.splitlines()[-1].startswith("IDENTICAL"), outcome.output
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_in_native_pytorch_and_is_taken_back(tmp_path: Path) -> None:
+    native, out = EXAMPLES / "continue_native.py", tmp_path / "native"
+    train(GPT, tmp_path / "run", "--steps", 40)
+    outcome = train(native, tmp_path / "run", "--out", out, "--steps", 30)
+    assert "continues after 40 steps" in outcome.output, outcome.output
+    first, *_, last = map(float, re.findall(r"loss ([0-9.]+)", outcome.output))
+    assert last < first, outcome.output
+    taken = run(native, "--take-back", out)
+    (loss,) = map(float, re.findall(r"taken back: loss ([0-9.]+)", taken.output))
+    assert loss < first, taken.output

@@ -17,6 +17,7 @@ from support.processes import run_python
 
 import torchax_ckpt
 from torchax_ckpt import planning, policies
+from torchax_ckpt import torch as native
 from torchax_ckpt.integrations import huggingface
 
 DOCS = ROOT / "docs"
@@ -32,7 +33,7 @@ DIRECTIVES = {"{toctree}", "{eval-rst}"}
 
 # SIGTERM is a notice to a whole process, and Lightning warns of loaders that are fine for a page:
 # these get a process of their own.
-SEPARATE = {"lightning", "preemption"}
+SEPARATE = {"lightning", "native-pytorch", "preemption"}
 SLOW = {*SEPARATE, "command-line", "huggingface", "migration", "quickstart"}
 
 
@@ -94,7 +95,7 @@ def test_the_readme_and_the_news_of_a_release_stay_short() -> None:
 
 
 def public_names() -> Iterator[str]:
-    for module in (torchax_ckpt, policies, planning, huggingface):
+    for module in (torchax_ckpt, policies, planning, huggingface, native):
         for name in module.__all__:
             if not inspect.ismodule(getattr(module, name)):
                 yield f"{module.__name__}.{name}"

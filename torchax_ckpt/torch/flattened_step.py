@@ -35,13 +35,7 @@ Parts = Mapping[str, Sequence[Part]]
 class _HostArray:
     """Stands for an array that is no tensor: of numpy, or of a dtype that torch lacks."""
 
-    name: str
     node: Node = dataclasses.field(hash=False)
-
-    @property
-    def region(self) -> tuple[str, Bounds]:
-        """The name, and the bounds of the whole array."""
-        return self.name, bounds_of(None, tuple(self.node["shape"]))
 
 
 class FlattenedStep:
@@ -71,7 +65,7 @@ class FlattenedStep:
             if (tensor := stand_in(node)) is not None:
                 self._nodes[id(tensor)] = node
                 return tensor
-        return _HostArray(node["array"], node)
+        return _HostArray(node)
 
     def read(self, items: Sequence[ReadItem], planned: FlattenedStep) -> Parts:
         """Returns the parts of leaves for items that were planned for this step or a newer one.
@@ -99,7 +93,32 @@ class FlattenedStep:
             bounds = tuple(zip(item.storage_offsets, ends, strict=True))
             yield self._nodes[id(value)]["array"], bounds
         else:
-            yield from _host_regions(value)
+            yield from self._regions_in(value)
+
+    def _node_of(self, value: Any) -> Node | None:
+        """Returns the node of what stands for an array; None for another value."""
+        return value.node if isinstance(value, _HostArray) else self._nodes.get(id(value))
+
+    def _regions_in(self, value: Any) -> Iterator[tuple[str, Bounds]]:
+        if (node := self._node_of(value)) is not None:
+            yield node["array"], bounds_of(None, tuple(node["shape"]))
+        for child in _children(value):
+            yield from self._regions_in(child)
+
+    def _filled(self, value: Any, parts: Parts) -> Any:
+        """Returns a value with arrays and tensors in place of what stands for them."""
+        if (node := self._node_of(value)) is not None:
+            array = np.empty(node["shape"], node["dtype"])
+            for index, host in parts[node["array"]]:
+                array[index] = host
+            if isinstance(value, torch.Tensor):
+                return tensor_of(array, value.dtype)
+            return array[()] if node["kind"] == "numpy_scalar" else array
+        if isinstance(value, dict):
+            return type(value)({k: self._filled(v, parts) for k, v in value.items()})
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._filled(v, parts) for v in value)
+        return value
 
     def fill(self, items: Sequence[ReadItem], planner: dcp.LoadPlanner, parts: Parts) -> None:
         """Copies parts into the program's tensors, and gives it the values that are no tensors.
@@ -126,7 +145,7 @@ class FlattenedStep:
             planner.commit_tensor(item, target)
         for item in items:
             if item.type == LoadItemType.BYTE_IO:
-                value = _filled(self._values[item.storage_index.fqn], parts)
+                value = self._filled(self._values[item.storage_index.fqn], parts)
                 if isinstance(planner, LoadPlanner):
                     planner.load_value(item, value)
                 else:
@@ -161,27 +180,6 @@ def _children(value: Any) -> Sequence[Any]:
     if isinstance(value, dict):
         return [*value.values()]
     return [*value] if isinstance(value, (list, tuple)) else []
-
-
-def _host_regions(value: Any) -> Iterator[tuple[str, Bounds]]:
-    if isinstance(value, _HostArray):
-        yield value.region
-    for child in _children(value):
-        yield from _host_regions(child)
-
-
-def _filled(value: Any, parts: Parts) -> Any:
-    """Returns a value with arrays in place of what stands for them."""
-    if isinstance(value, _HostArray):
-        array = np.empty(value.node["shape"], value.node["dtype"])
-        for index, host in parts[value.name]:
-            array[index] = host
-        return array[()] if value.node["kind"] == "numpy_scalar" else array
-    if isinstance(value, dict):
-        return type(value)({k: _filled(v, parts) for k, v in value.items()})
-    if isinstance(value, (list, tuple)):
-        return type(value)(_filled(v, parts) for v in value)
-    return value
 
 
 def _pickled(value: Any) -> io.BytesIO:

@@ -67,8 +67,9 @@ def restore(
       MismatchError: lists all names, shapes and dtypes that differ; a stored 32-bit number may
         become one of 64 bits, because ``.to("jax")`` narrowed it. Or an object refused its state.
       AttachError: an object cannot be restored in place, such as a DTensor.
-      StepNotFoundError, CorruptCheckpointError, DirectoryError, ForeignCheckpointError,
-      OutOfMemoryError, UnsupportedLeafError: the step cannot be read.
+      StepNotFoundError, CorruptCheckpointError, DirectoryError, OutOfMemoryError: as ``attach``.
+      ForeignCheckpointError: Orbax alone wrote the step; ``StorageReader`` reads it.
+      UnsupportedLeafError: torch lacks the dtype of a leaf.
     """
     if isinstance(lr_scheduler, Sequence):
         lr_scheduler = {str(i): scheduler for i, scheduler in enumerate(lr_scheduler)}

@@ -26,9 +26,17 @@ WIDER = {torch.int32: torch.int64, torch.uint32: torch.uint64, torch.float32: to
 def tree_of(document: Mapping[str, Node], leaf: LeafValue) -> dict[str, Any]:
     """Returns component -> state as its ``state_dict()`` gives it, with optimizers keyed by name.
 
-    A component of several attached objects is a dict of their states.
+    A component of several attached objects is a dict of their states. In functional state, lists
+    and tuples are dicts with the indices as keys, so that DCP gives every tensor a name.
     """
-    return {name: _state(node, name, leaf) for name, node in document.items()}
+    tree = {name: _state(node, name, leaf) for name, node in document.items()}
+    return tree | ({"state": _indexed(tree["state"])} if "state" in tree else {})
+
+
+def _indexed(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        value = {str(index): child for index, child in enumerate(value)}
+    return {k: _indexed(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
 def _state(node: Node, where: str, leaf: LeafValue) -> Any:
