@@ -10,10 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.commands import run
+from support.compare import bits
 from support.damage import flip_arrays
 from support.models import Counter
 from support.native import run_native, save_net
+from support.native_net import Net, optimizer_of
 from support.processes import run_python
+from support.training import before_enabling
 
 from torchax_ckpt import TorchaxCheckpointer, torchax_backend
 
@@ -167,3 +171,37 @@ print(secs)
 """
     secs = [float(run_python(script, fresh=True).stdout) for _ in range(2)]
     assert min(secs) < 0.3
+
+
+def test_what_plain_pytorch_trained_comes_back_with_its_optimizer(tmp_path: Path) -> None:
+    found = run_native(
+        """
+from torch.distributed.checkpoint.state_dict import get_state_dict
+model, optimizer, _ = built()
+model(torch.arange(8)).sum().backward()
+optimizer.step()
+weights, moments = get_state_dict(model, optimizer)
+del weights["head.weight"]
+dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder / "dcp")
+torch.save({"model": weights, "optimizer": moments}, folder / "expected.pt")
+""",
+        tmp_path,
+    )
+    assert not found
+    arguments = (tmp_path / "dcp", tmp_path / "run", "--optimizer", "AdamW")
+    run("import", *arguments, "--tie", "head.weight=embed.weight")
+    with before_enabling():
+        model = Net()
+    model = model.to("jax")
+    model.head.weight = model.embed.weight
+    optimizer = optimizer_of(model, "adamw")
+    with TorchaxCheckpointer(tmp_path / "run") as ckpt:
+        assert ckpt.attach(model, optimizer) == 0
+    with torchax_backend.native_torch():
+        expected = torch.load(tmp_path / "expected.pt", weights_only=True)
+    names = dict(model.named_parameters())
+    for name, state in expected["optimizer"]["state"].items():
+        for key, value in state.items():
+            assert bits(optimizer.state[names[name]][key])[-1] == bits(value)[-1], (name, key)
+    groups = expected["optimizer"]["param_groups"]
+    assert [g["lr"] for g in optimizer.param_groups] == [g["lr"] for g in groups] == [0.25, 0.125]

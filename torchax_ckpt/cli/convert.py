@@ -245,14 +245,26 @@ def import_(
         str | None,
         typer.Option(metavar="PLACE", help="torch.save, DCP: keys of the weights, if not model."),
     ] = None,
+    optimizer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CLASS", help="DCP: take the optimizer too, which is of this class: AdamW."
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> int:
     """Writes weights of another program as step 0 of a new run, whose attach then restores step 0.
 
-    The optimizer and all other attached objects start anew, because only weights are imported. The
-    command holds the directory's lease while it writes.
+    All other attached objects start anew; the optimizer too, unless --optimizer names its class.
+    The command holds the directory's lease while it writes.
     """
-    from torchax_ckpt.formats.importing import import_weights, open_files, parsed_ties
+    from torchax_ckpt.formats.dcp import is_dcp, open_optimizer
+    from torchax_ckpt.formats.importing import (
+        ImportedOptimizer,
+        import_weights,
+        open_files,
+        parsed_ties,
+    )
 
     try:
         tied = parsed_ties(tie or ())
@@ -263,6 +275,11 @@ def import_(
         raise UsageError(f"{source}: no such file or directory")
     try:
         opened = open_files(source, at)
+        moments = None
+        if optimizer is not None:
+            if not is_dcp(source):
+                raise UsageError(f"import: --optimizer: {source} is not a directory of DCP")
+            moments = ImportedOptimizer(optimizer, *open_optimizer(source, "optimizer"))
     except (MismatchError, SelectionError) as error:
         raise UsageError(f"import: {error}") from error
     try:
@@ -270,7 +287,7 @@ def import_(
     except DirectoryError as error:  # the weights can be imported all the same
         output.note(f"imported without the model's config and tokenizer: {error}")
         assets = None
-    committed = import_weights(opened, directory, ties=tied, assets=assets)
+    committed = import_weights(opened, directory, ties=tied, assets=assets, optimizer=moments)
     num_bytes = sum(tensor.nbytes for tensor in opened.tensors.values())
     if as_json:
         output.print_json(

@@ -197,19 +197,7 @@ def open_dcp(path: Path, at: str | None = None) -> TensorFiles:
 
     By default, the tensors under the key ``model``, or all without such a key.
     """
-    with reading_file(path / METADATA, _EXPECTED, max_bytes=MAX_METADATA_BYTES):
-        root = _MetadataReader(io.BytesIO((path / METADATA).read_bytes())).load()
-        metadata = _state(root, "Metadata")
-        planner_data = metadata.get("planner_data") or {}
-        places = {_text(key): _place(keys) for key, keys in planner_data.items()}
-        chunks = dict(_chunks(metadata["storage_data"], path))
-        every = {
-            places.get(_text(key), (key,)): _tensor(
-                key, _state(described, "TensorStorageMetadata"), chunks
-            )
-            for key, described in metadata["state_dict_metadata"].items()
-            if type(described).__name__ != "BytesStorageMetadata"
-        }
+    every, _ = _read(path)
     if at is not None:
         place = names.split(at)
     else:
@@ -228,10 +216,60 @@ def open_dcp(path: Path, at: str | None = None) -> TensorFiles:
             "with keys that lead to tensors",
             path=path,
         )
+    _require_stored(path, tensors)
+    return TensorFiles(tensors, {}, (path / METADATA,))
+
+
+def open_optimizer(path: Path, at: str) -> tuple[dict[str, dict[str, FileTensor]], list[Any]]:
+    """Returns parameter -> key -> tensor of an optimizer in a checkpoint of DCP, and its groups.
+
+    ``at`` is the key of what ``get_state_dict`` returned. Raises MismatchError if it is not there.
+    """
+    every, values = _read(path)
+    state: dict[str, dict[str, FileTensor]] = {}
+    groups: dict[str, dict[str, Any]] = {}
+    for keys, tensor in every.items():
+        if keys[:2] == (at, "state") and len(keys) == 4:
+            state.setdefault(keys[2], {})[keys[3]] = tensor
+    for keys, (file, offset, length) in values.items():
+        if keys[:2] == (at, "param_groups") and len(keys) == 4:
+            with reading_file(file, _EXPECTED), open(file, "rb") as opened:
+                section = Section(opened, offset, length, _MAX_DESCRIPTION_BYTES)
+                members(section)
+                groups.setdefault(keys[2], {})[keys[3]] = load(section, file)
+    if not groups:
+        raise MismatchError(
+            f"{path}: expected the state dict of an optimizer under the key {at}, with "
+            "parameters by name, as get_state_dict returns it; found none",
+            path=path,
+        )
+    _require_stored(path, {f"{n}.{k}": t for n, part in state.items() for k, t in part.items()})
+    return state, [groups[key] for key in sorted(groups, key=int)]
+
+
+def _read(path: Path) -> tuple[dict[tuple[str, ...], FileTensor], dict[tuple[str, ...], Any]]:
+    """Returns the place of each tensor -> the tensor, and of each other value -> its archive."""
+    with reading_file(path / METADATA, _EXPECTED, max_bytes=MAX_METADATA_BYTES):
+        root = _MetadataReader(io.BytesIO((path / METADATA).read_bytes())).load()
+        metadata = _state(root, "Metadata")
+        planner_data = metadata.get("planner_data") or {}
+        places = {_text(key): _place(keys) for key, keys in planner_data.items()}
+        chunks = dict(_chunks(metadata["storage_data"], path))
+        tensors, values = {}, {}
+        for key, described in metadata["state_dict_metadata"].items():
+            place = places.get(_text(key), (key,))
+            if type(described).__name__ != "BytesStorageMetadata":
+                described = _state(described, "TensorStorageMetadata")
+                tensors[place] = _tensor(key, described, chunks)
+            elif (key, None) in chunks:
+                values[place] = chunks[key, None]
+        return tensors, values
+
+
+def _require_stored(path: Path, tensors: Mapping[str, FileTensor]) -> None:
     parts = [part for tensor in tensors.values() for part in tensor.parts]
     lengths = {(part.path, part.offset): part.length for part in parts if isinstance(part, _Chunk)}
     require_stored(path, tensors, sum(lengths.values()))
-    return TensorFiles(tensors, {}, (path / METADATA,))
 
 
 def _state(stored: Any, kind: str) -> dict[str, Any]:
@@ -258,12 +296,13 @@ def _place(keys: Any) -> tuple[str, ...]:
 
 def _chunks(
     storage: Any, folder: Path
-) -> Iterator[tuple[tuple[str, tuple[int, ...]], tuple[Path, int, int]]]:
-    """Yields of each chunk: (key of the tensor, start), (file, offset and length in bytes)."""
+) -> Iterator[tuple[tuple[str, tuple[int, ...] | None], tuple[Path, int, int]]]:
+    """Yields of each chunk: (key of the tensor, start), (file, offset and length in bytes).
+
+    DCP gives starts to tensors only: a pickled value has None.
+    """
     for index, stored in storage.items():
         key, where = _state(index, "MetadataIndex"), _state(stored, "_StorageInfo")
-        if key.get("offset") is None:
-            continue  # DCP gives offsets to tensors only: this is a pickled object
         fqn, offset, length = _text(key["fqn"]), where["offset"], where["length"]
         file = in_folder(folder, where["relative_path"])
         if where.get("transform_descriptors"):
@@ -273,7 +312,8 @@ def _chunks(
                 f"{fqn}: expected a byte offset of at least 0 and a positive length for each chunk "
                 f"of this tensor, found an invalid offset or length for a chunk in {file}"
             )
-        yield (fqn, _ints(key["offset"])), (file, offset, length)
+        start = key.get("offset")
+        yield (fqn, None if start is None else _ints(start)), (file, offset, length)
 
 
 def _tensor(key: str, described: dict[str, Any], chunks: dict[Any, Any]) -> FileTensor:

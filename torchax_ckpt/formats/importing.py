@@ -5,23 +5,27 @@ The weights are mapped into memory, so the host needs no memory for the whole mo
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from torchax_ckpt.errors import DirectoryError, SelectionError, UnsupportedLeafError
 from torchax_ckpt.formats.dcp import is_dcp, open_dcp
+from torchax_ckpt.formats.optimizer_state import OPTIMIZER
 from torchax_ckpt.formats.safetensors_io import is_safetensors, open_safetensors
-from torchax_ckpt.formats.tensor_files import NARROWED, TensorFiles
+from torchax_ckpt.formats.tensor_files import NARROWED, FileTensor, TensorFiles
 from torchax_ckpt.formats.torch_files import is_torch_file, open_torch_file
 from torchax_ckpt.formats.weights import MODEL
 from torchax_ckpt.layout import names
-from torchax_ckpt.layout.manifest import IMPORTED, Manifest, installed_versions
+from torchax_ckpt.layout.manifest import IMPORTED, Manifest, Node, installed_versions
 from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.snapshot.planner import with_host_leaves
+from torchax_ckpt.state.component import encoded
 from torchax_ckpt.state.leaf import Spec
 from torchax_ckpt.storage.directory.abandonment import SUMMARY_FIELD
 from torchax_ckpt.storage.directory.committed_step import (
@@ -35,6 +39,15 @@ from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import seals
 from torchax_ckpt.storage.medium.assets import Assets
 from torchax_ckpt.storage.writing import array_writer, step_writer
+
+
+@dataclasses.dataclass(frozen=True)
+class ImportedOptimizer:
+    """An optimizer of another program: class, parameter -> key -> tensor, and groups by name."""
+
+    class_name: str
+    state: Mapping[str, Mapping[str, FileTensor]]
+    groups: Sequence[Mapping[str, Any]]
 
 
 def is_known(path: Path) -> bool:
@@ -70,8 +83,11 @@ def import_weights(
     step: int = 0,
     ties: Mapping[str, str],
     assets: Assets | None = None,
+    optimizer: ImportedOptimizer | None = None,
 ) -> CommittedStep:
     """Writes weights as the first step of a directory; ``attach`` can then continue from the step.
+
+    The other attached objects start anew, the optimizer too unless it is given.
 
     64-bit integers become 32-bit ones, as with ``.to("jax")``; UnsupportedLeafError if one does not
     fit, or a tensor is float64. ``ties``, alias -> name, are added to those that the files state.
@@ -88,13 +104,15 @@ def import_weights(
         names.join((MODEL, name)): _as_on_devices(name, tensor.mapped())
         for name, tensor in source.tensors.items()
     }
-    plan, stored = with_host_leaves(Plan(), arrays, options.layout)
     nodes = [Spec("torchax", a.dtype.name, a.shape).node(name) for name, a in arrays.items()]
+    moments = {} if optimizer is None else {OPTIMIZER: _optimizer_node(optimizer, arrays)}
+    plan, stored = with_host_leaves(Plan(), arrays, options.layout)
     document = {
         MODEL: {
             "dict": [[fqn, node] for fqn, node in zip(source.tensors, nodes, strict=True)],
             "ties": [[alias, name] for alias, name in tied.items()],
         },  # without extra state: attach then leaves that of the modules as it is
+        **moments,
         IMPORTED: [path.name for path in source.paths],
     }
     began_nsecs = time.time_ns()
@@ -129,6 +147,27 @@ def import_weights(
         return run.commit(step, path)
     finally:
         run.release()
+
+
+def _optimizer_node(optimizer: ImportedOptimizer, arrays: dict[str, np.ndarray]) -> Node:
+    """Returns the node of an optimizer, and adds its tensors to ``arrays``, by leaf name."""
+    state: list[Any] = []
+    for parameter, entries in optimizer.state.items():
+        nodes: list[Any] = []
+        for key, tensor in entries.items():
+            name, array = names.join((OPTIMIZER, parameter, key)), tensor.mapped()
+            # Counters of steps, which torchax too keeps on the CPU.
+            kind = "torchax" if array.ndim else "torch"
+            arrays[name] = _as_on_devices(name, array) if array.ndim else array
+            nodes.append([key, Spec(kind, arrays[name].dtype.name, array.shape).node(name)])
+        state.append([names.join((parameter,)), {"dict": nodes}])
+    groups = []
+    for index, group in enumerate(optimizer.groups):
+        path = (OPTIMIZER, "param_groups", index)
+        pairs = [[key, encoded(v, (*path, key)).form.node] for key, v in group.items()]
+        groups.append({"dict": pairs})
+    pairs = [["state", {"dict": state}], ["param_groups", groups]]
+    return {"dict": pairs, "class": optimizer.class_name}
 
 
 def _require_empty(run: RunDirectory) -> None:

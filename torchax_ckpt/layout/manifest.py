@@ -39,8 +39,8 @@ FORMAT = "torchax_ckpt"
 # Specified in docs/format.md. A reader refuses versions newer than its own and reads older ones.
 VERSION = 1
 
-# A step that was imported from files of another format has this component. It has no other state
-# than a model's weights, so a restore of the step leaves all other attached objects unchanged.
+# A step that was imported from files of another format has this component. It has the weights of a
+# model, and perhaps an optimizer; a restore of the step leaves other attached objects unchanged.
 IMPORTED = "imported"
 
 KINDS = frozenset({"torchax", "torch", "jax", "numpy", "numpy_scalar", "key"})

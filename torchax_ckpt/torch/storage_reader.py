@@ -80,7 +80,7 @@ class StorageReader(dcp.StorageReader):
                 "its run and step. Leave checkpoint_id out"
             )
         self._candidates: list[CommittedStep] = []
-        self._damaged: set[tuple[int, int]] = set()
+        self._unreadable: set[tuple[int, int]] = set()
         self._planned: FlattenedStep | None = None
         self._read: tuple[FlattenedStep, Parts] | None = None
         self._failure: Exception | None = None
@@ -106,15 +106,15 @@ class StorageReader(dcp.StorageReader):
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Reads what this rank needs, of the newest step that it can read."""
         self._read = self._newest(lambda committed: self._read_of(committed, plan))
-        found = [[c.key for c in self._candidates], [*self._damaged]]
+        found = [[c.key for c in self._candidates], [*self._unreadable]]
         return dataclasses.replace(plan, storage_data=found)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Chooses the newest step that all ranks have found, and none has found damaged."""
+        """Chooses the newest step that all ranks have found, and can read."""
         for committed in reversed(self._candidates):
             key = committed.key
             found = (plan.storage_data for plan in plans)
-            if all(key in there and key not in damaged for there, damaged in found):
+            if all(key in there and key not in unreadable for there, unreadable in found):
                 return [dataclasses.replace(plan, storage_data=key) for plan in plans]
         raise CorruptCheckpointError(
             f"{self._run.path}: expected a step that all {len(plans)} ranks can read, found none: "
@@ -153,10 +153,16 @@ class StorageReader(dcp.StorageReader):
         return steps
 
     def _newest(self, attempt: Callable[[CommittedStep], T]) -> T:
-        """Returns ``attempt`` of the newest readable step, and records the damaged ones."""
-        left = [c for c in self._candidates if c.key not in self._damaged]
-        result, skipped = newest_readable(left, attempt)
-        self._damaged |= {c.key for c in left if c.step in skipped}
+        """Returns ``attempt`` of the newest readable step; records newer ones, damaged or gone."""
+        tried = []
+
+        def noted(committed: CommittedStep) -> T:
+            tried.append(committed.key)
+            return attempt(committed)
+
+        left = [c for c in self._candidates if c.key not in self._unreadable]
+        result, _ = newest_readable(left, noted)
+        self._unreadable |= {*tried[:-1]}
         return result
 
     def _opened(self, committed: CommittedStep) -> FlattenedStep:
