@@ -163,14 +163,13 @@ def test_neither_jax_nor_more_time_is_needed_to_import() -> None:
     script = """
 import sys, time
 import torch
-began = time.perf_counter()
+began = time.process_time()
 import torchax_ckpt.torch
-secs = time.perf_counter() - began
+secs = time.process_time() - began
 assert not {"jax", "torchax", "orbax"} & sys.modules.keys()
 print(secs)
 """
-    secs = [float(run_python(script, fresh=True).stdout) for _ in range(2)]
-    assert min(secs) < 0.3
+    assert float(run_python(script, fresh=True).stdout) < 0.3
 
 
 def test_what_plain_pytorch_trained_comes_back_with_its_optimizer(tmp_path: Path) -> None:

@@ -86,6 +86,7 @@ def test_a_step_that_is_damaged_for_one_rank_is_loaded_by_none(tmp_path: Path) -
         assert "CorruptCheckpointError" in found
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_leaves_no_rank_waiting(tmp_path: Path) -> None:
     save_net(tmp_path)
     found, died = run_ranks("weights", 2, tmp_path, DIES="1")
