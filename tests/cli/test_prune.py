@@ -16,7 +16,7 @@ from support.damage import damage
 
 from torchax_ckpt import TorchaxCheckpointer, policies
 from torchax_ckpt.cli import exit_codes
-from torchax_ckpt.storage.directory.verified import MARK
+from torchax_ckpt.storage.directory.committed_step import VERIFIED
 from torchax_ckpt.stored import copy
 
 LOSSES = {1: 0.5, 2: 0.1, 3: 0.9, 4: 0.7, 5: 0.6}
@@ -112,8 +112,8 @@ def test_a_step_is_copied_and_verified(saved: Path, tmp_path: Path) -> None:
     target = tmp_path / "deep" / "er"
     run("verify", saved, 2, "--read-only")
     assert run_json("copy", saved / "2", target)["steps"] == [2]
-    assert (target / "2" / MARK).exists()
-    assert not (saved / "2" / MARK).exists()
+    assert (target / "2" / VERIFIED).exists()
+    assert not (saved / "2" / VERIFIED).exists()
     with TorchaxCheckpointer(target) as ckpt, TorchaxCheckpointer(saved) as original:
         assert ckpt.metrics(2) == {"loss": 0.1}
         assert_trees_identical(ckpt.load(2), original.load(2))

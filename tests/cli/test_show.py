@@ -32,9 +32,8 @@ from torchax_ckpt.cli.app import COMMANDS, app
 from torchax_ckpt.errors import DirectoryError
 from torchax_ckpt.runtime import host_memory
 from torchax_ckpt.storage.directory import run_directory
-from torchax_ckpt.storage.directory.committed_step import CommittedStep
+from torchax_ckpt.storage.directory.committed_step import VERIFIED, CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
-from torchax_ckpt.storage.directory.verified import MARK
 from torchax_ckpt.stored import stored_step
 
 
@@ -385,12 +384,12 @@ def test_names_cannot_command_a_terminal(directory: Path) -> None:
 
 def test_verify_marks_what_is_well(copy: Path) -> None:
     assert run_json("verify", copy, "--read-only")["steps"][0]["marked"] is False
-    assert not (copy / "2" / MARK).exists()
+    assert not (copy / "2" / VERIFIED).exists()
     num_bytes = run_json("show", copy)["num_bytes"]
     expected = {"step": 2, "ok": True, "num_bytes": num_bytes, "marked": True}
     assert run_json("verify", copy)["steps"] == [expected]
-    assert (copy / "2" / MARK).exists()
-    assert not (copy / "1" / MARK).exists()
+    assert (copy / "2" / VERIFIED).exists()
+    assert not (copy / "1" / VERIFIED).exists()
     assert [s["verified"] for s in run_json("ls", copy)["steps"]] == [False, True]
 
 
@@ -401,8 +400,8 @@ def test_verify_finds_damage_and_names_it(copy: Path) -> None:
     assert (first["step"], first["ok"], first["leaf"]) == (1, False, "state/w")
     assert str(file) in first["error"]
     assert (second["step"], second["ok"]) == (2, True)
-    assert not (copy / "1" / MARK).exists()
-    assert (copy / "2" / MARK).exists()
+    assert not (copy / "1" / VERIFIED).exists()
+    assert (copy / "2" / VERIFIED).exists()
     result = CliRunner().invoke(app, ["verify", str(copy), "1"])
     assert (result.exit_code, result.stderr.count("\n")) == (exit_codes.FOUND, 1)
     assert "state/w" in result.stderr

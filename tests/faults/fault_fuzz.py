@@ -57,8 +57,7 @@ from torchax_ckpt.state import node_checks
 from torchax_ckpt.storage.arrays import array_checks
 from torchax_ckpt.storage.directory import commit_record, step_files
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
-from torchax_ckpt.storage.directory.lease import LEASE_SECS, Lease
-from torchax_ckpt.storage.directory.lease_holder import LeaseHolder
+from torchax_ckpt.storage.directory.lease import LEASE_SECS, Lease, LeaseHolder
 from torchax_ckpt.storage.medium import seals
 from torchax_ckpt.storage.medium.assets import Assets
 

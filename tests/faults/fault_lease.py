@@ -23,9 +23,8 @@ import fuse
 from starts import fork
 
 from torchax_ckpt.errors import LeaseError
-from torchax_ckpt.storage.directory import lease, lease_holder
-from torchax_ckpt.storage.directory.lease import Lease
-from torchax_ckpt.storage.directory.lease_holder import LeaseHolder
+from torchax_ckpt.storage.directory import lease
+from torchax_ckpt.storage.directory.lease import Lease, LeaseHolder
 
 if TYPE_CHECKING:
     from torture import Torture
@@ -120,7 +119,7 @@ def torture(torture: Torture) -> str:
 
 def compete(directory: Path, told: Connection, is_trusting: bool) -> None:
     """Takes and checks the lease whenever it is told to, and says what came of it."""
-    lease_holder.this_kernel = lease.this_kernel = lambda: f"host {directory.name}"
+    lease.this_kernel = lambda: f"host {directory.name}"
     lease.LEASE_SECS, lease.RENEW_SECS, lease._POLL_SECS = 0.5, 0.05, 0.02
     held = Lease(directory)
     while (what := told.recv()) != "end":

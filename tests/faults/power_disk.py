@@ -27,7 +27,7 @@ NAMES = ("none", "all", "the first", "the first of each folder")
 BYTES = ("none", "all", "the first", "zeros")
 
 _STEP = re.compile(r"(incoming-)?\d+(-\d+)?")
-# A mark that no promise rests on, so nothing waits for it: see storage/directory/verified.py.
+# A mark that no promise rests on, so nothing waits for it: see committed_step.Verified.
 _UNSYNCED_BY_DESIGN = {"verified"}
 _numbers = itertools.count(1)
 # The name of a link that says what the disk answers to a question: see ``ask``.

@@ -22,8 +22,7 @@ from torchax_ckpt.state import per_process_state
 from torchax_ckpt.state.component import LeafRead
 from torchax_ckpt.state.leaf import Spec
 from torchax_ckpt.state.per_process_state import PerProcessState
-from torchax_ckpt.storage.directory.committed_step import CommittedStep
-from torchax_ckpt.storage.directory.verified import Verified
+from torchax_ckpt.storage.directory.committed_step import CommittedStep, Verified
 
 LEAF = "rng/torch"
 NODE = {"array": LEAF, "kind": "numpy", "dtype": "uint8", "shape": [4]}

@@ -18,8 +18,7 @@ from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
 from torchax_ckpt.cli import exit_codes
 from torchax_ckpt.cli.output import size
 from torchax_ckpt.errors import CorruptCheckpointError
-from torchax_ckpt.storage.directory.committed_step import CommittedStep
-from torchax_ckpt.storage.directory.verified import MARK
+from torchax_ckpt.storage.directory.committed_step import VERIFIED, CommittedStep
 from torchax_ckpt.stored.shared_files import Usage
 
 NUM_STEPS = 8
@@ -126,7 +125,7 @@ def test_verify_names_all_steps_that_share_a_damaged_file(directory: Path) -> No
     (result,) = run_json("verify", directory, 7, code=exit_codes.FOUND)["steps"]
     assert result["damaged_too"] == [3, 5]
     assert result["error"].endswith("Steps that share the damaged file are damaged too: 3, 5.")
-    marked = [step for step in range(1, 9) if (directory / str(step) / MARK).exists()]
+    marked = [step for step in range(1, 9) if (directory / str(step) / VERIFIED).exists()]
     assert marked == [1, 2, 4, 6, 8]
 
 
@@ -147,7 +146,7 @@ def test_the_checkpointer_names_them_and_marks_none_as_verified(directory: Path)
             ckpt.verify(8)
         expected = "are damaged too: 4, 6. Other steps in the directory: 1 (verified), 2 (verified)"
         assert expected in str(caught.value)
-        assert not any((directory / str(step) / MARK).exists() for step in (4, 6, 8))
+        assert not any((directory / str(step) / VERIFIED).exists() for step in (4, 6, 8))
 
 
 def test_a_restore_that_skips_a_step_names_all_that_share_the_file(directory: Path) -> None:

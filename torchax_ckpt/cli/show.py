@@ -30,11 +30,10 @@ from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError, StepNot
 from torchax_ckpt.policies import described
 from torchax_ckpt.runtime import progress
 from torchax_ckpt.storage.directory import lease, run_identity
-from torchax_ckpt.storage.directory.committed_step import CommittedStep
+from torchax_ckpt.storage.directory.committed_step import VERIFIED, CommittedStep
 from torchax_ckpt.storage.directory.compare_and_swap import record_at
-from torchax_ckpt.storage.directory.lease_holder import LeaseHolder
+from torchax_ckpt.storage.directory.lease import LeaseHolder
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
-from torchax_ckpt.storage.directory.verified import MARK
 from torchax_ckpt.storage.medium import location
 from torchax_ckpt.stored import shared_files
 from torchax_ckpt.stored.compare import Difference, StepComparison, compare
@@ -345,7 +344,7 @@ def _verify_one(run: RunDirectory, committed: CommittedStep, *, read_only: bool)
     if not (read_only or committed in run.verified):
         run.verified.note(committed, is_sound=True)
         run.verified.mark([committed])
-    is_marked = (committed.path / MARK).exists()
+    is_marked = (committed.path / VERIFIED).exists()
     if not (is_marked or read_only):
         output.note(f"step {committed.step} is intact, but cannot be marked as verified")
     return {

@@ -36,8 +36,7 @@ from torchax_ckpt.snapshot.sharding import shards_as, spans_hosts
 from torchax_ckpt.state import per_process_state
 from torchax_ckpt.state.component import LeafRead
 from torchax_ckpt.state.per_process_state import HostStates, PerProcessState
-from torchax_ckpt.storage.directory.committed_step import CommittedStep
-from torchax_ckpt.storage.directory.verified import Verified
+from torchax_ckpt.storage.directory.committed_step import CommittedStep, Verified
 from torchax_ckpt.stored.stored_step import Compared, StoredStep
 
 logger = logging.getLogger(__name__)

@@ -18,9 +18,8 @@ from torchax_ckpt.errors import (
     StepNotFoundError,
 )
 from torchax_ckpt.storage.directory import commit_record
-from torchax_ckpt.storage.directory.committed_step import CommittedStep
+from torchax_ckpt.storage.directory.committed_step import VERIFIED, CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
-from torchax_ckpt.storage.directory.verified import MARK
 from torchax_ckpt.storage.medium import fsync, location, permissions
 from torchax_ckpt.storage.writing import unchanged_files
 from torchax_ckpt.stored import shared_files
@@ -152,7 +151,7 @@ def _files(step: epath.Path, below: str = "") -> Iterator[str]:
         name = f"{below}/{child.name}" if below else child.name
         if child.is_dir():
             yield from _files(step, name)
-        elif name not in (MARK, commit_record.MARK):
+        elif name not in (VERIFIED, commit_record.MARK):
             yield name
 
 

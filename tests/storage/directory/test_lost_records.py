@@ -22,8 +22,8 @@ from torchax_ckpt.cli import exit_codes
 from torchax_ckpt.cli.app import app
 from torchax_ckpt.errors import CorruptCheckpointError
 from torchax_ckpt.storage.directory import commit_record
+from torchax_ckpt.storage.directory.committed_step import VERIFIED
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
-from torchax_ckpt.storage.directory.verified import MARK
 
 RECORD = "_CHECKPOINT_METADATA"
 ALL = policies.PreserveAll()
@@ -131,7 +131,7 @@ def test_a_damaged_step_is_kept_as_the_rules_say_and_can_be_deleted(directory: P
 
 def test_a_verified_step_that_has_lost_its_record_counts_no_more(directory: Path) -> None:
     fill(directory, 1, 2, read_back=True)
-    assert (directory / "2" / MARK).exists()
+    assert (directory / "2" / VERIFIED).exists()
     flip(directory / "2")
     steps = {s["step"]: s for s in run_json("ls", directory)["steps"]}
     assert (steps[1]["verified"], steps[2]["verified"]) == (True, False)

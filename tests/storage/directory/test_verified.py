@@ -18,9 +18,8 @@ from support.training import mlp
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
 from torchax_ckpt.errors import CorruptCheckpointError, DirectoryError, SaveError, StepNotFoundError
 from torchax_ckpt.storage.arrays import array_checks, read_arrays
-from torchax_ckpt.storage.directory.committed_step import STATE
+from torchax_ckpt.storage.directory.committed_step import STATE, VERIFIED
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
-from torchax_ckpt.storage.directory.verified import MARK
 from torchax_ckpt.storage.medium import permissions
 from torchax_ckpt.storage.writing import array_writer
 from torchax_ckpt.stored import stored_step
@@ -82,8 +81,8 @@ def test_a_step_that_was_restored_is_verified(directory: Path) -> None:
         ckpt.save(3, force=True)
         ckpt.wait_until_finished()
         assert ckpt.all_steps() == [1, 3]
-    assert (directory / "1" / MARK).exists()
-    assert not (directory / "3" / MARK).exists()
+    assert (directory / "1" / VERIFIED).exists()
+    assert not (directory / "3" / VERIFIED).exists()
 
 
 @pytest.mark.parametrize(
@@ -121,7 +120,7 @@ def test_a_verified_step_that_is_found_damaged_counts_no_more(directory: Path) -
             CorruptCheckpointError, match=r"Other steps in the directory: 1 \(verified\)\."
         ):
             ckpt.verify(2)
-        assert not (directory / "2" / MARK).exists()
+        assert not (directory / "2" / VERIFIED).exists()
         save(ckpt, 3, 4, of=state)
         assert ckpt.all_steps() == [1, 4]
 

@@ -19,13 +19,13 @@ from typing import Any
 
 from etils import epath
 
-from torchax_ckpt.storage.directory import verified
 from torchax_ckpt.storage.directory.committed_step import (
     ASSETS,
     LOST,
     MANIFEST,
     STATE,
     SUMMARY,
+    VERIFIED,
     CommittedStep,
 )
 from torchax_ckpt.storage.medium import bucket, containment, location, seals
@@ -39,7 +39,7 @@ RECORD = "_CHECKPOINT_METADATA"
 SHARDINGS = f"{STATE}/_sharding"
 _SEALED = (RECORD, SHARDINGS)
 # The names of entries in a step, whether this package or Orbax alone wrote the step.
-_PARTS = {STATE, MANIFEST, SUMMARY, ASSETS, verified.MARK, RECORD, "_METADATA", "pytree"}
+_PARTS = {STATE, MANIFEST, SUMMARY, ASSETS, VERIFIED, RECORD, "_METADATA", "pytree"}
 _STEP = re.compile(r"(incoming-)?(0|[1-9][0-9]{0,17})(?(1)(?:-\d+)?)")
 # The name of an empty object that marks a folder of a bucket in which a save began and from which
 # the save's files were removed.

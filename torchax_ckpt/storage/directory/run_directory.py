@@ -44,11 +44,10 @@ from torchax_ckpt import policies
 from torchax_ckpt.errors import DirectoryError, StepNotFoundError
 from torchax_ckpt.storage.directory import commit_record, lease, run_identity
 from torchax_ckpt.storage.directory.abandonment import Abandonment, Branches, Key
-from torchax_ckpt.storage.directory.committed_step import CommittedStep
+from torchax_ckpt.storage.directory.committed_step import CommittedStep, Verified
 from torchax_ckpt.storage.directory.compare_and_swap import DRAFT_SUFFIX
 from torchax_ckpt.storage.directory.run_identity import RunName
 from torchax_ckpt.storage.directory.step_files import Summaries
-from torchax_ckpt.storage.directory.verified import Verified
 from torchax_ckpt.storage.medium import bucket, fsync, location, permissions, storage_errors
 
 logger = logging.getLogger(__name__)
