@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +44,14 @@ def bounded(directory: Path, max_bytes: int | None, **options: Any) -> TorchaxCh
 def written(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The arrays that are written together."""
     given: list[list[str]] = []
-    add = array_writer._Batch.add
+    begin = array_writer._writing
 
-    def recorded(self: Any, folder: str, spec: dict[str, Any], parts: Any) -> None:
-        if not self._opened:
-            given.append([])
-        given[-1].append(spec["kvstore"]["path"].removeprefix("state.").removesuffix("/"))
-        add(self, folder, spec, parts)
+    def recorded(batch: Any, context: Any) -> Any:
+        paths = [spec["kvstore"]["path"] for _, spec, _ in batch]
+        given.append([path.removeprefix("state.").removesuffix("/") for path in paths])
+        return begin(batch, context)
 
-    monkeypatch.setattr(array_writer._Batch, "add", recorded)
+    monkeypatch.setattr(array_writer, "_writing", recorded)
     return given
 
 
@@ -102,19 +103,19 @@ def test_a_save_takes_as_much_host_memory_as_it_may(tmp_path: Path) -> None:
 
 def test_donating_between_batches_fails(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = state_of()
-    begin, num_begun = array_writer._Batch.write, 0
+    begin, num_begun = array_writer._writing, 0
 
-    def donating(self: Any) -> None:
+    def donating(batch: Any, context: Any) -> Any:
         nonlocal num_begun
         num_begun += 1
         if num_begun == 2:
             jax.tree.map(lambda array: array.delete(), state)
-        begin(self)
+        return begin(batch, context)
 
     ckpt = bounded(directory, 1, snapshot="reference")
     ckpt.save(1, state=state_of())
     ckpt.wait_until_finished()
-    monkeypatch.setattr(array_writer._Batch, "write", donating)
+    monkeypatch.setattr(array_writer, "_writing", donating)
     ckpt.save(2, state=state, force=True)
     with pytest.raises(SaveError, match=r"state/w\d: its buffer was donated") as caught:
         ckpt.wait_until_finished()
@@ -134,17 +135,19 @@ def test_what_cannot_be_written_fails_the_save_and_nothing_is_written_after(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     state = {**state_of(), "host": np.arange(3)}
-    begin = array_writer._Batch.write
+    begin = array_writer._writing
 
-    def burning(self: Any) -> None:
-        begin(self)
-        if name in written[-1]:
-            raise OSError("the disk is on fire")
+    @contextlib.contextmanager
+    def burning(batch: Any, context: Any) -> Iterator[None]:
+        with begin(batch, context):
+            if name in written[-1]:
+                raise OSError("the disk is on fire")
+            yield
 
     options = CheckpointOptions(max_host_bytes=max_bytes, layout="flat", save_timeout_secs=60)
     with TorchaxCheckpointer(directory, options=options) as ckpt:
         with monkeypatch.context() as patch:
-            patch.setattr(array_writer._Batch, "write", burning)
+            patch.setattr(array_writer, "_writing", burning)
             ckpt.save(1, state=state)
             with pytest.raises(SaveError, match="the disk is on fire"):
                 ckpt.wait_until_finished()

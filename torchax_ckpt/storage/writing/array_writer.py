@@ -12,10 +12,11 @@ Source: Orbax 0.12.8, ``serialization/tensorstore_utils.py`` and ``ocdbt_utils.p
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -114,12 +115,12 @@ def write_arrays(
         parts = {name: copy() for name, copy in copies.items()}
         del copies  # with the temporary arrays
         on_host(batch is batches[-1])
-        with _Batch(context) as writing:
-            for name in batch:
-                folder = folders.get(name, folder_of_process(process))
-                spec = _array_spec(state / folder, name, arrays[name], codec)
-                writing.add(folder, spec, parts[name])
-            writing.write()
+        places = {name: folders.get(name, folder_of_process(process)) for name in batch}
+        described = [
+            (folder, _array_spec(state / folder, name, arrays[name], codec), parts[name])
+            for name, folder in places.items()
+        ]
+        with _writing(described, context):
             # Meanwhile TensorStore writes: neither holds the interpreter lock for long.
             for name in batch:
                 taken[name] = _digests(
@@ -127,34 +128,31 @@ def write_arrays(
                 )
         # Releases this batch before the next one is fetched. JAX frees memory that numpy has
         # viewed only when Python collects garbage.
-        del parts, writing
+        del parts, described
         gc.collect(0)
     return taken
 
 
-class _Batch:
-    """Arrays that are written together: one transaction for each database."""
+@contextlib.contextmanager
+def _writing(
+    batch: Iterable[tuple[str, dict[str, Any], Parts]], context: ts.Context
+) -> Iterator[None]:
+    """Begins to write arrays, one transaction for each folder; in the end, all is durable.
 
-    def __init__(self, context: ts.Context) -> None:
-        self._context = context
-        self._transactions: dict[str, ts.Transaction] = {}
-        self._opened: list[tuple[Any, Parts]] = []
-        self._commits: list[Any] = []
-
-    def add(self, folder: str, spec: dict[str, Any], parts: Parts) -> None:
-        """Adds an array to the batch; a process that stores no part of it writes nothing."""
-        if not parts:
-            return
-        if folder not in self._transactions:
-            self._transactions[folder] = ts.Transaction(atomic=True)
-        transaction = self._transactions[folder]
-        opening = ts.open(spec, create=True, context=self._context, transaction=transaction)
-        self._opened.append((opening, parts))
-
-    def write(self) -> None:
-        """Begins to write; leaving the context waits until everything is durable."""
-        copies = []
-        for opening, parts in self._opened:
+    ``batch`` has the folder of the database, the spec of the array, and its parts.
+    """
+    transactions: dict[str, ts.Transaction] = {}
+    opened, copies, commits = [], [], []
+    try:
+        for folder, spec, parts in batch:
+            if not parts:  # this process stores none of the array
+                continue
+            if folder not in transactions:
+                transactions[folder] = ts.Transaction(atomic=True)
+            transaction = transactions[folder]
+            opening = ts.open(spec, create=True, context=context, transaction=transaction)
+            opened.append((opening, parts))
+        for opening, parts in opened:
             store = opening.result()
             for start, part in parts.items():
                 region = store[chunking.region(start, part.shape)]
@@ -162,21 +160,18 @@ class _Batch:
                 copies.append(written.copy)
         for copy in copies:
             copy.result()  # a commit before would leave out chunks
-        self._commits = [each.commit_async() for each in self._transactions.values()]
-
-    def __enter__(self) -> _Batch:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is not None:
-            for transaction in self._transactions.values():
-                transaction.abort()
+        commits = [each.commit_async() for each in transactions.values()]
+        yield
+    except BaseException:
+        for each in transactions.values():
+            each.abort()
+        raise
+    finally:
         # Whatever happened: nothing is written any more after this.
-        failures = [commit.exception() for commit in self._commits]
-        if error is None:
-            for failure in failures:
-                if failure is not None:
-                    raise failure
+        failures = [commit.exception() for commit in commits]
+    for failure in failures:
+        if failure is not None:
+            raise failure
 
 
 def merge(state: epath.Path, folders: Iterable[str], names: Iterable[str]) -> None:
