@@ -55,10 +55,7 @@ def of_reads(reads: Mapping[str, LeafRead], document: Mapping[str, Node]) -> dic
 
 
 def needed_starts(reads: Mapping[str, LeafRead]) -> dict[str, list[list[int]]]:
-    """Returns the field ``starts`` that this host needs, for each leaf that is to span hosts.
-
-    Raises ValueError if a sharding has no mesh, or this host's devices are no block of it.
-    """
+    """Returns leaf -> ``starts`` that this host needs, of leaves that are to span hosts."""
     return {
         name: [list(start) for start in host_part(read.placement, read.spec.shape).starts]
         for name, read in reads.items()

@@ -5,9 +5,9 @@ shardings need of it (after a restart, a host may have another position in the m
 part over the device network from the host at that position in another slice. Shared storage is not
 read. A leaf whose sharding has changed is restored with that of the save, then resharded.
 
-Each host's copy holds the per-process state of its own process and of a few others. What a host
-lacks of it, and leaves that do not span hosts, it receives as messages; process 0 decides who sends
-what, so that no process gets a message about every other process.
+Each host's copy has the per-process state of its own process and of a few others. What a host lacks
+of it, and of leaves that do not span hosts, it receives as messages that process 0 arranges, so
+that no process gets a message about every other process.
 """
 
 from __future__ import annotations

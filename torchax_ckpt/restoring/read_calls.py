@@ -190,10 +190,7 @@ def _listed(patterns: str | Iterable[str] | None) -> str | Iterable[str] | None:
 
 
 def load_state(source: StoredStep | HostSteps, abstract_state: Any, processes: Processes) -> Any:
-    """Returns a step's functional state or, without one, the states of its components.
-
-    The keys of ``abstract_state`` select components.
-    """
+    """Returns a step's functional state, or the states of the components in ``abstract_state``."""
     committed = source.committed
     findings = Findings()
     prefix: tuple[str, ...] = ()

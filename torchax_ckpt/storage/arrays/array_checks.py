@@ -38,11 +38,7 @@ _MAX_UNPACKED = 1 << 15
 def require_stored(
     step_path: epath.Path, step: int, wanted: Mapping[str, tuple[tuple[int, ...], str]]
 ) -> int:
-    """Raises CorruptCheckpointError if an array's metadata is absent or contradicts the manifest.
-
-    ``wanted`` is stored name -> (shape, dtype). Returns the fewest bytes that these arrays can
-    occupy on storage. Reads no array data.
-    """
+    """Raises CorruptCheckpointError if metadata is wrong; returns the fewest bytes on storage."""
     if not wanted:
         return 0
     folder = step_path / STATE

@@ -41,10 +41,7 @@ def take(
 def take_long(
     shape: Sequence[int], block: tuple[int, ...], parts: Mapping[Offset, np.ndarray]
 ) -> bytes:
-    """Returns the long digests of blocks: xxh3, 128 bits, big-endian, seed 0; 0 outside of parts.
-
-    ``parts`` is start -> part, each of whole blocks.
-    """
+    """Returns long digests of blocks: xxh3, 128 bits, big-endian, seed 0; 0 outside of parts."""
     values = np.zeros((*grid_shape(shape, block), 16), np.uint8)
     for start, host in parts.items():
         octets = b"".join(map(xxhash.xxh3_128_digest, _octets(host, block)))
@@ -65,15 +62,10 @@ def stored_blocks(array: AnyArray, block: tuple[int, ...]) -> np.ndarray:
 def gathered(
     digests: Mapping[str, Digests],
     arrays: Mapping[str, AnyArray],
-    places: Mapping[str, Any],
+    places: Mapping[str, Any],  # where the leaves of each array are stored, in JSON
     processes: Processes,
 ) -> Mapping[str, Digests]:
-    """Returns, on process 0, which writes the manifest, the digests of all processes.
-
-    ``places`` says where the leaves of each array are stored, in JSON.
-
-    Raises ProcessError if the processes do not save the same arrays at the same places.
-    """
+    """Returns all processes' digests, on process 0; ProcessError if they do not save the same."""
     if processes.count == 1:
         return digests
     shared = {n: digests[n] for n, array in arrays.items() if not isinstance(array, np.ndarray)}

@@ -65,14 +65,11 @@ def block_shape(array: AnyArray, *, is_stack: bool) -> tuple[int, ...]:
 
 
 class StoredPart(NamedTuple):
-    """A part of an array that this process stores; it begins at ``start`` in the array.
+    """A part of an array that this process stores."""
 
-    ``within`` is where the part lies in the shard of ``device``; None for the whole shard.
-    """
-
-    start: Offset
+    start: Offset  # in the array
     device: jax.Device
-    within: tuple[slice, ...] | None
+    within: tuple[slice, ...] | None  # in the shard of ``device``; None for the whole shard
 
 
 def stored_parts(array: jax.Array | HostArray) -> Iterator[StoredPart]:

@@ -1,28 +1,24 @@
 """Decides which steps of a run are abandoned; no other module makes this decision.
 
 A run that goes back to an earlier step abandons the newer steps; a run that starts anew abandons
-all steps. The steps that are not abandoned count: they are the run's branch. The abandoned steps
-keep their names until a new step is durable. Then the run sets the abandoned steps aside: it
-renames them, or deletes them from a local tier, so that no run resumes from them. It also deletes a
-step whose save failed after its commit. If a run goes back to a step and ends before a new step is
-committed, the newer steps still count when the run is started again.
+all. The others count: they are the run's branch. Abandoned steps keep their names until a new step
+is durable. Then the run sets them aside: it renames them, or deletes them from a local tier, so
+that no run resumes from them. It also deletes a step whose save failed after its commit. If the
+run ends before a new step is committed, the newer steps still count when it is started again.
 
 A step is first marked as abandoned in memory, in the ``Branches`` that ``run_history.py`` keeps for
-each tier (the run's durable directory, and its local directory if it has one). The abandoned steps
-are:
+each tier (the run's durable directory, and its local directory if it has one): in both tiers, the
+steps newer than the step that the run continues from, or than the step that a save begins to write;
+and a step whose save failed after its commit.
 
-    - in both tiers, steps newer than the step that the run continues from;
-    - in both tiers, steps newer than the step that a save begins to write;
-    - a step whose save failed after its commit.
-
-A step in a local tier that some host lacks is not abandoned but incomplete. The run removes it as
-it does abandoned steps, once a new step is on all hosts. Until then the hosts together may hold all
-parts of it, and a later start may need it. No summary lists it therefore.
+A step in a local tier that some host lacks is not abandoned but incomplete. The run removes it once
+a new step is on all hosts. Until then the hosts together may hold all parts of it, and a later
+start may need it, so no summary lists it.
 
 The next step that is saved records the abandoned steps durably: its summary lists, under
-``abandons``, the keys (number and commit time) of the abandoned steps, in both tiers, that were not
-set aside yet. Abandoned steps therefore stay abandoned if the process is killed before it sets them
-aside. A process that lists a directory later treats as abandoned:
+``abandons``, the keys (number and commit time, since a later branch may use the number again) of
+those in both tiers that were not set aside yet. A process that lists a directory later treats as
+abandoned:
 
     - the steps listed in the summaries of the 32 latest commits in the directory;
     - the steps listed in the summaries of the run's other tier;
@@ -30,16 +26,11 @@ aside. A process that lists a directory later treats as abandoned:
     - if the summary of an incoming step is damaged, all steps that were committed earlier than the
       incoming step and whose number is at least the incoming step's number.
 
-An incoming step is a committed step N in a folder named ``incoming-N``, because an older folder,
-usually of an abandoned step, had the name ``N`` when step N was saved (see ``run_directory.py``).
-
-Of several steps of one number that are not abandoned, only one counts, and the others are treated
-as abandoned: it is the incoming step that was committed last; if there is none, the step that was.
-A local tier of another run contributes no steps (``run_identity.py``).
-
-The key of a step holds the commit time as well as the number, because a later branch may use the
-number again. Listing a directory changes nothing in it. ``run_directory.py`` sets abandoned steps
-aside.
+An incoming step is a committed step N in a folder named ``incoming-N``, because an older folder had
+the name ``N`` when step N was saved (``run_directory.py``). Of several steps of one number that are
+not abandoned, only one counts: the incoming step that was committed last; if there is none, the
+step that was. A local tier of another run contributes no steps (``run_identity.py``). Listing
+changes nothing.
 """
 
 from __future__ import annotations
@@ -150,11 +141,7 @@ def from_summary(summary: Mapping[str, Any]) -> set[Key]:
 
 
 class Abandonment:
-    """Finds the abandoned steps of one directory.
-
-    ``found`` returns the directory's committed steps, abandoned ones included. ``durable`` is, for
-    a local tier, the abandonment of the durable directory.
-    """
+    """Finds the abandoned steps of one directory; ``durable`` is given for a local tier."""
 
     def __init__(
         self,
@@ -164,7 +151,7 @@ class Abandonment:
         durable: Abandonment | None = None,
     ) -> None:
         self._path = path
-        self._found = found
+        self._found = found  # returns the directory's steps, abandoned ones included
         self._summaries = summaries
         self._is_local = durable is not None
         self._other_tier = durable
@@ -194,10 +181,7 @@ class Abandonment:
 
     @staticmethod
     def compared(sent: Iterable[bytes]) -> bytes:
-        """Joins the reports of all hosts, as JSON.
-
-        It has the keys of abandoned steps, of steps that all hosts have, and of those that one has.
-        """
+        """Joins hosts' reports: keys of abandoned steps, of those on all hosts, and on any."""
         present, abandoned = zip(*map(json.loads, sent), strict=True)
         keys = [{tuple(key) for key in of_host} for of_host in present]
         left = {tuple(key) for of_host in abandoned for key in of_host}
@@ -205,11 +189,7 @@ class Abandonment:
         return json.dumps([sorted(each) for each in found]).encode()
 
     def learn(self, compared: bytes) -> tuple[set[Key], set[Key]]:
-        """Records the abandoned steps of a joined report of all hosts.
-
-        Returns the keys of the steps that all hosts have, and of those that at least one host has;
-        in both without abandoned steps.
-        """
+        """Records the abandoned steps of all hosts; returns the others on all hosts, and on any."""
         abandoned, on_all, on_any = (
             {(step, at) for step, at in keys} for keys in json.loads(compared)
         )

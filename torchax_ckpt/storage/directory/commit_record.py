@@ -52,10 +52,7 @@ _MAX_TIME = 2**63 - 1
 
 
 def is_marked(path: epath.Path) -> bool:
-    """Returns whether a step is complete: in a bucket, whether it has a commit mark.
-
-    On a local path, a folder gets the name of a step only when the step is complete.
-    """
+    """Returns whether a step is complete: it has a mark, or a name that only complete steps get."""
     return not location.is_bucket(path) or (path / MARK).exists()
 
 
@@ -65,11 +62,7 @@ def is_there(committed: CommittedStep) -> bool:
 
 
 def is_begun(path: epath.Path) -> bool:
-    """Returns whether a folder in a bucket is an unfinished or a partly removed step.
-
-    A folder with neither a commit mark nor files of a step is the user's, even if its name is a
-    number.
-    """
+    """Returns whether a bucket's folder is an unfinished or partly removed step, not a user's."""
     if not location.is_bucket(path) or is_marked(path) or not path.is_dir():
         return False
     return any(child.name in _PARTS for child in path.iterdir())
@@ -96,10 +89,7 @@ class CommitTimes:
             ]
 
     def read(self, path: epath.Path) -> int | None:
-        """Returns a step's commit time, in nanoseconds since 1970; None if it was not committed.
-
-        0 if the record is damaged or lost, so that callers still list the step.
-        """
+        """Returns a step's commit time; LOST for a damaged record; None if not committed."""
         for _ in range(2):  # between the calls the step may have been moved or deleted
             try:
                 return read_time(path)
@@ -121,11 +111,7 @@ class CommitTimes:
 
 
 def read_time(path: epath.Path) -> int:
-    """Returns the commit time in a step's record, in nanoseconds since 1970.
-
-    Raises OSError if the record or the mark cannot be read, and ValueError if it is damaged; both
-    name the file.
-    """
+    """Returns the commit time in a step's record; OSError or ValueError if it cannot be read."""
     for name in (RECORD, MARK):
         if not containment.is_plain(path, name):
             raise ValueError(

@@ -78,10 +78,7 @@ def named(described: Iterable[Sequence[Any]], directory: epath.Path) -> list[Com
 
 
 class Verified:
-    """Knows of which steps of a directory a full read found all intact, and no later read damage.
-
-    It knows from reads in this process, and from mark files.
-    """
+    """Knows of which steps a full read found all intact, and no later read damage."""
 
     def __init__(self) -> None:
         self._noted: dict[tuple[int, int], bool] = {}  # step's key -> whether it was intact
@@ -107,10 +104,7 @@ class Verified:
             raise
 
     def mark(self, steps: Iterable[CommittedStep]) -> None:
-        """Creates or deletes mark files for later programs, as steps are intact or damaged.
-
-        Failures are only logged.
-        """
+        """Creates or deletes steps' mark files, for later programs; failures are only logged."""
         for committed in steps:
             key = committed.key
             if key not in self._noted or key in self._written:

@@ -1,18 +1,15 @@
 """Replaces a small record, which several programs compete to write, by compare-and-swap.
 
 A program that replaces the record names the content that it last read. If the record has changed
-since then, nothing is written and the program gets ``Conflict``. If two programs try to replace the
-same content, one succeeds and the other gets ``Conflict``. No program can write between the
-comparison and the replacement, except on the network file systems named below:
+since then, nothing is written and the program gets ``Conflict``.
 
-- On a local path, a program writes and syncs a new file. Then it locks the directory for the moment
-  of the exchange, compares, and renames the new file over the record. A program creates the first
-  record as a hard link, which fails if a record exists. Without the sync, a loss of power could
-  leave the record's name with no content, or with a part of it. On NFS and FUSE, locks on
-  directories exclude programs of the same host only. There a gap of about a round trip to the
-  server remains between the comparison and the rename, also for the first record if there are no
-  hard links. If two hosts replace the record within this gap, both succeed, and the record keeps
-  the content of the later rename.
+- On a local path, a program writes and syncs a new file, so that no loss of power leaves a part of
+  it under the record's name. Then it locks the directory for the moment of the exchange, compares,
+  and renames the new file over the record. The first record is a hard link, which fails if a record
+  exists. On NFS and FUSE, locks on directories exclude programs of the same host only. There, also
+  for the first record if there are no hard links, a gap of about a round trip to the server remains
+  between comparison and rename: if two hosts replace the record within it, both succeed, and the
+  later rename stays.
 - On a bucket, the server compares: a request names the generation that the record must still have.
 """
 

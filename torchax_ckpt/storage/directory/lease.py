@@ -1,27 +1,24 @@
 """Implements the lease of a directory; only the program that holds the lease may write there.
 
-Only one program at a time can hold the lease. The lease is a small file in the directory. The file
-records the holder's host and process, the start of the lease, and the holder's last sign of life. A
-thread of the holder renews the sign of life every 20 s. If a program wants to write and finds a
-lease, the holder of that lease decides what happens:
+The lease is a small file in the directory. It names the holder's host and process, the start of the
+lease, and the last sign of life, which a thread of the holder renews every 20 s. If a program wants
+to write and finds a lease, the holder of that lease decides what happens:
 
-- If the holder was a process on the same host that has ended (according to the kernel), the program
-  takes the lease over immediately. So it does if the file is empty or ends in the middle, as a loss
-  of power may leave it: a program writes and syncs the whole file before it gives it its name.
-- If the holder is a running process on the same host, the program is refused immediately. Its
-  lease in a copy of its directory refuses nobody: the inodes differ, which both programs know.
-- If the holder is a process on another host, which cannot be examined, the program waits until the
-  last sign of life is 60 s old, and then takes the lease over. If the holder gives another sign of
-  life during this wait, the program is refused.
+- If it was a process on the same host that has ended (according to the kernel), the program takes
+  the lease over immediately. So it does if the file is empty or ends in the middle, as a loss of
+  power may leave it: a program writes and syncs the whole file before it gives it its name.
+- If it is a running process on the same host, the program is refused immediately. Its lease in a
+  copy of its directory refuses nobody: the inodes differ, which both programs know.
+- If it is a process on another host, which cannot be examined, the program waits until the last
+  sign of life is 60 s old, and then takes the lease over; another sign of life refuses it.
 
 "The same host" means one kernel and one set of process numbers: a container is a host of its own.
 The clocks of hosts that share a directory should agree to within half a minute, or another program
 may take the lease over although the holder still renews it.
 
-A holder that stalled for longer than 60 s may have lost the lease without noticing it. Every holder
-therefore reads the lease again right before any of its changes becomes visible, and stops if
-another program has taken the lease over. A gap remains between this read and the rename or upload
-that makes the change visible.
+A holder that stalled for longer than 60 s may have lost the lease without noticing it. It therefore
+reads the lease again right before any of its changes becomes visible, and stops if another program
+has it. A gap remains between this read and the rename or upload that makes the change visible.
 """
 
 from __future__ import annotations
@@ -81,11 +78,7 @@ class Lease:
         return self._hold.holder.token if self._hold is not None else ""
 
     def hold(self) -> None:
-        """Takes the lease at the first call; later calls check that this program still holds it.
-
-        If the directory was removed or moved since the last call, takes a new lease. Raises
-        LeaseError if another program writes to the directory, or has taken the lease over.
-        """
+        """Takes the lease, or checks that it is held; LeaseError if another program has it."""
         hold = self._hold
         if hold is not None and not hold.is_orphaned():
             hold.confirm()
@@ -368,11 +361,7 @@ class LeaseHolder:
         return json.dumps(dataclasses.asdict(self), indent=1).encode()
 
     def is_alive(self) -> bool | None:
-        """Returns True if the holder's process runs, False if it has ended, None if unknown.
-
-        Unknown are processes on another host or in another container, and killed ones of which some
-        threads have not ended.
-        """
+        """Returns whether the holder's process runs; None if that cannot be known here."""
         if self.kernel is None or self.kernel != this_kernel():
             return None
         process = process_of(self.pid)

@@ -306,10 +306,7 @@ class RunDirectory:
         self._summaries.know(durable, summary)
 
     def set_aside(self, abandoned: Iterable[CommittedStep]) -> list[int]:
-        """Renames abandoned steps N to ``abandoned-N``; returns their numbers.
-
-        Deletes the steps of failed saves instead, and all steps in a local tier.
-        """
+        """Renames abandoned steps N to ``abandoned-N``, or deletes them; returns their numbers."""
         aside = []
         for committed in abandoned:
             if committed.key in self.failed:
@@ -366,10 +363,7 @@ class RunDirectory:
         doomed.rmtree()
 
     def prune(self, keep: Sequence[bool], steps: Sequence[CommittedStep]) -> list[int]:
-        """Deletes the steps that are not kept, oldest first, but no durable tier's newest verified.
-
-        Returns the numbers of the deleted steps.
-        """
+        """Deletes steps that are not kept, but no durable tier's newest verified one."""
         if self._durable is None:  # a local tier has no room for another step
             keep = self.verified.sparing_newest(keep, steps)
         doomed = [s for s, kept in zip(steps, keep, strict=True) if not kept]

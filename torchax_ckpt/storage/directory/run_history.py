@@ -62,10 +62,7 @@ class RunHistory:
         return committed_step.named(found, self.path)
 
     def unknown(self, step: int | None = None) -> list[CommittedStep]:
-        """Returns steps that other programs saved since the directory was listed, on process 0.
-
-        From number ``step`` on; by default, those newer than the steps that this run continues.
-        """
+        """Returns steps of other programs, from ``step`` on or newer than the run's own."""
         if not self._is_open:
             return []
         known = {s.key for s in self.branches.in_place}
@@ -80,10 +77,7 @@ class RunHistory:
         return sorted((s for s in found if s.key not in known), key=lambda s: s.key)
 
     def go_on_from(self, step: int | None) -> None:
-        """Lists the directory again, and marks all steps newer than ``step`` as abandoned.
-
-        None: the run continues from the start, so that every step is abandoned.
-        """
+        """Lists the directory again; marks steps newer than ``step`` (None: all) as abandoned."""
         self._is_open = False
         self._leaving = []
         self._directory.failed.clear()  # the run may continue from one of them
@@ -115,10 +109,7 @@ class RunHistory:
         self._committed = committed
 
     def end(self, durable: CommittedStep | None, summary: Mapping[str, Any] | None = None) -> None:
-        """Ends the save, with the durable step and its summary; without, if it failed.
-
-        A step that a failed save has committed is abandoned.
-        """
+        """Ends the save, with the durable step; without, a step that it committed is abandoned."""
         save, self._in_flight = self._in_flight, None
         committed, self._committed = self._committed, None
         if durable is None:

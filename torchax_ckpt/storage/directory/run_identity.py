@@ -1,27 +1,22 @@
 """Stores a run's name in its directories, so that no run uses the local tier of another run.
 
-A ramdisk outlives the processes of a run and may outlive the run: the run's directory may have been
-removed, or the next run may get the same path. No run may resume from steps that another run left
-in a local tier. A run with a local tier therefore has a name, which is in the file ``run`` of its
-durable directory and of its local directories. In the file of a local directory, the word ``local``
-precedes the name. A run deletes steps of other runs only from directories whose file ``run`` has
-this word, never from a directory that a user gave as a local tier by mistake.
+A ramdisk outlives processes and may outlive the run, whose directory may have been removed, or
+whose path the next run may get. A run with a local tier therefore has a name, in the file ``run``
+of its durable directory and of its local directories. In a local directory, the word ``local``
+precedes the name. A run deletes steps of other runs only from directories with this word, never
+from a directory that a user gave as a local tier by mistake.
 
-A host may also be absent while the run continues without it, and return with steps that the run has
-abandoned. Every program that saves therefore gives the run a new name, which an absent host does
-not learn. The local directories get the new name before the durable directory does, and keep the
-present name beside the new name. If the program is killed at any moment, each local directory
-therefore still has the name that is in the durable directory. A program that saves without a local
-tier removes the run's name from the durable directory, so that no run uses the old local tiers.
+A host may also be absent while the run goes on, and return with steps that the run has abandoned.
+Every program that saves therefore gives the run a new name, which an absent host does not learn.
+The local directories get it first, beside the present name, so that they have the name of the
+durable directory whenever the program is killed. A program that saves without a local tier removes
+the name from the durable directory, so that no run uses the old local tiers.
 
 A program replaces the name by compare-and-swap, because a bucket's server may carry out a request
-late. The new name is on the medium before the next change: a loss of power leaves the names in
-their order.
-
-The file ``run`` may be empty or torn nevertheless, on a medium that loses what was synced. The
-summary of each step therefore repeats what the file said when the step was saved. If a local tier
-has no valid file, its steps count of which this shows that they belong to the run. If the file of
-the durable directory is torn, the newest durable step tells the name of the run.
+late, and syncs it before the next change. The file may be empty or torn nevertheless, on a medium
+that loses what was synced. The summary of each step therefore repeats what the file said at the
+save. A local tier without a valid file counts the steps that this shows to be of the run; for a
+torn file in the durable directory, the newest durable step tells the name.
 """
 
 from __future__ import annotations
@@ -56,19 +51,12 @@ def new() -> str:
 
 
 def names(directory: epath.Path, *, is_local: bool = False) -> list[str]:
-    """Returns the run's names in a directory's file ``run``; [] if no valid name is there.
-
-    A local tier may have two names: the run's present name and its next name.
-    """
+    """Returns the valid names in a file ``run``: a local tier's are the present and the next."""
     return _names_in(_text(directory), is_local)
 
 
 class RunName:
-    """The name of the run in a durable directory or a local tier.
-
-    ``visible`` returns all committed steps of the directory. ``durable`` is, for a local tier, the
-    name in the durable directory of the run.
-    """
+    """The name of the run in a durable directory or, if ``durable`` is given, in a local tier."""
 
     def __init__(
         self,
@@ -79,7 +67,7 @@ class RunName:
     ) -> None:
         self._directory = directory
         self._summaries = summaries
-        self._visible = visible
+        self._visible = visible  # returns all committed steps of the directory
         self._durable = durable
         self._content = ""  # what this program wrote into the file
         self._has_warned = False
@@ -103,10 +91,7 @@ class RunName:
         return steps if self._durable is None else self._of_run(steps, self._durable.names())
 
     def others(self, run: Sequence[str], steps: list[CommittedStep]) -> list[CommittedStep]:
-        """Returns the steps of a local tier that do not belong to a run, and may be deleted.
-
-        Raises DirectoryError if some of these steps were never saved to a local tier.
-        """
+        """Returns a local tier's steps of other runs; refuses steps that were never local."""
         ours = {s.key for s in self._of_run(steps, run)}
         others = [s for s in steps if s.key not in ours]
         if names(self._directory, is_local=True):
@@ -125,11 +110,7 @@ class RunName:
         return others
 
     def write(self, run: Sequence[str]) -> None:
-        """Writes the run's name, or a local tier's present and next name; holds the lease.
-
-        Raises DirectoryError if this package did not write the present file ``run``, or another
-        program replaces the name at the same time.
-        """
+        """Writes the name, or a local tier's present and next one, if no other program does."""
         self._content = _LOCAL * (self._durable is not None) + " ".join(run)
         with self._exchanged() as (record, seen):
             record.swap(seen, self._content.encode())

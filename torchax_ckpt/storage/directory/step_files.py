@@ -41,11 +41,7 @@ _LOST: Mapping[str, Any] = types.MappingProxyType({})
 
 
 def read_manifest(committed: CommittedStep) -> Any:
-    """Returns the manifest of a step, as JSON; before, checks that the step's summary is intact.
-
-    Raises ForeignCheckpointError if bare Orbax wrote the step; CorruptCheckpointError, or
-    DirectoryError for "not now", if manifest, summary or commit record cannot be read.
-    """
+    """Returns the manifest of a step, as JSON; before, checks that the step's summary is intact."""
     if committed.has_lost_record:
         with as_corrupt(committed, "commit record"):
             commit_record.read_time(committed.path)
@@ -109,10 +105,7 @@ def await_read(
     pace: Pace,
     place: Callable[[], str | None] = lambda: None,
 ) -> None:
-    """Waits for the future of an array's read; if all reads are slow, raises or, on a disk, logs.
-
-    ``place`` searches for the file, and may itself hang.
-    """
+    """Waits for the read of an array; if all reads are slow, raises or, on a disk, logs."""
     while not pace.wait(read):
         got = f"{pace.bytes} bytes in {pace.secs:.0f} s"
         # A program that only reads steps must not start JAX, nor take the host's accelerators.

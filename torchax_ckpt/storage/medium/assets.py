@@ -40,10 +40,7 @@ class Assets:
 
 
 def parsed(content: Any) -> dict[str, str]:
-    """Returns name -> text of the assets in a JSON object from any source, after checks.
-
-    Raises ValueError for another form, a name that ``why_refused`` refuses, or too large files.
-    """
+    """Returns name -> text of assets in JSON from any source; ValueError if they are refused."""
     files = content.get(_FILES) if isinstance(content, dict) else None
     if not isinstance(files, dict) or not all(isinstance(text, str) for text in files.values()):
         raise ValueError("expected a JSON object with the texts of files, found another form")

@@ -1,12 +1,11 @@
 """Configures the clients of buckets, checks that a bucket is usable, copies and removes objects.
 
-Three clients access a bucket. TensorStore reads and writes array data, gcsfs (through epath) does
-everything else, and Orbax asks through google-cloud-storage what kind of bucket it is. Each client
-repeats failed requests: gcsfs for about 35 seconds per request, google-cloud-storage for two
-minutes, TensorStore for 15 minutes. On a connection that transfers (almost) no data, gcsfs and
-TensorStore would by default wait for many minutes, or forever. This module makes them give up such
-a request: TensorStore if it gets less than 10 kB/s for 60 seconds, and gcsfs after 30 seconds of
-silence, or 10 minutes in all.
+TensorStore reads and writes array data, gcsfs (through epath) does everything else, and Orbax asks
+through google-cloud-storage what kind of bucket it is. Each repeats failed requests: gcsfs for
+about 35 seconds, google-cloud-storage for two minutes, TensorStore for 15. On a connection that
+transfers (almost) no data, gcsfs and TensorStore would by default wait for many minutes, or
+forever. Here TensorStore gives up a request that gets less than 10 kB/s for 60 seconds, and gcsfs
+one after 30 seconds of silence, or 10 minutes in all.
 """
 
 from __future__ import annotations

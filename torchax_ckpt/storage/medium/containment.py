@@ -98,10 +98,7 @@ def is_plain_file(path: epath.Path) -> bool:
 def beyond_memory(
     step_path: epath.Path, step: int, needed: int, least: int, name: str | None = None
 ) -> CheckpointError:
-    """Returns the error for leaves of more bytes than this host's memory.
-
-    If storage holds fewer bytes than ``least``, the error says that the step is damaged.
-    """
+    """Returns the error for leaves beyond host memory: damage if storage has under ``least``."""
     return _too_large(step, step_path, "leaves", needed, least, stored_bytes(step_path), name)
 
 

@@ -49,10 +49,7 @@ def sync(path: Any) -> None:
 
 
 def swap_in(partial: Path, final: Path) -> None:
-    """Gives a file or folder its final name, in place of a file that has it.
-
-    A loss of power leaves all of its content or no name.
-    """
+    """Gives a file or folder its final name; a loss of power leaves all of it or no name."""
     for path in _within(os.fspath(partial), "") if partial.is_dir() else (partial,):
         sync(path)
     partial.replace(final)

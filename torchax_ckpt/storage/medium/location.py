@@ -22,10 +22,7 @@ _COLLAPSED = re.compile(r"g(?:c)?s:/([^/].*)")
 
 
 def resolve(directory: Any) -> epath.Path:
-    """Returns the absolute path of a directory, or the URL of a prefix in a bucket.
-
-    Raises DirectoryError if it is no path, or its scheme is not supported.
-    """
+    """Returns a directory's absolute path, or the URL of a bucket's prefix; else DirectoryError."""
     if directory == "":  # probably an unset shell variable, not the working directory
         raise DirectoryError(
             "directory: expected a path or a gs:// URL, found an empty string. Is a variable unset?"

@@ -1,17 +1,15 @@
 """Creates files and folders that are never writable by everybody; refuses mounted buckets.
 
 TensorStore creates files and folders with the modes that the umask allows. The umask belongs to the
-whole process, so a change of the umask during a save would affect files that other threads create
-at that time. A save therefore leaves the umask as it is, and writes its step in a folder that only
-the owner can enter. Before a step's folder gets its final name, the save removes everybody's write
-permission (the mode's ``o+w``) inside the folder, and gives the folder itself the mode of its inner
-folders, so that other users can enter it if the umask allows this.
+whole process, so a save leaves it as it is, and writes its step in a folder that only the owner can
+enter. Before the folder gets its final name, the save removes everybody's write permission (the
+mode's ``o+w``) inside it, and gives it the mode of its inner folders, so that other users can enter
+it if the umask allows this.
 
-Buckets that are mounted with FUSE are refused. Where FUSE shows a bucket as folders, the rename of
-a folder copies object by object, there are no links, and no lock reaches another host: a killed
-save could leave half a step under the name of a whole one, and a lease would exclude nobody. Other
-file systems of FUSE lack nothing. Where the type is ``fuse`` and says nothing, as that of gcsfuse
-in GKE, a probe tells.
+Buckets that are mounted with FUSE are refused: there the rename of a folder copies object by
+object, there are no links, and no lock reaches another host. A killed save could leave half a step
+under the name of a whole one, and a lease would exclude nobody. Other file systems of FUSE lack
+nothing. Where the type is ``fuse`` and says nothing, as that of gcsfuse in GKE, a probe tells.
 """
 
 from __future__ import annotations

@@ -19,11 +19,7 @@ _SEAL_BYTES = len(f',"{_SEAL}":""') + 16
 
 
 def read_sealed(folder: epath.Path, expected: str | None = None) -> dict[str, Any]:
-    """Reads the content of a sealed JSON object in an item of a step.
-
-    Raises OSError if it cannot be read, and ValueError if the content is not what was sealed, or
-    has another digest than ``expected``.
-    """
+    """Reads a step's sealed JSON; ValueError if damaged, or if its digest is not ``expected``."""
     raw = json.loads((folder / "data.json").read_text())
     content = unseal(raw)
     if expected is not None and raw[_SEAL] != expected:
@@ -32,18 +28,12 @@ def read_sealed(folder: epath.Path, expected: str | None = None) -> dict[str, An
 
 
 def seal(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a copy of a JSON object with one more key, the digest of its text.
-
-    Raises ValueError if the result is too large to be read again.
-    """
+    """Returns a JSON object with the digest of its text; ValueError if it is too large to read."""
     return {**content, _SEAL: of_octets(_readable(_text(content), content))}
 
 
 def encoded(content: Mapping[str, Any], texts: Texts | None = None) -> bytes:
-    """Returns a sealed JSON object as it is stored; ``texts`` knows what was encoded before.
-
-    Raises ValueError as ``seal`` does.
-    """
+    """Returns a sealed JSON object as it is stored; ``texts`` knows what was encoded before."""
     text = _readable(_text(content) if texts is None else texts.of(content), content)
     separator = b"," if content else b""
     return b'%s%s"%s":"%s"}' % (text[:-1], separator, _SEAL.encode(), of_octets(text).encode())

@@ -70,10 +70,7 @@ _NO_ADVICE = "Check that the path is a directory and that this process may use i
 
 
 def is_unavailable(error: BaseException) -> bool:
-    """Returns whether a read failed because storage cannot be read now, not because of damage.
-
-    A missing file counts as damage; a missing permission or a network failure may be temporary.
-    """
+    """Returns whether storage cannot be read now, which says nothing about damage."""
     for link in _chain(error):
         number = _errno(link)
         if number is not None:
@@ -196,10 +193,7 @@ def _http_code(error: BaseException) -> int | None:
 
 @contextlib.contextmanager
 def translated(action: str, directory: epath.Path) -> Iterator[None]:
-    """Turns storage errors that the ``with`` block raises into DirectoryError with advice.
-
-    All other errors are raised unchanged. ``action`` is for the message ("read", "write").
-    """
+    """Turns storage errors of a block into DirectoryError; ``action`` is a verb for the message."""
     try:
         yield
     except CheckpointError:

@@ -137,10 +137,7 @@ def write_arrays(
 def _writing(
     batch: Iterable[tuple[str, dict[str, Any], Parts]], context: ts.Context
 ) -> Iterator[None]:
-    """Begins to write arrays, one transaction for each folder; in the end, all is durable.
-
-    ``batch`` has the folder of the database, the spec of the array, and its parts.
-    """
+    """Begins to write arrays, one transaction for each folder; in the end, all is durable."""
     transactions: dict[str, ts.Transaction] = {}
     opened, copies, commits = [], [], []
     try:
@@ -175,10 +172,7 @@ def _writing(
 
 
 def merge(state: epath.Path, folders: Iterable[str], names: Iterable[str]) -> None:
-    """Writes the database of all: references to what the databases in ``folders`` have.
-
-    Raises SaveError if one of the arrays ``names``, or a chunk of one, is in none of them.
-    """
+    """Writes the database of all, of references; SaveError if it lacks a chunk of ``names``."""
     context = _context()  # one for all, or TensorStore copies no references
     transaction = ts.Transaction(atomic=True)
     opening = [ts.KvStore.open(_kvstore(state / f), context=context) for f in folders]

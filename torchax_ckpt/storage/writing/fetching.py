@@ -23,10 +23,7 @@ Parts = Mapping[Offset, np.ndarray]
 
 
 def batches(arrays: Mapping[str, AnyArray], max_bytes: int | None) -> Iterator[list[str]]:
-    """Yields the names of arrays that are fetched together: at most ``max_bytes``, or one array.
-
-    Only device arrays count. Yields at least one batch, maybe an empty one.
-    """
+    """Yields names of arrays to fetch together: device arrays of ``max_bytes``, or one."""
     if max_bytes is None:
         yield [*arrays]
         return
@@ -45,10 +42,7 @@ def batches(arrays: Mapping[str, AnyArray], max_bytes: int | None) -> Iterator[l
 
 
 def start(array: AnyArray) -> Callable[[], Parts]:
-    """Starts to copy the parts of an array that this process stores to the host.
-
-    Returns a function that waits for the copies and returns them.
-    """
+    """Starts to copy an array's parts to the host; returns a function that waits for the copies."""
     if isinstance(array, np.ndarray):
         return lambda: {(0,) * array.ndim: array}
     if isinstance(array, HostArray):

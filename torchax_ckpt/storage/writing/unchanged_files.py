@@ -1,17 +1,15 @@
 """The files of databases of unchanged arrays: taken over by later steps, compared and retained.
 
-A later step takes the files over without writing their bytes again. On a file system, its files are
-hard links. In a bucket, the service copies the objects, and each copy is an object of its own.
-
-A database that has lost a file of array data still has its index, so nothing but a read of the
-arrays would notice the loss. A listing of the files shows it.
+A later step takes the files over without writing their bytes again: as hard links or, in a bucket,
+as objects that the service copies. A database that has lost a file of array data still has its
+index, so only a listing of the files, or a read of the arrays, shows the loss.
 
     DIRECTORY/unchanged/state/ocdbt.process_unchanged0/   a database that no step has any more
 
 Two steps that are kept one after the other use different copies (``layout/unchanged.py``). If only
 one step is kept, the copy that the next step needs would vanish with the last step that has it, so
-the folder ``unchanged`` retains it. The folder is not a step: its name is not a number, and it has
-no commit mark. Only the program that made it takes anything over from it. A bucket has none.
+the folder ``unchanged`` retains it, except in a bucket. It is no step: its name is no number, and
+it has no commit mark. Only the program that made it takes anything over from it.
 """
 
 from __future__ import annotations
@@ -135,11 +133,7 @@ def retain(
     folders: Iterable[str],
     fence: Callable[[], None],
 ) -> None:
-    """Replaces what a run's directory retains by databases of a step, as links.
-
-    ``folders`` are those of the databases; ``fence`` raises if this program may no longer write.
-    Raises OSError if the files cannot be linked.
-    """
+    """Replaces what a run's directory retains by links to databases of a step; else OSError."""
     draft = directory / f"writing-{committed.step}-{RETAINED}"  # a name that a cleanup knows
     if draft.exists():
         draft.rmtree()
