@@ -24,23 +24,15 @@ def as_saved(reads: Mapping[str, LeafRead], specs: Mapping[str, Any]) -> dict[st
     for name, read in reads.items():
         now = read.placement
         if name in specs and isinstance(now, NamedSharding):
-            # The current mesh may not allow the sharding, and a manifest may contain any value.
-            with contextlib.suppress(ValueError, TypeError):
+            # The current mesh may not allow the sharding, and a manifest may contain any value. JAX
+            # then raises errors of several classes, some of them private.
+            with contextlib.suppress(Exception):
                 dims = [tuple(dim) if isinstance(dim, list) else dim for dim in specs[name]]
-                if not _are_distinct(dims):  # JAX raises an error of a private class
-                    continue
                 then = NamedSharding(now.mesh, PartitionSpec(*dims), memory_kind=now.memory_kind)
                 then.shard_shape(read.spec.shape)
                 if not then.is_equivalent_to(now, len(read.spec.shape)):
                     found[name] = dataclasses.replace(read, placement=then)
     return found
-
-
-def _are_distinct(dims: Iterable[Any]) -> bool:
-    """Returns whether no mesh axis shards two dims."""
-    parts = [dim if isinstance(dim, tuple) else (dim,) for dim in dims if dim is not None]
-    axes = [axis for part in parts for axis in part]
-    return len(set(axes)) == len(axes)
 
 
 def of_reads(reads: Mapping[str, LeafRead], document: Mapping[str, Node]) -> dict[str, LeafRead]:

@@ -35,7 +35,7 @@ from torchax_ckpt.snapshot.move_shards import permute_over_processes, put, resha
 from torchax_ckpt.snapshot.sharding import shards_as, spans_hosts
 from torchax_ckpt.state import per_process_state
 from torchax_ckpt.state.component import LeafRead
-from torchax_ckpt.state.per_process_state import HostStates, PerProcessState
+from torchax_ckpt.state.per_process_state import PerProcessState, ProcessStates
 from torchax_ckpt.storage.directory.committed_step import CommittedStep, Verified
 from torchax_ckpt.stored.stored_step import Compared, StoredStep
 
@@ -72,9 +72,8 @@ class HostSteps:
         self._copy: StoredStep | None = None
         if committed.path.exists():
             with self._ignoring_damage():
-                copy = StoredStep(committed, self._options, allow_part=True)
-                copy.require_restorable()
-                self._copy = copy
+                self._copy = StoredStep(committed, self._options, allow_part=True)
+                self._copy.require_restorable()
         # The host leaves of this process's state. They are read at once, because in every copy of
         # the step their names stand for the state of the process that wrote the copy.
         self._state_leaves: dict[str, np.ndarray] = {}
@@ -93,10 +92,9 @@ class HostSteps:
         if self._copy is not None:
             document = self._copy.document
             with self._ignoring_damage():
-                states = HostStates.of_document(document)
                 shared = per_process_state.without_states(document)
                 content = json.dumps([host_parts.whole(shared), host_parts.specs(shared)])
-            self._copy = self._copy if states is not None else None
+                states = ProcessStates.of_document(document)
         state_bytes = b""
         if states is not None and (states.count is None or index in states.nodes):
             state_bytes = self._state(states.of_process(index))
@@ -104,7 +102,8 @@ class HostSteps:
                 states = None
         report: list[Any] = [None, None, []]
         if states is not None:
-            report = [digest(content), states.count, sorted(states.nodes)]
+            indices = [] if states.count is None else sorted(states.nodes)
+            report = [digest(content), states.count, indices]
         answer = self._processes.answer(json.dumps(report).encode(), self._first_answers)
         count, sender, receives, posts, state_answer = json.loads(answer)
         if posts:
@@ -163,7 +162,7 @@ class HostSteps:
     def _next_answers(self, lacking: Sequence[bytes]) -> list[bytes]:
         return [json.dumps(answer).encode() for answer in self._state_answers(b"".join(lacking))]
 
-    def _received_state(self, states: HostStates | None, answer: Answer) -> bytes:
+    def _received_state(self, states: ProcessStates | None, answer: Answer) -> bytes:
         """Sends other processes their states; returns the state that this one is sent, or b""."""
         state_bytes, (sender, posts, is_any) = b"", answer
         while is_any:
@@ -187,7 +186,6 @@ class HostSteps:
             reads = host_shards.on_host(self._copy.document, arrays)
             self._copy.require_plausible(reads)
             return PerProcessState(nodes, self._copy.read_leaves(reads)).to_bytes()
-        self._copy = None
         return b""
 
     def require_plausible(self, reads: Mapping[str, LeafRead]) -> None:
@@ -196,15 +194,15 @@ class HostSteps:
             return
         reads = host_shards.as_saved(self._without_state(reads), self._specs)
         self._needed(reads)
-        copy, self._copy = self._copy, None
+        document = self._copy.document
         try:
-            host_shards.stored_starts(reads, copy.document)
+            host_shards.stored_starts(reads, document)
         except ValueError as error:
             logger.warning("cannot use %s on this host: %s", self.committed.path, error)
+            self._copy = None
             return
         with self._ignoring_damage():
-            copy.require_plausible({**reads, **host_shards.of_reads(reads, copy.document)})
-            self._copy = copy
+            self._copy.require_plausible({**reads, **host_shards.of_reads(reads, document)})
 
     def is_whole(self, reads: Mapping[str, LeafRead], num_processes: int) -> bool:
         """Returns whether a restore with ``reads`` reads every stored byte of this host's copy."""
@@ -232,8 +230,6 @@ class HostSteps:
             with self._ignoring_damage():
                 parts = host_shards.of_reads(reads, self._copy.document)
                 values = self._copy.read_leaves({**reads, **parts})
-        if values is None:
-            self._copy = None  # values from other hosts do not verify this host's copy
         on_one_host = {name: read for name, read in reads.items() if name not in spanning}
         found = self._spanning_leaves(spanning, values)
         # In the same order on every process: resharding runs collectives.
@@ -322,11 +318,12 @@ class HostSteps:
 
     @contextlib.contextmanager
     def _ignoring_damage(self) -> Iterator[None]:
-        """Records and logs damage of this host's copy; another host may have the data undamaged."""
+        """Drops this host's copy if it is damaged; another host may have the data undamaged."""
         try:
             with self._verified.noting_damage(self.committed):
                 yield
         except (CorruptCheckpointError, StepNotFoundError) as error:
+            self._copy = None  # values from other hosts do not verify it
             logger.warning("this host's copy is ignored: %s", error)
 
     def _unreadable(self, why: str) -> CorruptCheckpointError:

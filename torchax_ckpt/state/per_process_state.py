@@ -128,33 +128,37 @@ def _joined(
 
 
 @dataclasses.dataclass(frozen=True)
-class HostStates:
-    """The per-process states in the step of one host in a local tier."""
+class ProcessStates:
+    """The per-process states in a document: of all processes, or those in the step of one host."""
 
-    count: int | None  # processes that saved the step; None if their states were equal
-    nodes: Mapping[int, Mapping[str, Node]]  # by process and component; empty if ``count`` is None
-    equal: Mapping[str, Node]  # of every process, if ``count`` is None
+    count: int | None  # processes that saved the step; None if one did, or all states were equal
+    nodes: Mapping[int, Mapping[str, Node]]  # by process and component; equal ones are one object
+    is_of_host: bool = False  # in a local tier; older steps there have the states of all processes
 
     @classmethod
-    def of_document(cls, document: Mapping[str, Node]) -> HostStates:
-        """Returns the states in a document of ``joined_on_host``; older steps have ``joined``'s."""
+    def of_document(cls, document: Mapping[str, Node]) -> ProcessStates:
+        """Parses the states; raises CorruptCheckpointError if they are malformed."""
         local = {name: document[name] for name in COMPONENTS if name in document}
-        if (count := count_of(document)) is None:
-            return cls(None, {}, local)
+        # joined() records the number if there is a loader, even if the states are equal.
+        if PROCESSES not in document:
+            return cls(None, {0: local})
         others = node_checks.fields(document[PROCESSES], PROCESSES)
-        others.pop(_COUNT, None)
+        is_of_host = _COUNT in others
         index = others.pop(_INDEX, 0)
-        if type(index) is not int or not all(map(str.isdecimal, others)):
-            raise node_checks.corrupt(PROCESSES, "indices of processes", f"{others.keys()!r:.80}")
+        count = others.pop(_COUNT, 1 + len(others))
+        are_indices = all(i.isdecimal() and len(i) < 10 for i in others)
+        if type(index) is not int or type(count) is not int or not are_indices:
+            found = f"{count!r:.40}, {index!r:.40}, {[*others]!r:.80}"
+            raise node_checks.corrupt(PROCESSES, "a number and indices of processes", found)
         nodes = {
             int(i): local if node is None else {**local, **node_checks.fields(node, PROCESSES)}
             for i, node in others.items()
         }
-        return cls(count, {**nodes, index: local}, {})
+        return cls(count, {**nodes, index: local}, is_of_host)
 
     def of_process(self, index: int) -> Mapping[str, Node]:
-        """Returns component -> node of a process whose states this host's step has."""
-        return self.equal if self.count is None else self.nodes[index]
+        """Returns component -> node of a process whose states the document has."""
+        return self.nodes[0 if self.count is None else index]
 
 
 def without_states(document: Mapping[str, Node]) -> dict[str, Node]:
@@ -180,18 +184,6 @@ def _renamed(node: Node, state: PerProcessState, index: int) -> Node:
     return renamed
 
 
-def count_of(document: Mapping[str, Node]) -> int | None:
-    """Returns how many processes saved the document; None if one did, or if all were equal."""
-    # joined() records the number if there is a loader, even if the states are equal.
-    if PROCESSES not in document:
-        return None
-    others = node_checks.fields(document[PROCESSES], PROCESSES)
-    count = others.get(_COUNT, 1 + len(others))
-    if type(count) is not int:
-        raise node_checks.corrupt(PROCESSES, "a number of processes", f"{count!r:.80}")
-    return count
-
-
 def document_of(
     document: Mapping[str, Node], index: int, count: int, where: str, *, redistributes: bool = False
 ) -> Mapping[str, Any]:
@@ -200,18 +192,28 @@ def document_of(
     If another number of processes saved the step, warns on process 0; a loader's entry is then a
     ``SavedStates`` if the user redistributes the states of loaders.
     """
-    saved = count_of(document)
-    if saved is None and (LOADER not in document or count == 1):
+    states = ProcessStates.of_document(document)
+    if states.count is None and (LOADER not in document or count == 1):
         return document
-    local = _of_each_process(document, saved)
-    saved = len(local)
+    if states.is_of_host:
+        raise node_checks.corrupt(
+            PROCESSES,
+            "the states of all processes",
+            "those in the step of one host in a local tier: the hosts that saved it can restore it "
+            "together, with LocalTier; elsewhere read a step of the run's durable directory",
+        )
+    saved = states.count or 1
+    if states.nodes.keys() != set(range(saved)):
+        found = f"{sorted(states.nodes)!r:.80}"
+        raise node_checks.corrupt(PROCESSES, f"processes 0 to {saved - 1}", found)
+    local = [states.nodes[i] for i in range(saved)]
     result = {n: local[index % saved].get(n, node) for n, node in document.items()}
     result.pop(PROCESSES, None)
     if saved == count:
         return result
-    affected = set().union(*local[1:])
+    affected = set().union(*(each for each in local if each is not local[0]))
     if LOADER in document:
-        nodes = tuple(states.get(LOADER, document[LOADER]) for states in local)
+        nodes = tuple(each[LOADER] for each in local)
         affected = affected - {LOADER} if is_elastic(nodes) else affected | {LOADER}
         if redistributes:
             affected -= {LOADER}
@@ -219,24 +221,6 @@ def document_of(
     if affected and index == 0:
         _warn(where, sorted(affected), saved, count)
     return result
-
-
-def _of_each_process(document: Mapping[str, Node], saved: int | None) -> list[Mapping[str, Node]]:
-    """Returns, for each process that saved, its states that the document does not have itself."""
-    others = node_checks.fields(document.get(PROCESSES, {"dict": []}), PROCESSES)
-    if _COUNT in others:
-        raise node_checks.corrupt(
-            PROCESSES,
-            "the states of all processes",
-            "those in the step of one host in a local tier: the hosts that saved it can restore it "
-            "together, with LocalTier; elsewhere read a step of the run's durable directory",
-        )
-    if others.keys() != {str(i) for i in range(1, saved or 1)}:
-        raise node_checks.corrupt(
-            PROCESSES, f"processes 1 to {(saved or 1) - 1}", f"{sorted(others)!r:.80}"
-        )
-    nodes = [others[str(i)] for i in range(1, saved or 1)]
-    return [{}, *({} if node is None else node_checks.fields(node, PROCESSES) for node in nodes)]
 
 
 def _warn(where: str, affected: Sequence[str], saved: int, count: int) -> None:

@@ -363,11 +363,11 @@ class StoredStep:
         The other processes are taken to have corresponding reads. Reads the assets, which no
         restore uses.
         """
-        from torchax_ckpt.state import per_process_state
+        from torchax_ckpt.state.per_process_state import ProcessStates
 
         needed = set(self.leaves)
         # If as many processes read as saved, each process reads its own per-process state.
-        if per_process_state.count_of(self.document) == num_processes:
+        if ProcessStates.of_document(self.document).count == num_processes:
             needed = {name for name in needed if names.without_process(name) == name}
             reads = {names.without_process(name): read for name, read in reads.items()}
         stored = self.manifest.stored
