@@ -43,7 +43,6 @@ from torchax_ckpt.layout.manifest import MAX_DEPTH, VERSION
 from torchax_ckpt.options import Codec
 from torchax_ckpt.runtime import host_memory
 from torchax_ckpt.storage.directory.commit_record import MARK
-from torchax_ckpt.storage.directory.compare_and_swap import DRAFT_SUFFIX
 from torchax_ckpt.storage.medium import location, permissions, seals
 from torchax_ckpt.storage.writing import array_writer
 from torchax_ckpt.stored.stored_step import StoredStep
@@ -390,8 +389,8 @@ ARRAY = {"array": "model/new", "kind": "jax", "dtype": "float32", "shape": [2]}
     [
         (component("model", lambda n: n.update(dict=5)), "model: malformed"),
         (component("model", lambda n: n["dict"][0].__setitem__(1, 5)), "expected a leaf"),
-        (component("model", lambda n: n["dict"].append(["0.weight", 5])), "one node for each name"),
-        (component("model", lambda n: n.update(ties=[["a"]])), "a name and a node"),
+        (component("model", lambda n: n["dict"].append(["0.weight", 5])), "one node for each key"),
+        (component("model", lambda n: n.update(ties=[["a"]])), "a key and a node"),
         (component("model", lambda n: n.update(ties=[["a", 5]])), "a list of names"),
         (component("model", lambda n: n.update(extra_state=[["", {"zebra": 1}]])), "unknown node"),
         (component("optimizer", lambda n: n.update({"class": 5})), "a list of names"),
@@ -400,8 +399,11 @@ ARRAY = {"array": "model/new", "kind": "jax", "dtype": "float32", "shape": [2]}
         (component("optimizer", lambda n: n.append(5), "param_groups"), "param_groups/1"),
         (component("optimizer", lambda n: n.append({"dict": []}), "param_groups"), "params"),
         (component("optimizer", lambda n: n.append(n[0]), "param_groups"), "one group"),
-        (component("optimizer", lambda n: n["dict"][0].__setitem__(1, 5), "state"), "a dict"),
-        (component("stateful", lambda n: n.update(dict=[["box", 1], ["box", 2]])), "for each name"),
+        (
+            component("optimizer", lambda n: n["dict"][0].__setitem__(1, 5), "state"),
+            "a list of nodes",
+        ),
+        (component("stateful", lambda n: n.update(dict=[["box", 1], ["box", 2]])), "for each key"),
         (component("stateful", lambda n: n.update(dict={"box": 5})), "stateful: malformed"),
         (component("rng", lambda n: n["dict"].pop()), "rng: expected the states"),
         (replaced("rng", "torch", by="text"), "rng/torch: expected random state"),
@@ -849,7 +851,7 @@ def test_a_save_writes_and_removes_through_no_link(directory: Path, tmp_path: Pa
     for link in leftovers:
         link.symlink_to(kept)
     # Left by a program that was killed while it probed.
-    leftovers.append(directory / f"{permissions.PROBE}-0123{DRAFT_SUFFIX}")
+    leftovers.append(directory / f"{permissions.PROBE}-0123{permissions.DRAFT_SUFFIX}")
     leftovers[-1].touch()
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.save(1, state={"w": np.arange(3)}, force=True)

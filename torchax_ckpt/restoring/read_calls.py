@@ -238,26 +238,15 @@ def _require_match(committed: CommittedStep, abstract_state: Any) -> None:
 
     Orbax would cast a leaf that differs, and return the abstract leaf for one that the step lacks.
     """
-    stored = foreign.foreign_metadata(committed)
+    stored = _by_name(foreign.foreign_metadata(committed))
     findings = Findings()
-    for path, abstract in jax.tree_util.tree_flatten_with_path(abstract_state)[0]:
-        parts = [key_part(entry) for entry in path]
-        name = names.join(parts)
-        found: Any = stored
-        for part in parts:
-            children = (
-                {str(k): v for k, v in found.items()}
-                if isinstance(found, Mapping)
-                else dict(zip(map(str, range(len(found))), found, strict=True))
-                if isinstance(found, (list, tuple))
-                else {}
-            )
-            found = children.get(part, _ABSENT)
-        if found is _ABSENT:
+    for name, abstract in _by_name(abstract_state).items():
+        if name not in stored:
             findings.missing.append(name)
         elif (read := functional.as_read(abstract)) is not None:
             if read.placement is not Local.HOST:
                 require_jax_dtype(read.spec.dtype, name)
+            found = stored[name]
             shape, dtype = getattr(found, "shape", None), getattr(found, "dtype", None)
             if (shape, dtype) != (read.spec.shape, np.dtype(read.spec.dtype)):
                 text = f"{dtype}{list(shape)}" if shape is not None else repr(found)
@@ -266,7 +255,10 @@ def _require_match(committed: CommittedStep, abstract_state: Any) -> None:
         raise findings.error(committed.step, str(committed.path), "load")
 
 
-_ABSENT = object()
+def _by_name(state: Any) -> dict[str, Any]:
+    """Returns the leaves of a pytree by the names of their places; None is a leaf here."""
+    found, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda node: node is None)
+    return {names.join(map(key_part, path)): leaf for path, leaf in found}
 
 
 def _sharding(read: LeafRead) -> Sharding | None:

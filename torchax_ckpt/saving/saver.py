@@ -286,7 +286,8 @@ class Saver:
             history.clear_unwanted()
             self._telemetry.steps_gone("set_aside", aside, history.branches.committed)
             if durable.is_incoming:
-                history.settle(self._directory.settle(durable))
+                settled = self._directory.settle(durable)
+                history.refresh((*history.branches.in_place, settled))
             steps = history.branches.committed
             keep = self._preserving.kept(steps)
             self._directory.verified.mark(steps)

@@ -158,12 +158,8 @@ def _signature_of(leaf: Any) -> Any:
     return (type(leaf), leaf) if type(leaf) in _PLAIN else None
 
 
-def same_form(abstract: Any, node: Node) -> bool:
-    """Returns whether a value of the abstract state has the type that a stored node represents."""
-    return _tag(Encoder().encode(abstract, ("",))) == _tag(node)
-
-
 def _tag(node: Node) -> str:
+    """Returns what tells the type of the value that a node represents; ints and floats are one."""
     if isinstance(node, dict):
         tag = next(iter(node))
         return "number" if tag in ("int", "float") else tag
@@ -206,7 +202,7 @@ class Request:
     def _match(self, node: Node, name: str, abstract: Any, findings: Findings) -> Node:
         """Adds the reads of one leaf of the abstract state; returns the node of the result."""
         if not isinstance(abstract, _ARRAYS):
-            if not same_form(abstract, node):
+            if _tag(Encoder().encode(abstract, ("",))) != _tag(node):
                 findings.mismatch(name, f"a {type(abstract).__name__}", _form(node))
             else:
                 self._read_all(node)

@@ -72,46 +72,21 @@ def members(node: Node, where: str) -> dict[str, Node]:
 
 def named(pairs: Any, where: str) -> dict[str, Node]:
     """Returns name -> node of a list of [name, node] pairs, in which no name occurs twice."""
-    if not isinstance(pairs, list):
-        raise corrupt(where, "a list of named nodes", _kind(pairs))
-    found: dict[str, Node] = {}
-    for pair in pairs:
-        if not (isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str)):
-            raise corrupt(where, "a name and a node", _kind(pair))
-        if pair[0] in found:
-            raise corrupt(where, "one node for each name", f"two of {pair[0]!r:.80}")
-        found[pair[0]] = pair[1]
+    found = _by_key(pairs, where)
+    for name in found:
+        if type(name) is not str:
+            raise corrupt(where, "a name and a node", _kind(name))
     return found
-
-
-def leaves(node: Node, where: str) -> dict[str, Node]:
-    """Returns key -> child of a dict node whose children are all array nodes."""
-    found = fields(node, where)
-    for name, child in found.items():
-        if not (isinstance(child, dict) and "array" in child):
-            raise corrupt(f"{where}/{names.escape(name)}", "a leaf", _kind(child))
-    return found
-
-
-def named_texts(pairs: Any, where: str) -> dict[str, str]:
-    """Returns name -> text of a list of [name, text] pairs, in which no name occurs twice."""
-    found = named(pairs, where)
-    texts(list(found.values()), where)
-    return found
-
-
-def texts(values: Any, where: str) -> list[str]:
-    """Returns ``values``, which must be a list of strings."""
-    if not (isinstance(values, list) and all(isinstance(value, str) for value in values)):
-        raise corrupt(where, "a list of names", _kind(values))
-    return values
 
 
 def keyed(node: Node, where: str) -> dict[Any, Node]:
     """Returns key -> child of a dict node; its keys are hashable, no leaves, and occur once."""
-    pairs = node.get("dict") if isinstance(node, dict) else None
+    return _by_key(node.get("dict") if isinstance(node, dict) else None, where)
+
+
+def _by_key(pairs: Any, where: str) -> dict[Any, Node]:
     if not isinstance(pairs, list):
-        raise corrupt(where, "a dict", _kind(node))
+        raise corrupt(where, "a list of nodes with keys", _kind(pairs))
     found: dict[Any, Node] = {}
     for pair in pairs:
         if not (isinstance(pair, list) and len(pair) == 2):
@@ -128,6 +103,22 @@ def keyed(node: Node, where: str) -> dict[Any, Node]:
             raise corrupt(where, "one node for each key", f"two of {key!r:.80}")
         found[key] = pair[1]
     return found
+
+
+def leaves(node: Node, where: str) -> dict[str, Node]:
+    """Returns key -> child of a dict node whose children are all array nodes."""
+    found = fields(node, where)
+    for name, child in found.items():
+        if not (isinstance(child, dict) and "array" in child):
+            raise corrupt(f"{where}/{names.escape(name)}", "a leaf", _kind(child))
+    return found
+
+
+def texts(values: Any, where: str) -> list[str]:
+    """Returns ``values``, which must be a list of strings."""
+    if not (isinstance(values, list) and all(isinstance(value, str) for value in values)):
+        raise corrupt(where, "a list of names", _kind(values))
+    return values
 
 
 def corrupt(where: str, expected: str, found: str) -> CorruptCheckpointError:

@@ -21,7 +21,7 @@ from torchax_ckpt.state.component import (
     leaf_names,
     value_of,
 )
-from torchax_ckpt.state.leaf import Spec
+from torchax_ckpt.state.leaf import Spec, freeze
 
 
 class RandomStateComponent:
@@ -49,10 +49,9 @@ class RandomStateComponent:
             raise node_checks.corrupt(
                 "rng", f"the states {sorted(_TRIALS)}", f"{sorted(stored)!r:.80}"
             )
+        key_placement = placement_of(freeze(torchax_backend.prng_key(), "rng"))
         for child in array_nodes(node):
-            on_device = Spec.of_node(child).on_device
-            placement = _key_placement() if on_device else Local.HOST
-            plan.add_read(child, placement)
+            plan.add_read(child, key_placement if Spec.of_node(child).on_device else Local.HOST)
         needs = leaf_names(node)
         # The check tries the state on throwaway generators. The random state is set last, because
         # loading other state may draw random numbers.
@@ -133,10 +132,3 @@ def reset_after(*, on_success: bool) -> Iterator[None]:
         raise
     if on_success:
         _set(before)
-
-
-def _key_placement() -> Any:
-    key = torchax_backend.prng_key()
-    if jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key):
-        key = jax.random.key_data(key)
-    return placement_of(key)

@@ -34,11 +34,10 @@ class StoredModule:
     @classmethod
     def of_node(cls, node: Mapping[str, Node], where: str) -> StoredModule:
         """Parses a module's node; raises CorruptCheckpointError if it is malformed."""
-        return cls(
-            node_checks.leaves(node, where),
-            node_checks.named_texts(node["ties"], where),
-            node_checks.named(node["extra_state"], where) if "extra_state" in node else None,
-        )
+        ties = node_checks.named(node["ties"], where)
+        node_checks.texts([*ties.values()], where)
+        extra = node_checks.named(node["extra_state"], where) if "extra_state" in node else None
+        return cls(node_checks.leaves(node, where), ties, extra)
 
     def selected(self, selection: Selection, prefix: tuple[str, ...]) -> StoredModule:
         """Returns the selected entries, under their names in the program.

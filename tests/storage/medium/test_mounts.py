@@ -193,7 +193,7 @@ def test_a_file_system_of_fuse_that_does_not_say_what_it_is_is_probed(
     monkeypatch.setattr(where, name, changed(getattr(where, name)))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        permissions.probe(disk, ".draft")
+        permissions.prove_writable(disk)
     monkeypatch.undo()
     assert [*disk.iterdir()] == []
     assert len(caught) == (expected is not None)

@@ -317,12 +317,12 @@ class ModuleComponent:
                 continue
             expected, placement = self._expected(slot), self._placement(slot)
             array = on_placement(value, expected, placement, self.name(slot.fqn))
-            plan.changes.append(Change(_filler(slot, array)))
+            plan.changes.append(Change(_calling(slot.fill, array)))
         for slot in self._slots if self._rule is not None else ():
             if slot.fqn not in supplied and torchax_backend.is_device_tensor(slot.tensor):
                 placement = self._placement(slot)
                 if isinstance(placement, Sharding):
-                    plan.changes.append(Change(_resharder(slot, placement)))
+                    plan.changes.append(Change(_calling(slot.reshard, placement)))
 
     # --- one slot ---
 
@@ -351,12 +351,8 @@ def _writer(slot: Slot, leaf: str) -> Callable[[Values], None]:
     return lambda values: slot.fill(values[leaf])
 
 
-def _filler(slot: Slot, array: Any) -> Callable[[Values], None]:
-    return lambda _: slot.fill(array)
-
-
-def _resharder(slot: Slot, sharding: Sharding) -> Callable[[Values], None]:
-    return lambda _: slot.reshard(sharding)
+def _calling(method: Callable[[Any], None], argument: Any) -> Callable[[Values], None]:
+    return lambda _: method(argument)
 
 
 def _require_supported(

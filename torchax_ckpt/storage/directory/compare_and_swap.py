@@ -28,9 +28,8 @@ from typing import Any
 
 import fsspec
 
-from torchax_ckpt.storage.medium import fsync, location, permissions
+from torchax_ckpt.storage.medium import bucket, fsync, location, permissions
 
-DRAFT_SUFFIX = ".draft"
 # The most bytes that are read of a record; no valid record is so long.
 _MAX_BYTES = 1 << 16
 _CLOSED = -1
@@ -111,7 +110,8 @@ class _LocalRecord(AtomicRecord):
         return Seen(content, content)
 
     def swap(self, seen: Seen | None, content: bytes) -> Seen:
-        draft = self._path.with_name(f"{self._path.name}-{uuid.uuid4().hex}{DRAFT_SUFFIX}")
+        name = f"{self._path.name}-{uuid.uuid4().hex}{permissions.DRAFT_SUFFIX}"
+        draft = self._path.with_name(name)
         permissions.write_file(draft, content)
         try:
             fsync.sync(draft)
@@ -188,11 +188,11 @@ class _BucketRecord(AtomicRecord):
         return Seen(content, headers["x-goog-generation"])
 
     def swap(self, seen: Seen | None, content: bytes) -> Seen:
-        bucket = urllib.parse.quote(self._bucket)
+        place = f"/upload/storage/v1/b/{urllib.parse.quote(self._bucket)}/o"
         try:
             made = self._call(
                 "POST",
-                self._fs.base.replace("/storage/v1/", f"/upload/storage/v1/b/{bucket}/o"),
+                self._fs.base.replace("/storage/v1/", place),
                 uploadType="multipart",
                 name=self._key,
                 ifGenerationMatch=seen.version if seen else "0",
@@ -216,9 +216,5 @@ class _BucketRecord(AtomicRecord):
         return self._call(method, "b/{}/o/{}", self._bucket, self._key, **query)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        try:
+        with bucket.as_os_error(f"gs://{self._bucket}/{self._key}"):
             return self._fs.call(*args, **kwargs)
-        except OSError:
-            raise
-        except Exception as error:  # gcsfs also raises its own errors and those of its libraries
-            raise OSError(f"gs://{self._bucket}/{self._key}: {error!r}") from error

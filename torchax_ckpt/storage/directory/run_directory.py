@@ -45,7 +45,6 @@ from torchax_ckpt.errors import DirectoryError, StepNotFoundError
 from torchax_ckpt.storage.directory import commit_record, lease, run_identity
 from torchax_ckpt.storage.directory.abandonment import Abandonment, Branches, Key
 from torchax_ckpt.storage.directory.committed_step import CommittedStep, Verified
-from torchax_ckpt.storage.directory.compare_and_swap import DRAFT_SUFFIX
 from torchax_ckpt.storage.directory.run_identity import RunName
 from torchax_ckpt.storage.directory.step_files import Summaries
 from torchax_ckpt.storage.medium import bucket, fsync, location, permissions, storage_errors
@@ -54,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 _LEFTOVER = re.compile(
     r"deleting-\d+.*|writing-\d+-.*|(incoming-)?\d+\.orbax-checkpoint-tmp.*"
-    rf"|({lease.NAME}|{run_identity.NAME}|{permissions.PROBE})-.*{re.escape(DRAFT_SUFFIX)}"
+    rf"|({lease.NAME}|{run_identity.NAME}|{permissions.PROBE})-.*{re.escape(permissions.DRAFT_SUFFIX)}"
 )
 # Names of steps and of steps that were set aside. A folder without a commit mark is neither.
 _MARKED = re.compile(r"(incoming-|abandoned-)?\d+(-\d+)?")
@@ -169,8 +168,7 @@ class RunDirectory:
         with self._translated("create and write"):
             permissions.make_folder(self.path)
             self.fence()
-            permissions.prove_writable(self.path, DRAFT_SUFFIX)
-            permissions.probe(self.path, DRAFT_SUFFIX)
+            permissions.prove_writable(self.path)
 
     def runs(self) -> list[str]:
         """Checks the lease; returns the name of the run in a list; on a durable directory only."""
@@ -228,10 +226,7 @@ class RunDirectory:
 
     def path_for(self, step: int) -> epath.Path:
         """Returns the path at which a save writes the files of ``step`` before the commit."""
-        # Write the run's name again if the file of the name was removed meanwhile.
-        if self.run_name.is_lost():
-            self.fence()
-            self.run_name.write_again()
+        self.run_name.restore(self.fence)
         if not self._is_bucket:
             # A unique name: no late write of a failed save or a stalled writer joins a later step.
             self._num_writes += 1

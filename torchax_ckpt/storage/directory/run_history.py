@@ -126,10 +126,6 @@ class RunHistory:
             self.branches = dataclasses.replace(self.branches, committed=committed_steps)
             self._checkpoints = (*self._checkpoints[:-1], checkpoint_info(durable))
 
-    def settle(self, settled: CommittedStep) -> None:
-        """Records the path of the newest step after ``RunDirectory.settle`` renamed the step."""
-        self.refresh((*self.branches.in_place, settled))
-
     def clear_unwanted(self) -> None:
         """Removes from memory the abandoned and incomplete steps, after they were set aside."""
         self.branches = Branches(self.branches.committed)

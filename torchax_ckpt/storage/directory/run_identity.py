@@ -116,13 +116,11 @@ class RunName:
             record.swap(seen, self._content.encode())
         fsync.sync(self._directory)
 
-    def is_lost(self) -> bool:
-        """Returns whether the file is missing that this program wrote."""
-        return bool(self._content) and not (self._directory / NAME).exists()
-
-    def write_again(self) -> None:
-        """Writes what this program wrote before."""
-        self.write(_names_in(self._content, self._durable is not None))
+    def restore(self, fence: Callable[[], None]) -> None:
+        """Writes the file again that this program wrote, if it was removed meanwhile."""
+        if self._content and not (self._directory / NAME).exists():
+            fence()
+            self.write(_names_in(self._content, self._durable is not None))
 
     def forget(self) -> None:
         """Removes the run's name from its durable directory: no local tier belongs to the run."""

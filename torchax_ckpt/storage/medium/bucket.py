@@ -142,7 +142,7 @@ async def _remove_empty_folders(filesystem: Any, folders: Iterable[str]) -> None
 
 def contents(path: epath.Path, prefix: str) -> dict[str, tuple[int, str]]:
     """Returns bytes and CRC32C of each object whose name below the path begins with ``prefix``."""
-    with _as_os_error(path):
+    with as_os_error(path):
         found = _listed(path, prefix).items()
     return {name: (int(info["size"]), str(info["crc32c"])) for name, info in found}
 
@@ -155,7 +155,7 @@ def copy(source: epath.Path, target: epath.Path) -> None:
     token of the answer, until the copy is done.
     """
     filesystem = _filesystem(source)
-    with _as_os_error(source):
+    with as_os_error(source):
         if not (objects := _listed(source)):
             raise FileNotFoundError(errno.ENOENT, "there are no objects", str(source))
         asyn.sync(filesystem.loop, _copy_objects, filesystem, source, target, objects)
@@ -200,12 +200,13 @@ async def _copy_objects(
 
 
 @contextlib.contextmanager
-def _as_os_error(path: epath.Path) -> Iterator[None]:
+def as_os_error(path: Any) -> Iterator[None]:
+    """Turns errors of gcsfs and of its libraries, which are of many types, into OSError."""
     try:
         yield
     except OSError:
         raise
-    except Exception as error:  # gcsfs also raises its own errors and those of its libraries
+    except Exception as error:
         raise OSError(f"{path}: {error!r}") from error
 
 

@@ -33,6 +33,8 @@ from torchax_ckpt.runtime import user_warnings
 from torchax_ckpt.storage.medium import fsync, location
 
 PROBE = "probe"
+# The end of the names of files that a killed program may leave, and a later cleanup removes.
+DRAFT_SUFFIX = ".draft"
 
 
 def make_folder(path: epath.Path) -> None:
@@ -63,17 +65,20 @@ def make_file(path: epath.Path) -> None:
         write_file(pathlib.Path(path), b"")
 
 
-def prove_writable(folder: epath.Path, draft_suffix: str) -> None:
-    """Creates and removes a file, whose name has a suffix that a later cleanup looks for."""
+def prove_writable(folder: epath.Path) -> None:
+    """Creates and removes a file; warns of a ``fuse`` that lacks what commits and leases need."""
     if location.is_bucket(folder):
         probe = folder / ".torchax_ckpt_write_test"
         probe.write_text("")
         probe.unlink(missing_ok=True)  # a retried request may find it deleted already
         return
     # With a random name, under which nobody can have placed a link.
-    path = pathlib.Path(folder / f"{PROBE}-{uuid.uuid4().hex}{draft_suffix}")
+    path = pathlib.Path(folder / f"{PROBE}-{uuid.uuid4().hex}{DRAFT_SUFFIX}")
     write_file(path, b"")
     path.unlink()
+    mount = _mount_of(folder)
+    if mount is not None and mount.kind == "fuse":
+        _probe(folder, mount)
 
 
 def make_closed_folder(step: epath.Path) -> None:
@@ -128,14 +133,10 @@ def refuse_object_store(path: Any) -> None:
     )
 
 
-def probe(folder: Any, draft_suffix: str) -> None:
-    """Warns if a file system of type ``fuse`` lacks what commits and leases need."""
-    mount = _mount_of(folder)
-    if mount is None or mount.kind != "fuse":
-        return
+def _probe(folder: epath.Path, mount: _Mount) -> None:
     lacking: list[str] = []
     name = pathlib.Path(folder / f"{PROBE}-{uuid.uuid4().hex}")
-    old, new = name.with_suffix(draft_suffix), name.with_suffix(f".renamed{draft_suffix}")
+    old, new = name.with_suffix(DRAFT_SUFFIX), name.with_suffix(f".renamed{DRAFT_SUFFIX}")
     file = old / "file"
     old.mkdir(mode=0o700)
     try:
