@@ -28,9 +28,8 @@ def newest_readable(
 ) -> tuple[T, tuple[int, ...]]:
     """Returns ``attempt``'s result for the newest readable step, and the numbers of skipped steps.
 
-    ``candidates`` are ordered, oldest first. Each skipped step is a UserWarning; older ones are
-    tried even if a filter makes it an error. If none can be read, raises the newest one's error,
-    but UnusableStateError if an attempt has already deleted the state that it was to replace.
+    Each skipped step is a UserWarning; older ones are tried even if a filter makes it an error. If
+    none can be read, raises the newest one's error, but UnusableStateError if state is lost.
     """
     first_error: CheckpointError | None = None
     skipped: list[int] = []
@@ -57,10 +56,8 @@ def reading(
 ) -> Iterator[None]:
     """Runs the ``with`` block, which reads a step, within a round of the processes.
 
-    Damage is recorded in ``directory.verified``, also for the steps that share the damaged file,
-    and the error names these. Not if each host has its own directory: the failure of another host
-    does not mean that this host's copy is damaged. A step deleted meanwhile raises
-    StepNotFoundError.
+    Records damage, also for the steps that share the damaged file, and names these in the error;
+    not if each host has its own directory, where another host's failure says nothing about ours.
     """
     existing = contextlib.nullcontext() if processes.is_per_host else still_there(committed)
     try:

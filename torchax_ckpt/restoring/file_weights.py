@@ -45,15 +45,11 @@ _MAX_READERS = 8
 
 @dataclasses.dataclass(frozen=True)
 class _Piece:
-    """A region of a tensor, which ``read`` reads in the devices' dtype, on a reader's thread.
+    """A region of a tensor, which a reader's thread reads in the devices' dtype."""
 
-    ``arrived`` takes the result and returns the arrays that move to devices; until they are there,
-    the region takes ``nbytes`` on the host.
-    """
-
-    nbytes: int
+    nbytes: int  # on the host, until the arrays of ``arrived`` are on devices
     read: Callable[[], Any]
-    arrived: Callable[[Any], list[jax.Array]]
+    arrived: Callable[[Any], list[jax.Array]]  # takes the result; returns the arrays that move
 
 
 class FileWeights:
@@ -82,11 +78,7 @@ class FileWeights:
         return False
 
     def read_leaves(self, reads: Mapping[str, LeafRead]) -> dict[str, Any]:
-        """Returns name -> tensor on its placement; reads the parts for this process's devices.
-
-        At most ``max_host_bytes`` are read and not yet on devices; a larger part of a device is
-        alone.
-        """
+        """Reads this process's parts; ``max_host_bytes``, or one part, are not yet on devices."""
         leaves: dict[str, Any] = {}
         empty_leaves: dict[str, Any] = {}
         max_bytes, in_flight_bytes = self._options.max_host_bytes or _MAX_TRANSIT_BYTES, 0
@@ -139,7 +131,8 @@ def _pieces(
         return _as_dtype(host, dtype, name)
 
     if isinstance(placement, Sharding):
-        parts = _parts(placement, shape)
+        indices = placement.addressable_devices_indices_map(shape).values()
+        parts = list({bounds_of(index, shape): None for index in indices})
         nbytes = item_bytes * sum(math.prod(b - a for a, b in bounds) for bounds in parts)
         band = _band_of(parts, shape)
         if nbytes <= min(max_bytes, _MAX_WHOLE_BYTES) and (band or tensor.is_one_part):
@@ -175,11 +168,6 @@ def _pieces(
             functools.partial(read_one, piece),
             functools.partial(one_arrived, piece),
         )
-
-
-def _parts(sharding: Sharding, shape: tuple[int, ...]) -> list[Bounds]:
-    indices = sharding.addressable_devices_indices_map(shape).values()
-    return list({bounds_of(index, shape): None for index in indices})
 
 
 def _band_of(parts: Sequence[Bounds], shape: tuple[int, ...]) -> Bounds | None:

@@ -58,10 +58,10 @@ def needed_starts(reads: Mapping[str, LeafRead]) -> dict[str, list[list[int]]]:
 def stored_starts(
     reads: Mapping[str, LeafRead], document: Mapping[str, Node]
 ) -> dict[str, list[list[int]]]:
-    """Returns the starts that this host's copy of the step has, in the form of ``needed_starts``.
+    """Returns the starts that this host's copy of the step has, as ``needed_starts`` does.
 
-    They differ if the host had another position in the mesh at the save. Leaves stored whole
-    satisfy any request. Raises ValueError if a part does not fit the one that is needed.
+    They differ from these if the host had another position in the mesh at the save. Leaves stored
+    whole satisfy any request. Raises ValueError for a part that does not fit the needed one.
     """
     found, nodes = needed_starts(reads), nodes_of(document)
     for name in reads:
@@ -108,11 +108,10 @@ Runs = list[list[tuple[int, int, int]]]
 def routes(needs: Sequence[str], holds: Sequence[str | None], slices: Sequence[int]) -> Rounds:
     """Returns permutes that, executed one after another, give each process the part that it needs.
 
-    A permute is a tuple of pairs (sender, receiver), with each process at most once on each side;
-    what is received replaces the receiver's part. No needed part is lost: a process that has the
-    part that it needs receives no other. ``needs``, ``holds`` and ``slices`` have a value for each
-    process; the connection to another slice is slower. Raises LookupError if no process has a
-    needed part.
+    A permute is a tuple of pairs (sender, receiver), with each process at most once on each side. A
+    process that has the part that it needs receives no other, so no needed part is lost. The
+    arguments have a value for each process; the connection to another slice is slower. Raises
+    LookupError if no process has a needed part.
     """
     if not set(needs) <= set(holds):
         raise LookupError(
@@ -164,14 +163,11 @@ process sends a state, so that all processes report again whether they lack thei
 
 
 class StateSenders:
-    """Decides, on process 0, who sends which process its state; call ``answers`` until none lacks.
-
-    ``hosts`` has, for each process, the processes to ask for its state, in this order.
-    """
+    """Decides, on process 0, who sends which process its state; ask until none lacks its own."""
 
     def __init__(self, hosts: Sequence[Sequence[int]], lacking: Sequence[bool]) -> None:
         self.lacking = lacking
-        self._hosts = hosts
+        self._hosts = hosts  # for each process, those to ask for its state, in this order
         self._senders: list[int | None] = [None] * len(hosts)
         self._damaged: set[int] = set()
 
@@ -193,11 +189,9 @@ class StateSenders:
         return cls(hosts, [index not in with_state for index, with_state in enumerate(hosts)])
 
     def answers(self, lacking: Sequence[int]) -> list[Answer]:
-        """Returns the answer for each process, given whether it lacks its state.
+        """Returns each process's answer; LookupError, with an index, if no host has that state.
 
-        A process that still lacks its state was sent a damaged one. The sender ignores its whole
-        copy from then on, so it is asked for no other state. Raises LookupError, with the index of
-        a process whose state no host has undamaged.
+        A process that still lacks its state was sent a damaged one, so the sender ignores its copy.
         """
         for sender, lacks in zip(self._senders, lacking, strict=True):
             if lacks and sender is not None:

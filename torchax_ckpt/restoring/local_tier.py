@@ -52,8 +52,7 @@ class HostSteps:
     """One step in the local tiers of all hosts, read like a ``StoredStep``.
 
     All processes must call its methods in the same order, within a round. Hosts may have no copy:
-    the path of ``committed`` need not exist. A host receives its part from its own slice, along
-    ``replica_axis``, if possible. ``verified`` records damage of this host's copy only.
+    the path of ``committed`` need not exist. ``verified`` is of this host's copy only.
     """
 
     def __init__(
@@ -121,9 +120,8 @@ class HostSteps:
     def _first_answers(self, reports: Sequence[bytes]) -> list[bytes]:
         """Decides on process 0 which processes send a document or a per-process state to which.
 
-        A message has the digest of a copy's document, the number of processes that saved it, and
-        the indices of those whose states it has. An answer has this number; who sends the document;
-        whether this process receives, and sends it; and the answer of ``StateSenders``.
+        Messages are (digest of a copy's document, number of processes that saved it, indices of its
+        states); answers are (that number, sender, receives, sends, answer of ``StateSenders``).
         """
         digests, counts, states = zip(*map(json.loads, reports), strict=True)
         if not any(digests):
@@ -293,11 +291,7 @@ class HostSteps:
         }
 
     def _routes(self, messages: Sequence[bytes]) -> bytes:
-        """Decides on process 0 which process sends its part to which.
-
-        A message has digests of the needed part and of the present one, or null, and the slice's
-        index.
-        """
+        """Decides on process 0 which process sends its part to which, given their messages."""
         needs, holds, slices = zip(*map(json.loads, messages), strict=True)
         try:
             found = runs(routes(needs, holds, slices))

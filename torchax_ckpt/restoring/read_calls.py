@@ -43,10 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 class ReadCalls:
-    """Implements the methods of one checkpointer that read steps.
-
-    Whatever can go wrong on one process alone is checked within a round, so that all fail alike.
-    """
+    """Implements the methods that read steps; what can fail on one process alone is in a round."""
 
     def __init__(self, tiers: Tiers, options: CheckpointOptions) -> None:
         self._tiers = tiers
@@ -102,11 +99,7 @@ class ReadCalls:
         return newest
 
     def _verify(self, committed: CommittedStep, tier: RunTier) -> None:
-        """Compares every byte of a step with its digests, and records whether the step is intact.
-
-        Each process verifies a share or, in a local tier, its own host's part. Process 0 also marks
-        the result in the directory, for later programs.
-        """
+        """Compares a step, or a share of it, with its digests; process 0 marks the result in it."""
         # In a local tier another host may have a step that this host lacks.
         is_here = not tier.processes.is_per_host or committed.path.exists()
         verified = tier.directory.verified

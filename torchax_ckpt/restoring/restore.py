@@ -75,9 +75,8 @@ def carry_out(
 ) -> RestoreReport:
     """Reads the leaves of a plan, then makes all of its changes or none; reports them.
 
-    Raises MismatchError first if ``strict`` and anything differs, and UninitializedLeafError if a
-    meta tensor would remain. With ``restore_in_budget``, reads and changes alternate; a failure
-    after the first change leaves no usable state (UnusableStateError). ``step`` is None for files.
+    Raises MismatchError first if ``strict`` and anything differs. With ``restore_in_budget``, reads
+    and changes alternate; a failure then leaves no usable state. ``step`` is None for files.
     """
     findings = plan.findings
     if strict and findings:

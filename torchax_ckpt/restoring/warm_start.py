@@ -32,7 +32,7 @@ from torchax_ckpt.runtime.tracebacks import brief
 from torchax_ckpt.state.component import Restoration
 from torchax_ckpt.state.modules.module import ModuleComponent
 from torchax_ckpt.state.stored_entries import StoredModule
-from torchax_ckpt.state.training_state import as_rule, require_init, require_module
+from torchax_ckpt.state.training_state import as_rule, require_callable, require_module
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.run_history import RunHistory
@@ -132,7 +132,7 @@ def warm_start(
     """
     torchax_backend.check_internals()
     require_module(model, (MODEL,))
-    require_init(init)
+    require_callable("init", init)
     options = options or CheckpointOptions()
     component = ModuleComponent(model, (MODEL,), as_rule(shardings), init)
 

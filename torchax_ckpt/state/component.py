@@ -156,12 +156,11 @@ class Change:
 class Restoration:
     """The plan of a restore: the leaves to read, then the changes to live objects, in order.
 
-    ``selection`` says what is restored, ``findings`` what differs; nothing is changed before
-    ``apply``, so that a plan which differs can be dropped.
+    Nothing is changed before ``apply``, so that a plan which differs can be dropped.
     """
 
-    selection: Selection = dataclasses.field(default_factory=Selection)
-    findings: Findings = dataclasses.field(default_factory=Findings)
+    selection: Selection = dataclasses.field(default_factory=Selection)  # what is restored
+    findings: Findings = dataclasses.field(default_factory=Findings)  # what differs
     reads: dict[str, LeafRead] = dataclasses.field(default_factory=dict)
     # checks examine values that were read, before any change
     checks: list[Change] = dataclasses.field(default_factory=list)
@@ -236,11 +235,10 @@ def restore_by_call(
     take: Callable[[Any], Any],
     put_back: Callable[[Any], Any] | None = None,
 ) -> None:
-    """Adds a call that passes the value that ``node`` describes to ``take``, the user's code.
+    """Adds a call that passes the value of ``node`` to ``take``, the user's code, which may refuse.
 
-    The undo passes the state ``live`` to ``put_back`` (default: ``take``). An array saved from a
-    device goes to the placement of the live leaf of the same name and shape, else to the default
-    device. An exception of ``take`` becomes a MismatchError that names ``where``.
+    The undo passes the state ``live`` to ``put_back`` (default: ``take``). Device arrays go to the
+    placement of the live leaf of the same name and shape, else to the default device.
     """
     arrays = live.by_name()
     for child in array_nodes(node):

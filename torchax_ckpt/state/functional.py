@@ -104,9 +104,8 @@ def _device_array() -> Any:
 def _orders(state: Any) -> list[Any] | None:
     """Returns the keys of all dicts of a pytree, each in its order, which a dict keeps when stored.
 
-    Returns None for a pytree that JAX's flatten must not see, or need not. JAX 0.10.2 raises an
-    error for keys that it cannot sort and for a pytree that is too deep or contains itself. Each
-    such error shortens for good the recursion that Python allows on this thread.
+    None for a pytree that JAX's flatten must not, or need not, see: in JAX 0.10.2, each error for
+    unsortable keys or too deep nesting shortens this thread's allowed recursion for good.
     """
     orders: list[Any] = []
     num_plain = 0
@@ -167,10 +166,7 @@ def _tag(node: Node) -> str:
 
 
 class Request:
-    """The leaves that ``load`` reads for an abstract state, by name, and the result built of them.
-
-    ``abstract_state`` gives structure, kinds and placements; None loads everything as it was saved.
-    """
+    """What ``load`` reads for an abstract state (None: all as saved), and builds of it."""
 
     def __init__(
         self, root: Node, abstract_state: Any, prefix: tuple[str, ...], findings: Findings

@@ -7,7 +7,7 @@ under the key ``processes``; null means the state of process 0:
     {"dict": [["1", {"dict": [["rng", node], ...]}], ["2", null], ...]}
 
 The leaves of process 1 have the names of process 0's leaves, prefixed with ``processes/1/``. In a
-local tier, the step of each host has its own state in that place and copies of a few others; there,
+local tier, the step of each host has its own state in that place and copies of a few others, and
 ``count`` and ``index`` say how many processes saved the step, and which is this one.
 
 If n processes saved the step, process i restores the state of process i modulo n; if their number
@@ -187,11 +187,7 @@ def _renamed(node: Node, state: PerProcessState, index: int) -> Node:
 def document_of(
     document: Mapping[str, Node], index: int, count: int, where: str, *, redistributes: bool = False
 ) -> Mapping[str, Any]:
-    """Returns the document that process ``index`` of ``count`` restores, with its own state.
-
-    If another number of processes saved the step, warns on process 0; a loader's entry is then a
-    ``SavedStates`` if the user redistributes the states of loaders.
-    """
+    """Returns the document that process ``index`` of ``count`` restores, with its own state."""
     states = ProcessStates.of_document(document)
     if states.count is None and (LOADER not in document or count == 1):
         return document

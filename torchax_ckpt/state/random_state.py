@@ -40,7 +40,7 @@ class RandomStateComponent:
                 "draws new random numbers.",
                 key_path="rng/torchax",
             )
-        return encoded(_get(), self.key_path)
+        return encoded(RandomState().state_dict(), self.key_path)
 
     def prepare(self, node: Node, plan: Restoration) -> None:
         """Plans to set torchax's key and the generators' states."""
@@ -73,7 +73,8 @@ class RandomState:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns torchax's key and the generators' states, as they are at this moment."""
-        return _get()
+        with torchax_backend.native_torch():
+            return {"torchax": torchax_backend.prng_key(), **generators.states()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Sets torchax's key and the states of the generators.
@@ -83,11 +84,6 @@ class RandomState:
         """
         _check(state_dict)
         _set(state_dict)
-
-
-def _get() -> dict[str, Any]:
-    with torchax_backend.native_torch():
-        return {"torchax": torchax_backend.prng_key(), **generators.states()}
 
 
 def _set(state: Mapping[str, Any]) -> None:
@@ -124,7 +120,7 @@ def reset_after(*, on_success: bool) -> Iterator[None]:
 
     User code may draw in unexpected places: ``state_dict()`` of a data loader draws its seeds.
     """
-    before = _get()
+    before = RandomState().state_dict()
     try:
         yield
     except BaseException:

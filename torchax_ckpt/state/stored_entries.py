@@ -79,8 +79,11 @@ class StoredModule:
 
     def differing_ties(
         self, every_name: Iterable[str], sources: Iterable[str], used: Collection[str]
-    ) -> tuple[str, str] | None:
-        """Returns the ties of a live tensor and of its sources as texts; None if the ties agree."""
+    ) -> tuple[str, str, bool] | None:
+        """Returns a live tensor's ties and those of its sources as texts; None if they agree.
+
+        The flag says whether the sources have names that the live tensor lacks.
+        """
         groups = [{s, *(alias for alias, fqn in self.ties.items() if fqn == s)} for s in sources]
         expected = set(every_name)
         if self.are_ties_known:
@@ -89,12 +92,8 @@ class StoredModule:
             are_alike = len(groups) == 1 and not groups[0] & set(used)
         if are_alike:
             return None
-        return _tied(expected), ", ".join(_tied(group) for group in groups)
-
-    def ties_more(self, every_name: Collection[str], sources: Collection[str]) -> bool:
-        """Returns whether the sources have names that the live tensor ``every_name`` lacks."""
-        stored = {*sources, *(alias for alias, fqn in self.ties.items() if fqn in sources)}
-        return not stored <= set(every_name)
+        has_more = any(group - expected for group in groups)
+        return _tied(expected), ", ".join(_tied(group) for group in groups), has_more
 
 
 def _fqn(old: str, new: str, prefix: tuple[str, ...]) -> str:

@@ -44,12 +44,11 @@ class TrainingState:
         rng: bool = True,
         redistribute: Redistribute | None = None,
     ) -> None:
-        if redistribute is not None and not callable(redistribute):
-            raise AttachError(f"redistribute: expected a callable, found {type_name(redistribute)}")
+        require_callable("redistribute", redistribute)
         self.redistributes = redistribute is not None
         self.was_trained = False  # whether an optimizer had state when it was attached
         rule = as_rule(shardings)
-        require_init(init)
+        require_callable("init", init)
         self._modules: list[ModuleComponent] = []
         self.components: dict[str, Component] = {}
         self._rng = rng
@@ -221,10 +220,10 @@ def require_module(value: Any, path: tuple[str, ...]) -> None:
         raise _wrong_type(path, "a torch.nn.Module", value)
 
 
-def require_init(init: Any) -> None:
-    """Raises AttachError unless ``init`` is callable or None."""
-    if init is not None and not callable(init):
-        raise AttachError(f"init: expected a callable, found {type_name(init)}")
+def require_callable(argument: str, value: Any) -> None:
+    """Raises AttachError, which names the argument, unless its value is callable or None."""
+    if value is not None and not callable(value):
+        raise AttachError(f"{argument}: expected a callable, found {type_name(value)}")
 
 
 def _wrong_type(path: tuple[str, ...], expected: str, found: Any) -> AttachError:

@@ -189,11 +189,7 @@ class ModuleComponent:
     def prepare_from(
         self, stored: StoredModule, plan: Restoration, *, ties_again: bool = False
     ) -> None:
-        """Does what ``prepare`` does, from a checkpoint or weight files.
-
-        With ``ties_again``, separate tensors that the model declares as tied become one tensor
-        again if there is one stored value for them.
-        """
+        """Prepares from any source; ``ties_again`` joins tensors that are declared as tied."""
         findings, selection = plan.findings, plan.selection
         live = {slot.fqn: slot for slot in self.slots()}
         self._match_wrapped(stored, selection)
@@ -219,8 +215,9 @@ class ModuleComponent:
                 considered.update(sources)
                 # If ties differ, nothing says which of several stored values a tensor gets.
                 if differing is not None:
-                    findings.mismatch(self.name(slot.fqn), *differing)
-                    findings.lacks_ties |= stored.ties_more(fqns, sources)
+                    here, there, lacks_ties = differing
+                    findings.mismatch(self.name(slot.fqn), here, there)
+                    findings.lacks_ties |= lacks_ties
                 elif expected := self._expected_if_fits(slot, stored, sources[0], findings):
                     supplied.update(member.fqn for member in merged.members)
                     node = stored.tensors[sources[0]]

@@ -124,10 +124,9 @@ def merged(
 ) -> list[Merged]:
     """Returns a module's slots; separate tensors become one slot if a warm start ties them again.
 
-    They stay separate if the source has several values for them, if their shapes, dtypes or
-    ``requires_grad`` differ, if a name is not selected, or if something besides the module and
-    ``known_lists`` refers to a tensor that would be replaced. They do so in a JittableModule too,
-    because optimizer state may exist for each of its params.
+    They stay separate if the source has several values, if their forms differ, if a name is not
+    selected, if something besides the module and ``known_lists`` refers to a tensor that would be
+    replaced, or in a JittableModule, because optimizer state may exist for each of its params.
     """
     root, overrides = torchax_backend.unwrap_jittable(module)
     lost = {} if overrides else lost_ties(module)

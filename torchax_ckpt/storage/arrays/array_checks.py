@@ -80,7 +80,9 @@ def _problem(raw: bytes, shape: tuple[int, ...], dtype: str) -> tuple[str, str] 
         codec = compressor and compressor["id"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         return "metadata of a Zarr array", f"{error!r:.200}"
-    if found != (_zarr_dtype(dtype), list(shape)):
+    # TensorStore has names of its own for dtypes that numpy lacks.
+    dtype_name = np.dtype(dtype).str if np.dtype(dtype).isbuiltin == 1 else dtype
+    if found != (dtype_name, list(shape)):
         return f"{dtype}{list(shape)}", f"{found[0]!r:.40}{found[1]!r:.80}"
     whole = [max(1, dim) for dim in shape]
     if not (
@@ -98,12 +100,6 @@ def _problem(raw: bytes, shape: tuple[int, ...], dtype: str) -> tuple[str, str] 
             f"{codec!r:.40}, {metadata.get('filters')!r:.40}",
         )
     return None
-
-
-def _zarr_dtype(name: str) -> str:
-    """Returns Zarr's name of a dtype, or TensorStore's name if numpy lacks the dtype."""
-    dtype = np.dtype(name)
-    return dtype.str if dtype.isbuiltin == 1 else name
 
 
 # --- steps that Orbax wrote without this package -------------------------------------------------

@@ -134,7 +134,8 @@ def of_blocks(host: np.ndarray, block: tuple[int, ...]) -> np.ndarray:
 
 def _octets(host: np.ndarray, block: tuple[int, ...]) -> Iterable[memoryview]:
     """Yields the octets of each block of an array that consists of whole blocks, in C order."""
-    if _are_contiguous(host.shape, block):
+    cut = next((dim for dim, length in enumerate(block) if length != 1), len(block))
+    if host.shape[cut + 1 :] == block[cut + 1 :]:  # memory holds the blocks one after the other
         octets = np.ascontiguousarray(host).reshape(-1).view(np.uint8).data
         size = math.prod(block) * host.itemsize
         return (octets[i : i + size] for i in range(0, len(octets), size))
@@ -142,12 +143,6 @@ def _octets(host: np.ndarray, block: tuple[int, ...]) -> Iterable[memoryview]:
         np.ascontiguousarray(host[_region(cell, block)]).reshape(-1).view(np.uint8).data
         for cell in np.ndindex(grid_shape(host.shape, block))
     )
-
-
-def _are_contiguous(shape: tuple[int, ...], block: tuple[int, ...]) -> bool:
-    """Returns whether memory holds the blocks one after the other, in C order of the blocks."""
-    cut = next((dim for dim, length in enumerate(block) if length != 1), len(block))
-    return shape[cut + 1 :] == block[cut + 1 :]
 
 
 def _region(cell: Sequence[int], block: Sequence[int]) -> tuple[slice, ...]:

@@ -53,10 +53,7 @@ def chunk_shape(array: AnyArray) -> tuple[int, ...]:
 
 
 def block_shape(array: AnyArray, *, is_stack: bool) -> tuple[int, ...]:
-    """Returns the shape of an array's blocks: what one device or host writes, or a smaller chunk.
-
-    A block of a stack has data of only one member, so its first dim has length 1.
-    """
+    """Returns the shape of an array's blocks; a block of a stack has data of only one member."""
     written, first = written_shape(array), int(is_stack)
     block = (1,) * first + written[first:]
     if _nbytes(block, array) > MAX_BYTES:
@@ -131,9 +128,8 @@ def num_pieces(shape: Sequence[int], piece: Sequence[int]) -> int:
 def written_shape(array: AnyArray) -> tuple[int, ...]:
     """Returns the shape that one device or host writes: a shard, or a replica's part of a shard.
 
-    If an array spans processes, the replicas of a shard share the work of writing it, if their
-    number divides a dim. On one process, the first replica writes all: the bytes fetched for the
-    digest are then those that are written, and leave the device only once.
+    Replicas share the work if an array spans processes and their number divides a dim. On one
+    process the first replica writes all, so that bytes to digest and write leave the device once.
     """
     shard = _shard_shape(array)
     if isinstance(array, np.ndarray) or array.is_fully_addressable:

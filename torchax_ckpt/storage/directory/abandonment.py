@@ -167,11 +167,9 @@ class Abandonment:
         return Branches.divided(found, self._abandoned_keys(found) if found else set())
 
     def certain_among(self, steps: Sequence[CommittedStep]) -> list[CommittedStep]:
-        """Returns the abandoned steps that may be set aside before the next save.
-
-        In a durable tier, a summary in it must list them: the summaries of a local tier may be lost
-        with its host, and the run may then have to continue from the durable step.
-        """
+        """Returns the abandoned steps that may be set aside before the next save."""
+        # The summaries of a local tier may be lost with its host, and the run may then have to
+        # continue from a durable step that only they list.
         keys = self._abandoned_keys(steps) if self._is_local else self._recorded_in(steps)
         return [s for s in steps if s.key in keys]
 
@@ -218,10 +216,7 @@ class Abandonment:
             if summary is not None:
                 keys |= from_summary(summary)
             elif step.is_incoming:  # its summary is damaged, and listed at least one step
-                keys |= {s.key for s in steps if _may_replace(step, s)}
+                at = step.commit_timestamp_nsecs
+                older = (s for s in steps if s.commit_timestamp_nsecs < at)
+                keys |= {s.key for s in older if s.step >= step.step}
         return keys
-
-
-def _may_replace(incoming: CommittedStep, step: CommittedStep) -> bool:
-    is_older = step.commit_timestamp_nsecs < incoming.commit_timestamp_nsecs
-    return is_older and step.step >= incoming.step

@@ -195,10 +195,9 @@ def _read_checked(path: epath.Path, name: str, known: dict[str, Any] | None) -> 
 
 
 def remove_leftover(path: epath.Path) -> None:
-    """Removes the files of a failed save.
+    """Removes the files of a failed save, which on a bucket may still be written to.
 
-    On a bucket, the program that made the save may still write more of them. An empty object
-    (``BEGUN``) therefore remains under the step's name, so that no program uses the name again.
+    There an empty object (``BEGUN``) keeps the step's name from being used again.
     """
     if location.is_bucket(path):
         bucket.remove(path)

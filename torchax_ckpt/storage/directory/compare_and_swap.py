@@ -58,47 +58,14 @@ class Seen:
         return bool(self.version == self.content)
 
 
-class AtomicRecord:
-    """A small record at one path or URL, which programs replace by compare-and-swap."""
-
-    def read(self) -> Seen | None:
-        """Returns the present record, valid or not; None if there is no record."""
-        raise NotImplementedError
-
-    def swap(self, seen: Seen | None, content: bytes) -> Seen:
-        """Replaces the record ``seen``, or creates it if None; Conflict if ``seen`` has changed."""
-        raise NotImplementedError
-
-    def remove(self, seen: Seen) -> None:
-        """Removes the record; does nothing if it has been replaced since ``seen`` was read."""
-        raise NotImplementedError
-
-    def place(self) -> str:
-        """Returns device and inode of the record's directory, as "DEVICE-INODE"; "" on a bucket."""
-        return ""
-
-    def is_orphaned(self) -> bool:
-        """Returns whether the record's directory was removed or moved; False on a bucket."""
-        return False
-
-    def close(self) -> None:
-        """Closes the file descriptor of the record's directory; does nothing on a bucket."""
-
-
-def record_at(path: Any) -> AtomicRecord:
-    """Returns the record at a local path, whose directory must exist, or at a ``gs://`` URL."""
-    if location.is_bucket(path):
-        return _BucketRecord(str(path))
-    return _LocalRecord(pathlib.Path(path))
-
-
-class _LocalRecord(AtomicRecord):
+class _LocalRecord:
     def __init__(self, path: pathlib.Path) -> None:
         self._path = path
         # Kept open to distinguish a removed directory from a removed record.
         self._directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
 
     def read(self) -> Seen | None:
+        """Returns the present record, valid or not; None if there is no record."""
         try:
             kind = stat.S_IFMT(os.lstat(self._path).st_mode)
             if kind not in (stat.S_IFREG, stat.S_IFDIR):
@@ -110,6 +77,7 @@ class _LocalRecord(AtomicRecord):
         return Seen(content, content)
 
     def swap(self, seen: Seen | None, content: bytes) -> Seen:
+        """Replaces the record ``seen``, or creates it if None; Conflict if ``seen`` has changed."""
         name = f"{self._path.name}-{uuid.uuid4().hex}{permissions.DRAFT_SUFFIX}"
         draft = self._path.with_name(name)
         permissions.write_file(draft, content)
@@ -138,20 +106,24 @@ class _LocalRecord(AtomicRecord):
         return True
 
     def remove(self, seen: Seen) -> None:
+        """Removes the record; does nothing if it has been replaced since ``seen`` was read."""
         with self._locked():
             if self.read() == seen:
                 self._path.unlink()
 
     def place(self) -> str:
+        """Returns device and inode of the record's directory, as "DEVICE-INODE"; "" on a bucket."""
         return _place(os.fstat(self._directory))
 
     def is_orphaned(self) -> bool:
+        """Returns whether the record's directory was removed or moved; False on a bucket."""
         try:
             return self.place() != _place(os.stat(self._path.parent))
         except FileNotFoundError:
             return True
 
     def close(self) -> None:
+        """Closes the file descriptor of the record's directory."""
         if self._directory != _CLOSED:
             directory, self._directory = self._directory, _CLOSED
             os.close(directory)
@@ -172,8 +144,8 @@ def _place(directory: os.stat_result) -> str:
     return f"{directory.st_dev}-{directory.st_ino}"
 
 
-class _BucketRecord(AtomicRecord):
-    """A record in a bucket, accessed through gcsfs with the credentials and retries of gcsfs."""
+class _BucketRecord:
+    """The same for a record in a bucket, with the credentials and retries of gcsfs."""
 
     def __init__(self, url: str) -> None:
         self._bucket, _, self._key = url.partition("://")[2].partition("/")
@@ -218,3 +190,23 @@ class _BucketRecord(AtomicRecord):
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         with bucket.as_os_error(f"gs://{self._bucket}/{self._key}"):
             return self._fs.call(*args, **kwargs)
+
+    def place(self) -> str:
+        return ""
+
+    def is_orphaned(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass
+
+
+AtomicRecord = _LocalRecord | _BucketRecord
+"""A small record at one path or URL, which programs replace by compare-and-swap."""
+
+
+def record_at(path: Any) -> AtomicRecord:
+    """Returns the record at a local path, whose directory must exist, or at a ``gs://`` URL."""
+    if location.is_bucket(path):
+        return _BucketRecord(str(path))
+    return _LocalRecord(pathlib.Path(path))

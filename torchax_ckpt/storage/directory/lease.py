@@ -377,8 +377,7 @@ class LeaseHolder:
     def is_of_copy(self, place: str) -> bool | None:
         """Returns True if the lease came to ``place`` in a copy of its directory, None if unclear.
 
-        A directory that is mounted twice may have two inodes, and a snapshot has the same inode as
-        the original, so only two inodes of one device tell.
+        Mounted twice, a directory may have two inodes; only two inodes of one device tell.
         """
         there = _TOKEN.fullmatch(self.token)
         is_here = self.kernel is not None and self.kernel == this_kernel()

@@ -12,19 +12,18 @@
     DIRECTORY/unchanged/       unchanged arrays for later steps; see ``writing/unchanged_files.py``
     DIRECTORY/run              the run's name, if it has a local tier; see ``run_identity.py``
 
-``abandonment.py`` decides which steps are abandoned. A run may have two tiers: a durable directory,
-and a local directory on each host. A step in one tier may list abandoned steps of both tiers. While
-storage cannot be read, listing raises an error, so that no run resumes from an older step.
+``abandonment.py`` decides which steps are abandoned. While storage cannot be read, a listing raises
+an error, so that no run resumes from an older step.
 
-A bucket has no renames: a save writes a step under the name that the step keeps, also that of an
-incoming step, and the commit mark, written last, completes it. A bucket's server may carry out a
-request long after the client gave up on the answer, and a stalled writer that lost its lease may go
-on writing its step. There a delete therefore removes only the exact object that was examined, and a
-program writes no two saves under one name. One gap remains: a stalled writer that lost its lease
-before its first write may later write into a step that the next lease holder wrote.
+A bucket has no renames: a save writes a step under its final name, and the commit mark, written
+last, completes it. A bucket's server may carry out a request long after the client gave up on the
+answer, and a stalled writer that lost its lease may go on writing its step. There a delete
+therefore removes only the exact object that was examined, and a program writes no two saves under
+one name. One gap remains: a writer that lost its lease before its first write may later write into
+a step that the next lease holder wrote.
 
-Listing and reading change no files. Only the holder of the lease writes to the directory. In a run
-of several processes, process 0 holds the lease, and commits and deletes steps for all processes.
+Listing and reading change no files. Only the holder of the lease writes to the directory: of the
+processes of a run, process 0, which commits and deletes steps for all.
 """
 
 from __future__ import annotations
@@ -75,9 +74,8 @@ def checkpoint_info(
 class RunDirectory:
     """The directory of one run: a local path, or ``gs://bucket/prefix``.
 
-    Refuses writes if ``read_only``; a bucket then need not grant permission to write. ``durable``
-    is, for a local tier, the durable directory of the run. Raises DirectoryError if ``directory``
-    is a file, no path, or a bucket that cannot be used.
+    ``durable`` is, for a local tier, the run's durable directory. Raises DirectoryError if
+    ``directory`` cannot be used; a bucket need not grant permission to write if ``read_only``.
     """
 
     def __init__(

@@ -134,13 +134,10 @@ class RunName:
         return {SUMMARY_FIELD: self._content} if self._content else {}
 
     def _of_run(self, steps: list[CommittedStep], run: Sequence[str]) -> list[CommittedStep]:
-        """Returns those of a local tier's steps that belong to a run.
-
-        A step has two names if it was saved under a new name beside the present one, so each step
-        may show the name of earlier steps.
-        """
+        """Returns those of a local tier's steps that belong to a run."""
         if found := names(self._directory, is_local=True):
             return steps if set(found) & set(run) else []
+        # A step saved under a new name beside the present one shows the name of earlier steps.
         known, ours = set(run), set()
         newest_first = sorted(steps, key=lambda s: s.commit_timestamp_nsecs, reverse=True)
         for step, said in zip(newest_first, self._said(newest_first), strict=True):

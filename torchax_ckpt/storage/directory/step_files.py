@@ -72,11 +72,7 @@ def read_assets(committed: CommittedStep, seal: str | None) -> dict[str, str]:
 
 @contextlib.contextmanager
 def as_corrupt(committed: CommittedStep, what: str) -> Iterator[None]:
-    """Turns errors of a block that reads ``what`` of a step into errors of this package.
-
-    DirectoryError says that storage cannot be read now, CorruptCheckpointError that the step is
-    damaged. This package's own errors, MemoryError and JaxRuntimeError are raised unchanged.
-    """
+    """Turns errors of a block that reads ``what`` into DirectoryError for now, else into damage."""
     try:
         yield
     except (CheckpointError, MemoryError):

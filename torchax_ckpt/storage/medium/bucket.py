@@ -90,10 +90,8 @@ def check(path: epath.Path, *, for_writing: bool) -> None:
 def remove(path: epath.Path) -> None:
     """Removes an object, or everything under a prefix; does nothing if nothing is there.
 
-    Removes an object only in the generation that was listed: a client repeats a request if the
-    answer was lost, and the server may carry out the first request long after the second, when
-    another object has this name. In a bucket with a hierarchical namespace, then removes the
-    folders that have become empty.
+    Removes only the generation that was listed: the server may carry out a repeated request late,
+    when another object has this name. Then removes folders that have become empty.
     """
     filesystem = _filesystem(path)
     found = filesystem.find(str(path), withdirs=True, detail=True)
@@ -150,9 +148,7 @@ def contents(path: epath.Path, prefix: str) -> dict[str, tuple[int, str]]:
 def copy(source: epath.Path, target: epath.Path) -> None:
     """Copies all objects under a prefix to another prefix; the bytes do not leave the service.
 
-    Copies each object in the generation that was listed, and only if no object has the name of the
-    copy; raises OSError otherwise. If the service divides a copy, sends the request again with the
-    token of the answer, until the copy is done.
+    Copies the generations that were listed, and only to names that no object has; else OSError.
     """
     filesystem = _filesystem(source)
     with as_os_error(source):
@@ -218,10 +214,7 @@ def _filesystem(path: epath.Path) -> Any:
 
 
 class _Settings:
-    """The settings of the gcsfs instance that epath, Orbax, this package and the program share.
-
-    This package's values apply from the first call of ``use`` until every ``user`` is deleted.
-    """
+    """The settings of the process's shared gcsfs instance while one of its users exists."""
 
     def __init__(self) -> None:
         # Garbage collection may run _leave anywhere, also inside these methods.
@@ -267,8 +260,7 @@ def use(path: epath.Path, user: object) -> None:
 def _start_tensorstore() -> None:
     """Makes TensorStore give up a request that transfers almost nothing, and send it again.
 
-    TensorStore reads the limits only from environment variables, and once: when it opens its first
-    bucket, which sends no request.
+    It reads the limits from environment variables, once: when it opens its first bucket.
     """
     missing = [name for name in _TENSORSTORE if name not in os.environ]
     try:

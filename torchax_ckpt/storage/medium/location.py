@@ -84,10 +84,9 @@ def kvstore(folder: epath.Path) -> dict[str, str]:
 def reading_context() -> ts.Context:
     """Returns TensorStore's settings for reading: parallel file access, and a cache of the index.
 
-    A failed request to a bucket is repeated for two minutes, by default for 15. The number of
-    chunks that are unpacked at the same time is limited, so that damaged or hostile chunks cannot
-    exhaust this host's memory: TensorStore unpacks a chunk of Blosc wholly, up to 2 GiB, before it
-    compares the size with that of the array's chunks.
+    A failed request to a bucket is repeated for two minutes, by default for 15. TensorStore unpacks
+    a chunk of Blosc, up to 2 GiB, before it compares the sizes. A limit on chunks that are unpacked
+    at the same time keeps hostile ones from exhausting this host's memory.
     """
     most = host_memory.host_memory_bytes() // _UNPACKING_BYTES
     threads = _threads(max(1, min(most, os.cpu_count() or 1)))

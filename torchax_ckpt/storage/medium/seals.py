@@ -50,10 +50,10 @@ def _readable(text: str, content: Mapping[str, Any]) -> bytes:
 
 
 class Texts:
-    """The texts of parts of a JSON object that are the same objects in one save after another.
+    """The texts of parts of JSON objects that are the same objects in one save after another.
 
-    Most of a manifest stays from save to save, and its text takes longer than its digests do. The
-    parts are the values in the objects under ``keys``. They must not change once they were encoded.
+    The parts are the values in the objects under ``keys``, and must not change once encoded. The
+    text of a manifest takes longer than its digests do.
     """
 
     def __init__(self, *keys: str) -> None:

@@ -138,10 +138,7 @@ def explained(error: BaseException, path: Any) -> str:
 
 
 def without_locals(error: BaseException) -> BaseException:
-    """Clears the stack frames of an error's traceback, and returns the error.
-
-    Their variables may be all that keeps a copy of the state in the devices' memory alive.
-    """
+    """Clears the frames of an error's traceback, which may keep a copy of the state alive."""
     if error.__traceback__ is not None:  # the frame that caught it still runs and cannot be cleared
         error.__traceback__ = error.__traceback__.tb_next
     for link in _chain(error):

@@ -77,33 +77,22 @@ def folder_of_process(index: int) -> str:
 
 
 def write_arrays(
-    state: epath.Path,
-    arrays: Mapping[str, AnyArray],
-    folders: Mapping[str, str],
+    state: epath.Path,  # the folder of the step's arrays
+    arrays: Mapping[str, AnyArray],  # by stored name; host arrays only if this process stores them
+    folders: Mapping[str, str],  # of databases of unchanged arrays, by the stored names in them
     *,
-    process: int = 0,
-    stacks: Collection[str] = (),
+    process: int = 0,  # the index of this process
+    stacks: Collection[str] = (),  # the names of the arrays that are stacks
     codec: Codec | None = None,
-    max_bytes: int | None = None,
+    max_bytes: int | None = None,  # most bytes of device arrays in a batch, unless one has more
+    # Called for each batch when it is on the host, with True for the last. From then on the
+    # training program may delete the arrays of the batch.
     on_host: Callable[[bool], None] = lambda is_last: None,
 ) -> dict[str, Digests]:
     """Writes the parts of arrays that this process stores, and returns once they are durable.
 
-    Returns the digests of the bytes that were written, with zeros for blocks of other processes;
-    with long digests for the arrays of ``folders``. The arrays move in batches, and only one batch
-    is on the host at a time. Raises SaveError if readers would reject an array, or its booleans are
-    not all 0 or 1; ValueError or OSError if storage does not take the arrays.
-
-    Args:
-      state: the folder of the step's arrays.
-      arrays: stored name -> array; host arrays only if this process stores them.
-      folders: stored name -> folder, for the arrays in databases of unchanged arrays.
-      process: the index of this process.
-      stacks: the names of the arrays that are stacks.
-      codec: how the arrays are compressed; None for not at all.
-      max_bytes: most bytes of device arrays in a batch, unless one array is larger.
-      on_host: called with False for each batch when it is on the host, and with True for the last.
-        From then on the training program may delete the arrays of the batch.
+    Returns digests of the written bytes, with zeros for other processes' blocks; with long ones for
+    ``folders``. Raises SaveError for an array that readers would reject, or booleans but 0 and 1.
     """
     for name, array in arrays.items():
         _require_readable(name, array)

@@ -69,9 +69,8 @@ def complete(
 ) -> None:
     """Writes all of a step but its arrays, which are durable, and the commit mark.
 
-    ``arrays`` are all of the step by their stored names, without values; ``items`` those in JSON.
-    ``began_nsecs`` and ``at_nsecs`` are when the save began, and the time of the commit, since
-    1970. Raises SaveError if an array is incomplete.
+    ``arrays`` are without values, by stored name; ``items`` are JSON; times are since 1970.
+    Raises SaveError if an array is incomplete.
     """
     apart = {name for database in databases.values() for name in database.arrays}
     others = [array for name, array in arrays.items() if name not in apart]
@@ -98,8 +97,7 @@ def complete(
 def mark(step: epath.Path) -> None:
     """Writes the commit mark, and makes everything durable but the name of the step's folder.
 
-    Raises SaveError if the folder was removed since ``make_folder``: TensorStore makes folders
-    anew, in which what was written before is missing.
+    Raises SaveError if the folder was removed meanwhile: TensorStore makes it anew, but in part.
     """
     if not location.is_bucket(step) and not location.exists(step / _INDICATOR):
         raise SaveError(
@@ -163,8 +161,7 @@ def _entry(keys: tuple[str, ...], array: AnyArray) -> dict[str, Any]:
 def _described(sharding: jax.sharding.Sharding) -> dict[str, Any]:
     """Returns a sharding as Orbax describes it.
 
-    Orbax has no description of other shardings than these two. Its reader needs one for each array,
-    so that of an array with another sharding says one device.
+    Orbax describes only these two, and reads one for each array: others are said to be one device.
     """
     if not isinstance(sharding, jax.sharding.NamedSharding):
         device = min(map(str, sharding.device_set))
