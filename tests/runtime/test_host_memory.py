@@ -20,33 +20,25 @@ class Layout:
 
     def __init__(self, folder: Path) -> None:
         self.proc = folder / "proc"
-        self.cgroup_mounts = folder / "sys"
+        self.cgroup = folder / "cgroup"
         (self.proc / "self").mkdir(parents=True)
         (self.proc / "meminfo").write_text(f"MemTotal: 9 kB\nMemAvailable: {MACHINE >> 11} kB\n")
         self.own("")
-        (self.proc / "self" / "mountinfo").write_text("22 1 254:0 / / rw - ext4 /dev/vda rw\n")
 
     def own(self, lines: str) -> None:
         """What ``/proc/self/cgroup`` says."""
         (self.proc / "self" / "cgroup").write_text(lines)
 
-    def mounted(self, kind: str, root: str) -> Path:
-        """The mount point of ``root`` of a hierarchy: "v1", "v2", or controllers of version 1."""
-        folder = self.cgroup_mounts / f"{kind}{root.replace('/', '-')}"
-        if not folder.exists():
-            folder.mkdir(parents=True)
-            point = str(folder).replace(" ", "\\040")
-            options = {"v1": "cgroup cg rw,cpuset,memory", "v2": "cgroup2 cg rw"}
-            how = options.get(kind, f"cgroup cg rw,{kind}")
-            with open(self.proc / "self" / "mountinfo", "a") as file:
-                file.write(f"32 31 0:29 {root} {point} rw,relatime shared:5 - {how}\n")
-        return folder
+    def top(self, kind: str) -> Path:
+        """The mount point of a hierarchy: "v1" for memory in version 1, "v2", or "cpu"."""
+        return self.cgroup / {"v1": "memory", "v2": "", "cpu": "cpu"}[kind]
 
 
 @pytest.fixture
 def layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Layout:
-    found = Layout(tmp_path / "a folder")  # a space is escaped in mountinfo
+    found = Layout(tmp_path)
     monkeypatch.setattr(host_memory, "_PROC", found.proc)
+    monkeypatch.setattr(host_memory, "_CGROUP", found.cgroup)
     return found
 
 
@@ -65,7 +57,7 @@ def group(kind: str, folder: Path, limit: int | str, used: int | str = 0, cached
 def test_without_control_groups_the_machine_counts(layout: Layout) -> None:
     assert host_memory.host_memory_bytes() == MACHINE
     assert host_memory.available_host_bytes() == LEFT
-    for file in ("self/cgroup", "self/mountinfo", "meminfo"):
+    for file in ("self/cgroup", "meminfo"):
         (layout.proc / file).unlink()
     assert host_memory.host_memory_bytes() == MACHINE
     assert host_memory.available_host_bytes() is None
@@ -81,35 +73,34 @@ def on_a_path(smallest: int) -> list[Any]:
     """Three groups, of which one has the smallest limit, beside others that do not count."""
     paths = ["kubepods/pod/job", "kubepods/pod", "kubepods"]
     limits = [600 if i == smallest else 800 + i for i in range(3)]
-    beside = [("v2", "/", path, 5) for path in ("other", "kubepods/pod/job/below", "..")]
-    return [*(("v2", "/", *each) for each in zip(paths, limits, strict=True)), *beside]
+    beside = [("v2", path, 5) for path in ("other", "kubepods/pod/job/below", "..")]
+    return [*(("v2", *each) for each in zip(paths, limits, strict=True)), *beside]
 
 
 TWICE = str(2 * MACHINE)
 HYBRID = "12:cpu,cpuacct:/job\n4:memory:/job\n1:name=systemd:/job\n0::/system.slice/job\n"
-UNLIMITED = [("v1", "/", "job", "9223372036854771712", 1), ("v2", "/", "job", "max", 1)]
-OF_POD = [("v2", "/", "pod/job", 500, 100), ("v2", "/", "pod", 900, 700)]
-MIXED = [("cpu,cpuacct", "/", "job"), ("v1", "/", "job", 700), ("v2", "/", "system.slice/job")]
-CONTAINER = [("v1", "/docker/c0ffee", "", 700), ("v1", "/docker/c0ffee", "job", 900)]
-# What /proc/self/cgroup says; the groups, each with its hierarchy and the part of it that is
-# mounted; the memory of the host in MiB (None: the machine's), and what is left of it.
+UNLIMITED = [("v1", "job", "9223372036854771712", 1), ("v2", "job", "max", 1)]
+OF_POD = [("v2", "pod/job", 500, 100), ("v2", "pod", 900, 700)]
+MIXED = [("cpu", "job"), ("v1", "job", 700), ("v2", "system.slice/job")]
+CONTAINER = [("v1", "", 700), ("cpu", "docker/c0ffee/job")]
+# What /proc/self/cgroup says; the groups, each with its hierarchy; the memory of the host in MiB
+# (None: the machine's), and what is left of it.
 GROUPS: dict[str, tuple[str, list[Any], int | None, int | None]] = {
-    "v1": ("4:memory:/job\n3:cpu:/\n0::/\n", [("v1", "/", "job", 512, 400, 100)], 512, 212),
-    "v2": ("0::/job\n", [("v2", "/", "job", 512, 400, 100)], 512, 212),
-    "more than the limit": ("0::/job\n", [("v2", "/", "job", 512, 600)], 512, 0),
+    "v1": ("4:memory:/job\n3:cpu:/\n0::/\n", [("v1", "job", 512, 400, 100)], 512, 212),
+    "v2": ("0::/job\n", [("v2", "job", 512, 400, 100)], 512, 212),
+    "more than the limit": ("0::/job\n", [("v2", "job", 512, 600)], 512, 0),
     "the group is smallest": ("0::/kubepods/pod/job\n", on_a_path(0), 600, None),
     "one above it is": ("0::/kubepods/pod/job\n", on_a_path(1), 600, None),
     "the top is": ("0::/kubepods/pod/job\n", on_a_path(2), 600, None),
     "others have taken the rest": ("0::/pod/job\n", OF_POD, 500, 200),
     "never set": ("4:memory:/job\n0::/job\n", UNLIMITED, None, None),
-    "beyond the machine": ("0::/job\n", [("v2", "/", "job", TWICE, TWICE)], None, None),
+    "beyond the machine": ("0::/job\n", [("v2", "job", TWICE, TWICE)], None, None),
     "hybrid": (HYBRID, MIXED, 700, None),
-    "shared": ("4:cpuset,memory:/job\n", [("v1", "/", "job", 700)], 700, None),
+    "shared": ("4:cpuset,memory:/job\n", [("v1", "job", 700)], 700, None),
     "a container": ("4:memory:/docker/c0ffee/job\n", CONTAINER, 700, None),
-    "a namespace": ("0::/\n", [("v2", "/", "", 700)], 700, None),
-    "elsewhere": ("0::/../elsewhere\n", [("v2", "/", "", 700)], 700, None),
-    "not mounted": ("0::/docker/other\n", [("v2", "/docker/c0ffee", "", 700)], 700, None),
-    "two mounts": ("0::/job\n", [("v2", "/other", "", 5), ("v2", "/", "job", 700)], 700, None),
+    "a namespace": ("0::/\n", [("v2", "", 700)], 700, None),
+    "elsewhere": ("0::/../elsewhere\n", [("v2", "", 700)], 700, None),
+    "not mounted": ("0::/docker/other\n", [("v2", "", 700)], 700, None),
 }
 
 
@@ -117,8 +108,8 @@ GROUPS: dict[str, tuple[str, list[Any], int | None, int | None]] = {
 def test_the_limits_of_control_groups_count(case: str, layout: Layout) -> None:
     own, groups, memory, left = GROUPS[case]
     layout.own(own)
-    for kind, root, path, *values in groups:
-        folder = layout.mounted(kind, root) / path
+    for kind, path, *values in groups:
+        folder = layout.top(kind) / path
         folder.mkdir(parents=True, exist_ok=True)
         if values:
             group(kind, folder, *values)
@@ -130,7 +121,7 @@ def test_the_limits_of_control_groups_count(case: str, layout: Layout) -> None:
 
 def test_empty_files_are_no_limit_and_a_change_is_noticed(layout: Layout) -> None:
     layout.own("0::/job\n")
-    top = layout.mounted("v2", "/")
+    top = layout.top("v2")
     group("v2", top, "")
     group("v2", top / "job", 512)
     (top / "job" / "memory.stat").unlink()
