@@ -6,7 +6,6 @@ never wait for it; so a step may be deleted while the follower reads it, and is 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -89,7 +88,6 @@ class Follower:
         self._run: RunDirectory | None = None
         # With their paths: a step that was renamed while it was read can be read again.
         self._skipped: set[CommittedStep] = set()
-        self._names: frozenset[str] | None = None  # in the run's directory, when nothing was due
 
     def follow(
         self, *passing: type[Exception], publishes_last: bool = False
@@ -128,9 +126,6 @@ class Follower:
         """
         self._folders.open()
         self._folders.retire(self._keep, GRACE_SECS)
-        names = self._listed()
-        if names is not None and names == self._names and not is_at_end:
-            return None
         while (committed := self._due(1 if is_at_end else self._every)) is not None:
             try:
                 new = self._publish(committed)
@@ -141,9 +136,7 @@ class Follower:
                 logger.warning("not published to %s: %s", self.out, error)
                 continue
             self._folders.retire(self._keep, GRACE_SECS)
-            self._names = None
             return new
-        self._names = names
         return None
 
     def close(self) -> None:
@@ -155,18 +148,6 @@ class Follower:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    def _listed(self) -> frozenset[str] | None:
-        """Returns the names in the run's directory; None on a bucket.
-
-        While they are the same, so are the steps: each commit and each deletion renames a folder.
-        On a bucket, a step is completed by a file in its folder.
-        """
-        if location.is_bucket(self._path):
-            return None
-        with contextlib.suppress(OSError):
-            return frozenset(os.listdir(self._path))
-        return None
 
     def _due(self, every: int) -> CommittedStep | None:
         if self._run is None:
@@ -188,11 +169,9 @@ class Follower:
         return next(committed for committed in steps if committed.step == ranked[0].step)
 
     def _of_same_branch(self, steps: Sequence[CommittedStep]) -> list[Published]:
-        """Returns the published folders, less those of steps that the run is known to have left.
-
-        A step that was committed after a published one with the same or a higher number is on
-        another branch.
-        """
+        """Returns the published folders, less those of steps that the run is known to have left."""
+        # A step that was committed after a published one with the same or a higher number is on
+        # another branch.
         return [
             folder
             for folder in self._folders.published
