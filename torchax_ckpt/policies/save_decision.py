@@ -144,16 +144,12 @@ class OptimalIntervalPolicy:
 
     mtbf_secs: float
     slowdown: float | None = None
-    _blocking_secs: list[float] = dataclasses.field(default_factory=list, repr=False)
-    _durable_secs: list[float] = dataclasses.field(default_factory=list, repr=False)
-    _times: StepTimes = dataclasses.field(
-        default_factory=StepTimes, init=False, repr=False, compare=False
-    )
-    _continuous: ContinuousCheckpointingPolicy = dataclasses.field(
-        default_factory=ContinuousCheckpointingPolicy, init=False, repr=False
-    )
 
     def __post_init__(self) -> None:
+        self._blocking_secs: collections.deque[float] = collections.deque(maxlen=_OBSERVED)
+        self._durable_secs: collections.deque[float] = collections.deque(maxlen=_OBSERVED)
+        self._times = StepTimes()
+        self._continuous = ContinuousCheckpointingPolicy()
         if not self.mtbf_secs > 0 or not math.isfinite(self.mtbf_secs):
             raise PolicyError(f"mtbf_secs: expected a positive number, found {self.mtbf_secs!r}")
         if self.slowdown is not None and not 0 <= self.slowdown < math.inf:
@@ -163,12 +159,8 @@ class OptimalIntervalPolicy:
 
     def observe_save(self, *, blocking_secs: float, durable_secs: float) -> None:
         """Records the cost of one save; the policy uses the median of the latest five saves."""
-        for known, value in (
-            (self._blocking_secs, blocking_secs),
-            (self._durable_secs, durable_secs),
-        ):
-            known.append(value)
-            del known[:-_OBSERVED]
+        self._blocking_secs.append(blocking_secs)
+        self._durable_secs.append(durable_secs)
 
     @property
     def interval_secs(self) -> float:
