@@ -334,21 +334,18 @@ def coordination_service() -> Any:
         ) from error
 
 
-_of_run: tuple[Any, Liveness] | None = None
-_beginning = threading.Lock()
+_beginning = threading.Lock()  # lru_cache alone may call the function twice
 
 
 def of_run(client: Any) -> Liveness:
     """Returns the ``Liveness`` of this process in its run, the same one at each call."""
-    global _of_run
     if client is None:
         return Liveness()
     with _beginning:
-        if _of_run is None or _of_run[0] is not client:
-            _of_run = client, _begun(client)
-        return _of_run[1]
+        return _begun(client)
 
 
+@functools.lru_cache(1)
 def _begun(client: Any) -> Liveness:
     try:
         from jax._src import distributed
