@@ -9,7 +9,7 @@ import torch
 import torchax
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch import Trainer
-from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -109,13 +109,10 @@ class TorchaxStrategy(SingleDeviceStrategy):
         self.accelerator.teardown()
 
 
-class _JaxDevices(Accelerator):
-    """Presents JAX's devices to Lightning as one accelerator, which needs no set-up."""
+class _JaxDevices(CPUAccelerator):
+    """Presents JAX's devices to Lightning as one, which needs no more set-up than a CPU."""
 
     def setup_device(self, device: torch.device) -> None:
-        pass
-
-    def teardown(self) -> None:
         pass
 
     @staticmethod
@@ -125,14 +122,6 @@ class _JaxDevices(Accelerator):
     @staticmethod
     def get_parallel_devices(devices: Any) -> list[torch.device]:
         return [torch.device("jax", 0)]
-
-    @staticmethod
-    def auto_device_count() -> int:
-        return 1
-
-    @staticmethod
-    def is_available() -> bool:
-        return True
 
     @staticmethod
     def name() -> str:
