@@ -463,7 +463,7 @@ class TorchaxCheckpointer:
         self._require_open()
         with self._processes.round("beginning"):
             self._tiers.wait()
-            self._tiers.require(tier)
+            self._tiers.named(tier)
             number = as_step(step)
         self._tiers.delete(number, tier)
 

@@ -124,7 +124,7 @@ class ReadCalls:
                 verified.mark([committed])
 
     def _checked(self, step: int | None, tier: TierName | None) -> int | None:
-        self._tiers.require(tier)
+        self._tiers.named(tier)
         return None if step is None else as_step(step)
 
     def _restore(

@@ -68,11 +68,7 @@ class Closing:
                 closing.callback(saver.close)
 
     def drop(self, hook: Hook | None) -> None:
-        """Starts a thread that waits for saves in flight and then closes, if there is any work.
-
-        The garbage collector calls this at any point of the program, on any thread. The user's
-        event hook gets the remaining events.
-        """
+        """Starts a thread that finishes any work; the collector calls this at any point."""
         if self._has_ended or self._pid != os.getpid():
             return
         if hook is not None:
@@ -137,17 +133,12 @@ class Closing:
         with contextlib.suppress(ValueError):
             _dropped.remove(self)
         if is_new and self._is_dropped:
+            text = "%s: closed a garbage-collected checkpointer; call close() to get its errors"
             for saver in self._savers:
-                self._log_end(saver)
-
-    def _log_end(self, saver: Saver) -> None:
-        text = (
-            "%s: closed a checkpointer that was garbage-collected; call close() to get its errors"
-        )
-        if saver.newest_failure is not None:
-            logger.error(f"{text}. Its newest save failed: %s", saver.path, saver.newest_failure)
-        elif saver.has_begun:
-            logger.info(text, saver.path)
+                if (failure := saver.newest_failure) is not None:
+                    logger.error(f"{text}. Its newest save failed: %s", saver.path, failure)
+                elif saver.has_begun:
+                    logger.info(text, saver.path)
 
 
 # ``_unfinished`` is for checkpointers that are not garbage-collected, ``_dropped`` for
@@ -163,10 +154,7 @@ def _is_same(path: Any, other: Any) -> bool:
 
 
 def close_others(saver: Saver) -> None:
-    """Closes collected or half-closed checkpointers of this process that may still write there.
-
-    Raises SaveTimeoutError if a save of one takes too long; it continues.
-    """
+    """Closes collected or half-closed checkpointers of this process that may still write there."""
     with _lock:
         others = [c for c in {*_unfinished, *_dropped} if c.concerns(saver)]
     if not all(other.is_asked for other in others):

@@ -18,10 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class Decisions:
-    """Decides which steps to save to one tier, by asking the save decision policy.
-
-    ``processes`` is a channel for save decisions only.
-    """
+    """Decides which steps to save to one tier; ``processes`` is a channel for this only."""
 
     def __init__(
         self,
@@ -38,17 +35,11 @@ class Decisions:
         self._windows = DecisionWindows(processes, self._ask) if processes.count > 1 else None
 
     def should_save(self, step: int) -> bool:
-        """Returns whether to save the step.
-
-        All processes must call it with the same steps in the same order; they get the same answer.
-        """
+        """Returns the same on all processes, which must ask for the same steps in one order."""
         return self._ask(step) if self._windows is None else self._windows.ask(step)
 
     def tell_preemption(self, step: int) -> None:
-        """Tells the policy, on process 0, that a step is saved because of a preemption.
-
-        The policy's answer and errors are ignored, because the process may end before another save.
-        """
+        """Tells the policy, on process 0, that a step is saved because of a preemption."""
         if not self._is_first:
             return
         try:
@@ -62,11 +53,7 @@ class Decisions:
             )
 
     def begun(self) -> None:
-        """Records that the step of the last ``should_save`` is being saved.
-
-        With several processes, the policy is asked once for each step and its answer repeated; from
-        now on, the answer for the step is False. One process asks the policy at each call.
-        """
+        """Records that the step of the last ``should_save`` is being saved: now it is False."""
         if self._windows is not None:
             self._windows.keep()
 

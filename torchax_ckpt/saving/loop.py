@@ -69,9 +69,7 @@ class Loop:
             except GeneratorExit:  # the body ended the loop, which let go of this iterator
                 self._recorded = {}
                 raise
-            if self._num_restores != num_restores:
-                # The body restored another step, so the attached state is now the state of that
-                # step.
+            if self._num_restores != num_restores:  # the attached state is that of another step
                 step = self.position or 0
                 continue
             save(step, force=step == total)

@@ -63,10 +63,9 @@ class Preserving:
     def kept_before(
         self, steps: Sequence[CommittedStep], step: int, metrics: Mapping[str, Any]
     ) -> CommittedStep | None:
-        """Returns the newest of some steps that will be kept once ``step`` is saved.
+        """Returns the newest of some steps that will be kept once ``step`` is saved, else the last.
 
-        Without one, or if the policy raises an error, the newest step, which exists until ``step``
-        is durable; None without steps.
+        The last exists at least until ``step`` is durable.
         """
         if len(steps) < 2:
             return steps[-1] if steps else None

@@ -27,10 +27,7 @@ from torchax_ckpt.state.training_state import TrainingState
 
 
 class SaveCalls:
-    """Implements ``save`` and ``should_save`` of one checkpointer.
-
-    The best-N rules of ``keep_policy`` name the metrics that must be numbers.
-    """
+    """Implements ``save`` and ``should_save`` of one checkpointer."""
 
     def __init__(
         self,
@@ -50,8 +47,7 @@ class SaveCalls:
         self.snapshotter = snapshotter
         self._keep_policy = keep_policy
         self._raises = options.on_save_error == "raise"
-        # Random state only, for functional training without attach.
-        self._unattached = TrainingState()
+        self._unattached = TrainingState()  # random state only, for functional training
         self.model_files = ModelFiles()
 
     def should_save(self, step: int) -> bool:
@@ -153,10 +149,7 @@ class SaveCalls:
     def _due(
         self, step: int, *, is_forced: bool = False, is_preempted: bool = False
     ) -> list[RunTier]:
-        """Returns the tiers that lack the step and whose save decision policies want to save it.
-
-        A forced save, or one at a preemption, goes to the durable tier only.
-        """
+        """Returns the tiers to save to: the durable one if forced, or those that want it."""
         self._tiers.open()
         if is_forced or is_preempted:
             if self._durable.history.has(step):

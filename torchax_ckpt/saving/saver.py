@@ -75,9 +75,8 @@ class Saver:
         self._failures = FailureLog()
         self._writer = Writer(directory, history, options, saves, self._failures, reuse)
         self.newest_failure: SaveError | None = None
-        # Bounded, because nothing removes the costs if every save is forced.
+        # The costs of durable saves, for ``Decisions``, which removes none if each save is forced.
         self.finished: collections.deque[SaveCost] = collections.deque(maxlen=64)
-        """The costs of saves that became durable; ``Decisions`` reads and removes them."""
 
     @property
     def saving_step(self) -> int | None:
@@ -96,11 +95,7 @@ class Saver:
         return self._has_tried or self._telemetry.has_thread
 
     def claim(self, step: int | None, close_others: Callable[[], None]) -> None:
-        """Acquires the directory's lease and tests writing, unless done already.
-
-        Raises LeaseError if another program writes there, or has saved ``step`` or newer ones since
-        this run listed the directory.
-        """
+        """Acquires the directory's lease, unless done; raises LeaseError if others write there."""
         # The training thread acquires the directory once. After a failed save, the thread of the
         # next save acquires it, because a slow medium would block the training thread.
         if not self.is_claimed:
@@ -113,7 +108,7 @@ class Saver:
             self._telemetry.open(self._history.branches.committed)
 
     def _take(self, step: int | None) -> None:
-        """Acquires the lease; raises LeaseError if other programs saved steps during this run."""
+        """Acquires the lease; raises LeaseError if others saved ``step`` or newer in this run."""
         self._directory.claim()
         if unknown := self._history.unknown(step):
             self._directory.release()
@@ -143,10 +138,7 @@ class Saver:
         self._history.refresh(committed_step.named(remaining, self._directory.path))
 
     def announce(self, step: int) -> None:
-        """Tells the other processes that this one is about to save the step.
-
-        Must precede ``begin`` or ``abstain``, and a wait for the save in flight.
-        """
+        """Tells the other processes that ``begin`` or ``abstain`` follows, maybe after a wait."""
         lane = "local" if self._saves.is_per_host else "durable"
         self._call = self._saves.log.publish(lane, f"save({step})", Kind.SAVE, step)
 
@@ -190,11 +182,7 @@ class Saver:
             self._fail(step, 0.0, error)
 
     def wait(self, timeout_secs: float | None = None) -> None:
-        """Waits until no save is in flight; ``check_for_errors`` raises the failures of saves.
-
-        Raises SaveTimeoutError after ``timeout_secs`` of waiting or ``save_timeout_secs`` of
-        saving; the save continues.
-        """
+        """Waits for the save in flight; after a SaveTimeoutError, the save continues."""
         save = self._in_flight
         if save is None:
             return
@@ -203,10 +191,7 @@ class Saver:
             raise save.timeout_error(self.path)
 
     def close(self) -> None:
-        """Waits for the save in flight, then releases the lease; may be called repeatedly.
-
-        Raises SaveTimeoutError if the save takes too long. The save continues and keeps the lease.
-        """
+        """Waits for the save in flight, then releases the lease; keeps it at a SaveTimeoutError."""
         if (save := self._in_flight) is not None:
             what = f"finishing the save of step {save.step}"
             progress.wait(save.ended, self._remaining_secs(save), lambda: f"{what}: {save.where()}")
@@ -221,10 +206,7 @@ class Saver:
             self._in_flight.ended.wait()
 
     def check_for_errors(self, kind: type[CheckpointError] = CheckpointError) -> None:
-        """Raises the oldest unraised failure of this class, else SaveTimeoutError once a save.
-
-        A metric that could not be ranked is a MetricsError, and did not cost its step.
-        """
+        """Raises the oldest unraised failure of this class, else SaveTimeoutError once a save."""
         self._failures.raise_oldest(kind)
         save = self._in_flight
         if save is None or save.ended.is_set or save.is_known_overdue:

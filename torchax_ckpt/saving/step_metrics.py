@@ -14,9 +14,6 @@ from torchax_ckpt import torchax_backend
 from torchax_ckpt.errors import MetricsError
 from torchax_ckpt.snapshot.device_programs import copied
 
-Pending = Mapping[str, Any]
-"""Metrics by name: JSON values, and device scalars that are not fetched yet."""
-
 
 def check_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the metrics as JSON values or device scalars, unfetched; raises MetricsError."""
@@ -81,33 +78,25 @@ def _python_scalar(value: Any) -> Any:
     return scalar.item()
 
 
-def fetch(pending: Pending) -> dict[str, Any]:
-    """Returns the metrics as JSON values; waits until device scalars are computed and fetched."""
-    return {
-        name: _python_scalar(np.asarray(value)) if isinstance(value, jax.Array) else value
-        for name, value in pending.items()
-    }
-
-
 def fetching(
-    pending: Pending, ranked: Sequence[str], step: int, *, must_save: bool
+    pending: Mapping[str, Any], ranked: Sequence[str], step: int, *, must_save: bool
 ) -> Callable[[], tuple[dict[str, Any], MetricsError | None]]:
-    """Returns a function that fetches a step's metrics and checks those that a best-N rule ranks.
+    """Returns a function that fetches metrics, and the error if one of ``ranked`` is no number.
 
-    Copies device scalars at once, because a jitted step could donate their buffers before the
-    fetch. A host metric that cannot be ranked raises MetricsError here, unless ``must_save``: the
-    policy can make up for the save at a later step. Otherwise the returned function returns the
-    error.
+    A host metric that is none raises here, unless ``must_save``: a later step can be saved instead.
     """
     if not must_save:
         _require_ranking(pending, ranked, step)
-    held = {
+    held = {  # copied at once, because a jitted step may donate their buffers before the fetch
         name: copied(_check(name, value)) if isinstance(value, jax.Array) else value
         for name, value in pending.items()
     }
 
     def fetch_ranked() -> tuple[dict[str, Any], MetricsError | None]:
-        metrics = fetch(held)
+        metrics = {
+            name: _python_scalar(np.asarray(value)) if isinstance(value, jax.Array) else value
+            for name, value in held.items()
+        }
         try:
             _require_ranking(metrics, ranked, step)
         except MetricsError as problem:

@@ -66,11 +66,7 @@ class RunTier:
 class Tiers:
     """The tiers of a run; iteration yields the durable tier, then the local tier if there is one.
 
-    ``on_event`` gets the events of the durable tier. ``replica_axis`` is the mesh axis along which
-    slices lie.
-
-    Raises PolicyError, TierError (options that do not allow a restore from a local tier) and
-    DirectoryError.
+    Raises PolicyError, TierError and DirectoryError.
     """
 
     def __init__(
@@ -175,23 +171,20 @@ class Tiers:
     def candidates(
         self, step: int | None = None, name: TierName | None = None
     ) -> list[CommittedStep]:
-        """Returns the steps to read, ascending; of equal steps, the local tier's last.
-
-        Callers try them from the end. Raises StepNotFoundError or TierError if there is none.
-        """
+        """Returns all ``steps``, or those of one number; raises StepNotFoundError without any."""
         found = self.steps(name)
         if chosen := [s for s in found if step is None or s.step == step]:
             return chosen
-        where = " and ".join(str(tier.directory.path) for tier in self._selected_tiers(name))
+        where = " and ".join(str(tier.directory.path) for tier in self.named(name))
         text = f"{where}: there are no checkpoints"
         if step is not None:
             there = ", ".join(map(str, sorted({s.step for s in found}))) or "none"
             text = f"{where}: no checkpoint at step {step}; there are: {there}"
-        raise StepNotFoundError(text, step=step, path=self._selected_tiers(name)[0].directory.path)
+        raise StepNotFoundError(text, step=step, path=self.named(name)[0].directory.path)
 
     def steps(self, name: TierName | None = None) -> list[CommittedStep]:
         """Returns the steps of one tier or all, ascending; of equal steps, the local one last."""
-        tiers, local_steps = self._selected_tiers(name), self._compare_local_steps()
+        tiers, local_steps = self.named(name), self._compare_local_steps()
         found = []
         for tier in tiers:
             if tier is self.local and self.processes.count > 1:
@@ -208,11 +201,7 @@ class Tiers:
         return self.durable.directory.find(step)
 
     def _compare_local_steps(self) -> dict[tuple[int, int], CommittedStep]:
-        """Returns the steps, not abandoned, of any host's local tier, by number and commit time.
-
-        If this host lacks a step, its path does not exist. The hosts tell each other which steps
-        are abandoned. Sets ``_on_all`` to the keys of the steps that all hosts have.
-        """
+        """Returns the steps, not abandoned, of any host's local tier, by number and commit time."""
         if self.local is None or self.processes.count == 1:
             return {}
         directory = self.local.directory
@@ -220,6 +209,7 @@ class Tiers:
             here = {s.key: s for s in directory.steps()}
             told = directory.abandonment.told(here.values())
             compared = self._hosts.combine(told, directory.abandonment.compared)
+        # The keys of the steps that all hosts have, and of those that any host has.
         self._on_all, on_any = directory.abandonment.learn(compared)
         # A step that this host lacks gets a path that does not exist, because this host may have
         # another step with the same number.
@@ -231,19 +221,14 @@ class Tiers:
 
     def numbers(self, name: TierName | None = None) -> list[int]:
         """Returns step numbers, ascending, from readable directories only, without messages."""
-        return sorted(
-            {s.step for tier in self._selected_tiers(name) for s in tier.directory.steps()}
-        )
+        return sorted({s.step for tier in self.named(name) for s in tier.directory.steps()})
 
     def holding(self, committed: CommittedStep) -> RunTier:
         """Returns the tier whose directory contains the given step."""
         return next(t for t in self._tiers if t.directory.path == committed.path.parent)
 
-    def require(self, name: TierName | None) -> None:
-        """Raises TierError if there is no tier of this name."""
-        self._selected_tiers(name)
-
-    def _selected_tiers(self, name: TierName | None) -> list[RunTier]:
+    def named(self, name: TierName | None) -> list[RunTier]:
+        """Returns one tier or all; raises TierError if there is no tier of this name."""
         tiers = [tier for tier in self._tiers if name in (None, tier.name)]
         if not tiers:
             raise TierError(
@@ -273,11 +258,7 @@ class Tiers:
             self._name_run()
 
     def _name_run(self) -> None:
-        """Stores a new name of the run in both tiers; without a local tier, removes the old name.
-
-        A run never resumes from a local tier that lacks the durable tier's name. For the reasons,
-        see ``storage/directory/run_identity.py``.
-        """
+        """Stores a new name of the run in both tiers: see ``storage/directory/run_identity.py``."""
         with self.processes.round("naming the run"):
             durable = self.durable.directory
             if self.local is None:
@@ -320,10 +301,7 @@ class Tiers:
         self._is_open = True
 
     def _forget_what_others_lack(self) -> None:
-        """Leaves out local steps that a host lacks, so that all hosts decide alike.
-
-        They are removed once a new step is on all hosts.
-        """
+        """Leaves out local steps that a host lacks, so that all hosts decide alike."""
         if self.local is not None and self.processes.count > 1:
             self.local.history.keep_only(self._on_all)
 

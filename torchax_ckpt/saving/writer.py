@@ -121,10 +121,7 @@ class Draft:
 
 
 class Writer:
-    """Writes captures to a directory; ``processes`` write each step in one round.
-
-    ``failures`` gets the problems that do not prevent a save.
-    """
+    """Writes captures to a directory; ``failures`` gets problems that do not prevent a save."""
 
     def __init__(
         self,
@@ -163,7 +160,9 @@ class Writer:
         """
         began_nsecs, self._pending = time.time_ns(), None
         progress.enter("fetching metrics from the devices")
-        metrics = self._metrics(capture)
+        metrics, problem = capture.fetch_metrics()
+        if problem is not None and capture.reports_metrics:
+            self._failures.report(problem, "ranking")
         progress.enter("stacking the arrays")
         stacked = capture.snapshot.stacked()
         agreed, states = self._agree(capture, metrics, stacked, progress)
@@ -186,12 +185,6 @@ class Writer:
                 capture.skipped.references,
             )
         return self._commit(capture.step, draft.path) if self._processes.is_first else None
-
-    def _metrics(self, capture: Capture) -> dict[str, Any]:
-        metrics, problem = capture.fetch_metrics()
-        if problem is not None and capture.reports_metrics:
-            self._failures.report(problem, "ranking")
-        return metrics
 
     def _complete(
         self,
@@ -289,10 +282,7 @@ class Writer:
         stacked: Stacked,
         progress: SaveInFlight,
     ) -> tuple[Agreed, list[bytes]]:
-        """Makes the step's folder, and exchanges what the processes must know before they write.
-
-        Returns also the per-process states of all processes, on process 0.
-        """
+        """Makes the step's folder; returns also the states of all processes, on process 0."""
         # One message, because each one of all processes takes as long as the slowest of them.
         state = capture.state(capture.document) if self._hosts is None else b""
         sent = self._processes.gather(stacked.vote.encode() + state)
@@ -377,12 +367,7 @@ class Writer:
         return joined(states)
 
     def _here(self, arrays: Mapping[str, Stored]) -> dict[str, Stored]:
-        """Returns the arrays that this process writes, given those over the devices of all.
-
-        An array on one process's devices is stored as a host array, by process 0: its sharding
-        means nothing to others. If each host has its own directory, it writes arrays of its own
-        shards.
-        """
+        """Returns the arrays that this process writes, given those over the devices of all."""
         if self._processes.count == 1 and self._hosts is None:
             return dict(arrays)
         stored: dict[str, Stored] = {}
@@ -390,7 +375,7 @@ class Writer:
             if not isinstance(array, np.ndarray) and not array.is_fully_addressable:
                 stored[name] = array if self._hosts is None else to_host_part(array)
             elif self._processes.is_first:
-                stored[name] = np.asarray(array)
+                stored[name] = np.asarray(array)  # its sharding means nothing to other processes
         return stored
 
     def _commit(self, step: int, path: epath.Path) -> list[Any]:
@@ -405,11 +390,7 @@ class Writer:
         return [committed_step.described([durable]), self._pending.still if self._pending else None]
 
     def _commit_part(self, hosts: PerHostProcesses, step: int, path: epath.Path) -> CommittedStep:
-        """Commits this host's part of a step; deletes the part if another host failed to commit.
-
-        If another host dies before it reports, this host keeps its part: the other may have
-        committed.
-        """
+        """Commits this host's part of a step; deletes it if another host reports a failure."""
         try:
             durable = self._directory.commit(step, path)
         except Exception:
@@ -417,22 +398,19 @@ class Writer:
                 hosts.any(flag=True)
             raise
         self._history.committed(durable)
+        # Raises if a host died before it reported: that one may have committed, so the part stays.
         if hosts.any(flag=False):  # another host has failed
             self._directory.delete(durable)  # later cleanups would not find this part
             hosts.meet()  # raises the other host's error
         return durable
 
     def read_back(self, durable: CommittedStep) -> None:
-        """Reads the new step back, compares digests, and deletes the step if it is damaged.
-
-        Each process reads a share. Data that cannot be read now, or a dead process, deletes
-        nothing, because the step may be intact.
-        """
+        """Reads the new step back, each process a share; deletes the step if it is damaged."""
         try:
             stored = StoredStep(durable, self._options, allow_part=True)
             stored.verify(self._processes)
             self._processes.meet()
-        except CorruptCheckpointError:  # no run may resume from it
+        except CorruptCheckpointError:  # after other errors, the step may be intact
             if self._processes.is_first:
                 self._directory.delete(durable)
             raise
