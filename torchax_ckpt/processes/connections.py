@@ -33,10 +33,7 @@ def make_room(count: int) -> None:
 
 
 def listen(host: str, backlog: int) -> socket.socket:
-    """Returns a socket that listens at the address of ``host``, and no other, on any port.
-
-    Raises OSError if the name is unknown, or its address is none of this host's.
-    """
+    """Returns a socket that listens at the address of ``host``, and no other, on any port."""
     family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     with _changing:
         listener = socket.create_server(address, family=family, backlog=backlog)

@@ -61,8 +61,7 @@ class Processes(Messages):
     """A channel for messages between the processes of a run; has at most one round at a time.
 
     Channels with equal names are numbered in the order of their creation, which must be the same on
-    all processes. ``client``, of JAX's coordination service, is None with one process. Who opens a
-    channel may set ``log``, the calls of the processes, and ``liveness``, which tells who ended.
+    all processes. Who opens a channel may set ``log``, the processes' calls, and ``liveness``.
     """
 
     def __init__(
@@ -122,13 +121,11 @@ class Processes(Messages):
 
         Args:
           what: the work of the round, the same on all processes: ``saving step 12``. The n-th round
-            of some work of a call on one process meets the n-th round of it on the others. So if
-            one process omits a round, rounds of other work or calls are not affected.
+            of some work of a call on one process meets the n-th round of it on the others.
           call: the call that the work belongs to; default: the call of this thread, whose text then
             precedes ``what``.
           is_met: whether process 0 waits at the end until all processes have come there. False
-            saves messages, for a round in which the other processes have nothing left to do by
-            then: their part of the work is done, or they only wait for what process 0 does.
+            saves messages, if the other processes have nothing left to do by then.
         """
         outcome = Outcome()
         if self.count == 1:
@@ -294,11 +291,7 @@ class Processes(Messages):
     def _get(
         self, key: str, deadline: float, place: str, senders: Sequence[int] | None = None
     ) -> bytes:
-        """Returns the message ``key`` when it arrives; raises if a process fails or time runs out.
-
-        ``deadline`` is a ``time.monotonic()``; ``senders`` are waited for, by default those that
-        are missing in the folder of keys ``place``.
-        """
+        """Returns a message when it arrives; ``senders``: else those missing at ``place``."""
         while True:
             self.liveness.connect()
             message = self._wait(key, min(deadline - time.monotonic(), POLL_SECS))
@@ -334,12 +327,7 @@ class Processes(Messages):
             raise from_json(self._verdict)
 
     def _missing(self, place: str) -> list[int]:
-        """Returns the indices of the processes that the others wait for at ``place``.
-
-        On process 0, those that have sent no message there. On another process, the same ones if
-        some have sent a message; else process 0, which must answer if all have, and send first if
-        none has.
-        """
+        """Returns the indices of the processes that the others wait for at ``place``."""
         if self.is_first:
             return self._behind(place)[0]
         # One process looks for all of them: the listings of all would grow with the square of
@@ -350,6 +338,7 @@ class Processes(Messages):
             found = self._wait(f"{place} missing", _LOOKING_SECS)
             return [0] if found is None else json.loads(found)
         behind, has_any = self._behind(place)
+        # Process 0 must answer if all have sent a message, and send first if none has.
         missing = behind[: _NUM_NAMED + 1] if has_any and behind else [0]
         self._set(f"{place} missing", json.dumps(missing).encode())
         return missing
@@ -377,10 +366,7 @@ class Processes(Messages):
         )
 
     def _error_for_all(self, error: BaseException) -> BaseException | None:
-        """Reports this process's error; returns the error that all processes raise from the round.
-
-        None if process 0 had published success before it received the report.
-        """
+        """Reports this process's error; returns the one that all raise, None after a success."""
         message = to_json(error, self.index)
         if self._call is not None:
             self.log.fail(self._call)

@@ -1,11 +1,10 @@
 """Makes save decisions that are equal on all processes, without a message at every step.
 
 Only process 0 asks the policy, usually before the training reaches the step in question, and its
-decisions hold for all processes. A window is a sequence of steps. During one window, process 0
-decides which steps of the next window to save, and publishes these decisions through JAX's
-coordination service. The other processes read the published decisions in the background. So the
-decisions agree even if policies, clocks and the progress of saves differ between processes. A
-process that has no decision for its step yet waits for the decision.
+decisions hold for all processes, even if policies, clocks and the progress of saves differ between
+them. A window is a sequence of steps. During one window, process 0 decides which steps of the next
+window to save, and publishes these decisions through JAX's coordination service. The other
+processes read them in the background, and wait for a decision that they need and do not have yet.
 
 Process 0 predicts the steps of a window from the difference of the last two step numbers. All
 processes must ask for decisions at the same steps in the same order, as a training loop does. At
@@ -30,12 +29,11 @@ from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.processes.messages import POLL_SECS, from_json, to_json
 from torchax_ckpt.runtime.background import Flag
 
-# The duration of a window: long enough to receive the next window in time, and short compared with
-# a save. The number of steps is limited, in case steps become slower.
+# Long enough to receive the next window in time, and short compared with a save. The number of
+# steps is limited, in case steps become slower.
 _WINDOW_SECS = 0.05
 _MAX_STEPS = 100
-# After this many windows, a process reports which windows it has read, so that process 0 can delete
-# them.
+# After this many windows, a process reports which it has read, so that process 0 can delete them.
 _ACKNOWLEDGED_EVERY = 64
 
 _closing = threading.Event()
@@ -71,8 +69,7 @@ _NOTHING = _DecisionWindow(0, -1, 1, ())
 class DecisionWindows:
     """The save decisions of one tier of a run, made for a window of several steps at a time.
 
-    ``processes`` is a channel for save decisions only. Process 0 calls ``decide`` with a step and
-    the earlier steps that will be saved, but whose saves have not begun.
+    Process 0 calls ``decide`` with a step and the earlier steps whose saves are decided, not begun.
     """
 
     def __init__(self, processes: Processes, decide: Callable[[int, Sequence[int]], bool]) -> None:
@@ -98,9 +95,8 @@ class DecisionWindows:
     def ask(self, step: int) -> bool:
         """Returns whether to save this step; the answer is the same on all processes.
 
-        Raises what ``decide`` raised on process 0, on others a CheckpointError that says so;
-        ProcessError if process 0 asked for another step, or made another call and so decides
-        nothing; PolicyError if it has not decided in time; ClosedError after ``close``.
+        Raises what ``decide`` raised on process 0; ProcessError if that made another call;
+        PolicyError if it has not decided in time; ClosedError after ``close``.
         """
         if self._closing.is_set():
             raise ClosedError(
@@ -133,10 +129,7 @@ class DecisionWindows:
         self._background.shutdown(wait=True)
 
     def _go_on(self, step: int) -> None:
-        """Gets the window that contains ``step``; begins the next one if it can be predicted.
-
-        Process 0 decides on the next window. The others wait for it in the background.
-        """
+        """Gets the window that contains ``step``; begins the next one if it can be predicted."""
         following, self._next = self._next, None
         if following is not None:
             self._window = self._result(following, step)
@@ -168,10 +161,7 @@ class DecisionWindows:
     def _begin(
         self, first: int, last: int, saved: list[int], *, is_predicted: bool = False
     ) -> Future[_DecisionWindow]:
-        """Returns a future of the next window: process 0 decides and publishes it, others read it.
-
-        Process 0 alone uses the steps; ``saved`` are earlier ones whose saves have not begun.
-        """
+        """Returns a future of the next window: process 0 decides and publishes it; others read."""
         number = self._num_windows
         self._num_windows += 1
         if number % _ACKNOWLEDGED_EVERY == 0:
@@ -229,10 +219,7 @@ class DecisionWindows:
         return window.result()
 
     def _rules_out(self, step: int, *, is_new: bool) -> bool:
-        """Returns whether process 0, which asked for another step, asks for ``step`` no more.
-
-        A window that this process has not come to yet is kept until then.
-        """
+        """Returns whether process 0, which asked for another step, asks for ``step`` no more."""
         window = self._window
         if window.is_predicted or window.num_restores < self._processes.log.num_restores:
             return False

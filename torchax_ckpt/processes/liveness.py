@@ -1,14 +1,14 @@
 """Which processes of a run have ended, as told by connections that the kernel closes.
 
-JAX finds that a process has died when no heartbeat of the process arrives for some time, by default
-100 s. This module knows it within a second. Each process keeps a TCP connection to process 0 open.
-The kernel closes the connections of a process that ends, however it ends; a process that is stopped
-or busy keeps its connection. Only process 0 watches the connections, because only process 0 waits
-for processes other than process 0. If process 0 ends, JAX ends the other processes at once.
+JAX finds that a process has died when no heartbeat of it arrives for some time, by default 100 s.
+This module knows it within a second. Each process keeps a TCP connection to process 0 open. The
+kernel closes the connections of a process that ends, however it ends; one that is stopped or busy
+keeps its connection. Only process 0 watches, because the others wait for process 0 only, and JAX
+ends them at once if it ends.
 
-A closed connection means that the process has ended. A host that vanishes, or a network that fails,
-closes no connection: after some 25 s without an answer from the host, process 0 logs that the host
-does not answer, and waits on, because the host may come back before JAX's heartbeat times out.
+A host that vanishes, or a network that fails, closes no connection: after some 25 s without an
+answer, process 0 logs it, and waits on, because the host may come back before JAX's heartbeat
+times out.
 
 Nothing that a connection carries is parsed. A new connection shows, with a secret that process 0
 publishes through JAX's coordination service, that it belongs to a process of the run, and names its
@@ -109,11 +109,7 @@ class _Peer:
 
 
 class Listener(Liveness):
-    """Process 0: accepts and watches the connections of the other processes, on a thread.
-
-    ``host`` is what the others know process 0's host as. Raises OSError if this process cannot
-    listen there, or may not open so many connections.
-    """
+    """Process 0: watches the others' connections, on a thread; OSError if it cannot listen."""
 
     def __init__(self, client: Any, count: int, host: str) -> None:
         super().__init__()

@@ -22,9 +22,8 @@ class PerHostProcesses(Processes):
 
     ``count`` is 1 and ``index`` is 0 on each process, so that every process does what process 0
     would do, and ``host_index`` of ``num_hosts`` is the process in the run. The processes still
-    exchange messages and enter the same rounds: if one process fails, the round fails on all. No
-    method sends the values of all processes to all processes, because the bytes would grow with the
-    square of the number of processes.
+    enter the same rounds. No method sends the values of all processes to all processes, because the
+    bytes would grow with the square of their number.
     """
 
     def __init__(self, processes: Processes) -> None:
@@ -42,10 +41,7 @@ class PerHostProcesses(Processes):
     def round(
         self, what: str, call: Call | None = None, *, is_met: bool = True
     ) -> Iterator[Outcome]:
-        """Runs a round of all processes; the value of its outcome is of this process alone.
-
-        So is an error after process 0 has ended the round well: it is raised on this process.
-        """
+        """Runs a round of all; its value, and an error after its success, are of this process."""
         outcome, failure = Outcome(), None
         with self._processes.round(what, call, is_met=is_met):
             try:
@@ -66,10 +62,7 @@ class PerHostProcesses(Processes):
         return self._processes.share(combined(values) if self._processes.is_first else b"")
 
     def answer(self, value: bytes, answers: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
-        """Returns what process 0 answers to this process, given the values of all processes.
-
-        ``answers`` is called on process 0; values and answers are in the order of the processes.
-        """
+        """Returns what process 0 answers to this process, given the values of all, in order."""
         values = self._processes.gather(value)
         return self._processes.scatter(answers(values) if self._processes.is_first else ())
 
@@ -97,22 +90,17 @@ class PerHostProcesses(Processes):
 class Keepers:
     """Exchanges messages with the processes that keep copies, so that a lost one loses none.
 
-    A message belongs to a group; the processes of a group are those that have equal parts of the
-    state. The keepers of a message are other processes of its group, as far from each other as
-    possible, because neighbours are often lost together. The processes exchange digests first. A
-    message is sent only if one of its keepers does not have it, neither as its own message nor from
-    the exchange before. So the messages and bytes of an exchange grow in proportion to the number
-    of processes.
+    The processes of a group have equal parts of the state. The keepers of a message are other
+    processes of its group, as far from each other as possible, because neighbours are often lost
+    together. The processes exchange digests first, and send a message only if one of its keepers
+    lacks it. So messages and bytes grow in proportion to the number of processes.
     """
 
     def __init__(self) -> None:
         self._known: dict[str, bytes] = {}  # digest -> message, of the exchange before
 
     def exchange(self, processes: PerHostProcesses, message: bytes, group: str) -> dict[int, bytes]:
-        """Returns the messages that this process keeps for others, by the index of the process.
-
-        All processes call this within a round; ``group`` names the group of this process.
-        """
+        """Returns, within a round, the messages that this process keeps for others, by index."""
         mine = hashlib.sha256(message).hexdigest()
         known = {**self._known, mine: message}
         report = json.dumps([group, mine, list(known)]).encode()
@@ -133,10 +121,7 @@ def keeper_distances(count: int) -> list[int]:
 
 
 def answers(reports: Sequence[bytes]) -> list[bytes]:
-    """Returns, for each process, whether it must send its message, and which messages it keeps.
-
-    ``reports`` has each process's group, digest of its message, and digests that it knows.
-    """
+    """Returns, for each process, whether it must send its message, and which messages it keeps."""
     groups, digests, known = zip(*map(json.loads, reports), strict=True)
     members: dict[str, list[int]] = collections.defaultdict(list)
     for index, group in enumerate(groups):
