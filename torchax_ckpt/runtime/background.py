@@ -52,20 +52,12 @@ class Flag:
 
 
 class Task:
-    """A function that runs once, on a daemon thread of its own, named ``name``.
-
-    When ``ended`` is set, the task no longer refers to the function.
-
-    Attributes:
-      ended: set when the function has ended, or will never run.
-      is_cancelled: whether the function will never run.
-      pid: the process that made the task; the thread does not exist in forked ones.
-    """
+    """A function that runs once, on a daemon thread of its own, named ``name``."""
 
     def __init__(self, name: str, run: Callable[[], object]) -> None:
-        self.ended = Flag()
-        self.is_cancelled = False
-        self.pid = os.getpid()
+        self.ended = Flag()  # set when the function has ended and is let go, or will never run
+        self.is_cancelled = False  # whether it will never run
+        self.pid = os.getpid()  # the thread does not exist in forked processes
         self._run = [run]  # whoever removes the function decides whether it runs
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
 
@@ -75,11 +67,9 @@ class Task:
         return self._thread.ident or 0
 
     def start(self) -> None:
-        """Starts the thread, and does not wait until it runs.
+        """Starts the thread; RuntimeError if there are too many, or the interpreter shuts down.
 
-        Raises:
-          RuntimeError: there are too many threads, or the interpreter is shutting down. After any
-            other exception within ``start``, the function may run or not; ``cancel`` decides.
+        After any other exception in here, the function may run or not; ``cancel`` decides.
         """
         try:
             # An interrupt within Thread.start may keep the new thread waiting for ever, so that a

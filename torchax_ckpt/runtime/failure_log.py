@@ -1,9 +1,4 @@
-"""The log of failures of background work, such as saves.
-
-An action, such as saving, may fail repeatedly. ``FailureLog`` logs the first failure of an action
-at level ERROR. While the action keeps failing with the same kind of failure, ``FailureLog`` logs
-these repetitions at level DEBUG.
-"""
+"""The log of failures of background work, such as saves, which may fail repeatedly."""
 
 from __future__ import annotations
 
@@ -15,11 +10,7 @@ logger = logging.getLogger(__name__)
 
 
 class FailureLog:
-    """The failures of background work.
-
-    Attributes:
-      unread: the failures that were not raised to the user yet.
-    """
+    """The failures of background work; ``unread`` were not raised to the user yet."""
 
     def __init__(self) -> None:
         self._known: dict[str, str] = {}
@@ -28,9 +19,9 @@ class FailureLog:
     def report(self, failure: CheckpointError, action: str = "", kind: str = "") -> None:
         """Logs a failure, and keeps it until ``raise_oldest`` raises it.
 
-        A failure is a repetition if the last failure of the same action had the same kind (the same
-        remedy), and ``over`` was not called since; one without action never is. Repetitions are
-        logged at level DEBUG, and not kept while earlier failures wait to be raised.
+        A failure is a repetition if the last one of the same action had the same kind (the same
+        remedy), and ``over`` was not called since. Repetitions are logged at level DEBUG instead of
+        ERROR, and not kept while earlier failures wait to be raised.
         """
         is_known = bool(action) and self._known.get(action) == kind
         logger.log(logging.DEBUG if is_known else logging.ERROR, "%s", failure)

@@ -23,16 +23,11 @@ _PROC, _CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 
 @dataclasses.dataclass(frozen=True)
 class _Interface:
-    """File names and keys of one version of control groups.
+    """The names of one version of control groups."""
 
-    Attributes:
-      limit, used: names of a group's files that hold the limit and the usage in bytes.
-      reclaimable: key in a group's ``memory.stat`` for the file cache that the kernel frees first.
-    """
-
-    limit: str
-    used: str
-    reclaimable: str
+    limit: str  # a group's file with the limit in bytes
+    used: str  # the one with the usage
+    reclaimable: str  # the key in ``memory.stat`` for the file cache that the kernel frees first
 
 
 _V1 = _Interface("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")

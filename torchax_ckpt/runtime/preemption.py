@@ -7,10 +7,9 @@ from Python code for seconds. The thread ends the process as soon as
 ``CheckpointOptions.preemption_grace_secs`` seconds have passed since the first SIGTERM.
 
 Under ``jax.distributed``, JAX installs its own SIGTERM handler. When one process gets a SIGTERM,
-JAX chooses a step, and reports the preemption to every process at this step. A SIGTERM handler that
-is installed after JAX's handler would replace JAX's handler, and JAX would no longer notice
-SIGTERM. So under ``jax.distributed`` this module installs no SIGTERM handler. JAX installs its
-handler in C++, so ``signal.getsignal`` still returns the handler that JAX has replaced.
+JAX chooses a step, and reports the preemption to every process at this step. This module then
+installs no handler, which would replace JAX's. JAX installs its handler in C++, so
+``signal.getsignal`` still returns the handler that JAX has replaced.
 """
 
 from __future__ import annotations
@@ -80,10 +79,7 @@ class Preemption:
         return self._reached
 
     def decide(self, step: int) -> bool:
-        """Returns ``reached(step)``, and fixes the answer for this step.
-
-        Otherwise the loop could skip the save of a step, then see a notice, and end unsaved.
-        """
+        """Returns ``reached(step)``, and fixes it, so that no loop ends at an unsaved step."""
         answer = self.reached(step)
         self._decided = step
         return answer
@@ -119,20 +115,11 @@ def _at_sync_point(step: int) -> bool:
 
 
 class _Watch:
-    """Detects SIGTERM for all checkpointers of this process.
-
-    ``_Watch`` uses no locks, because its code must also work in a signal handler and in a forked
-    process.
-
-    Attributes:
-      noticed_at: ``time.monotonic()`` of the first SIGTERM, or None.
-      was_early: under ``jax.distributed``, whether the notice came before the first question about
-        a step; None before that question.
-    """
+    """Detects SIGTERM for all checkpointers, without locks: in handlers and after forks too."""
 
     def __init__(self) -> None:
-        self.noticed_at: float | None = None
-        self.was_early: bool | None = None
+        self.noticed_at: float | None = None  # ``time.monotonic()`` of the first SIGTERM
+        self.was_early: bool | None = None  # see ``_was_early``; None before the first question
         self._listeners: weakref.WeakSet[Preemption] = weakref.WeakSet()
         self._grace_secs = 0.0
         self._first_noticed: dict[int, float] = {}
@@ -212,10 +199,7 @@ class _Watch:
             os.close(fd)
 
     def _give_back(self) -> list[int]:
-        """Restores the previous handler and wakeup descriptor, unless other code has replaced them.
-
-        Returns this object's descriptors, to close after the thread that reads the pipe has ended.
-        """
+        """Restores what others have not replaced; returns descriptors to close after the thread."""
         assert self._pipe is not None
         (*ours, write_end), self._pipe = self._pipe, None
         current = signal.set_wakeup_fd(-1)
@@ -240,10 +224,7 @@ class _Watch:
     # --- receiving signals ---
 
     def _handle(self, signum: int, frame: types.FrameType | None) -> None:
-        """Tells the thread of a SIGTERM, and lets ``reached`` tell of it before the thread runs.
-
-        Another library may have replaced the descriptor, so that the thread heard nothing.
-        """
+        """Tells ``reached`` of a SIGTERM, and the thread, whose descriptor may be replaced."""
         if self._pipe is None:  # another library has restored this handler since it was removed
             self._notice(_HANDLED)
         else:

@@ -75,11 +75,8 @@ def wait(ended: Flag, timeout_secs: float | None, stage: Callable[[], str]) -> N
 class Pace:
     """Notices that all reads of this process together get too little while one of them waits.
 
-    Requests that are open count as if they had got all their bytes: how much of each has come is
-    unknown, and many may share a slow link.
-
-    Attributes:
-      secs: how long this read has waited since the reads were fast enough.
+    ``secs`` is how long this read has waited since they were fast enough. Open requests count as if
+    they had got all their bytes: how much has come is unknown, and many may share a slow link.
     """
 
     _got_bytes = 0  # by all reads of this process

@@ -19,39 +19,25 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class SaveCost:
-    """The times of a save, in seconds since the training thread began the save.
-
-    Attributes:
-      step: the saved step.
-      blocking_secs: until the training thread continued.
-      durable_secs: until the step was committed.
-    """
+    """The times of a save, in seconds since the training thread began the save."""
 
     step: int
-    blocking_secs: float
-    durable_secs: float
+    blocking_secs: float  # until the training thread continued
+    durable_secs: float  # until the step was committed
 
 
 class SaveInFlight(Task):
-    """The state of one save in flight, which the task's thread carries out by calling ``write``.
-
-    Attributes:
-      is_known_overdue: whether a SaveTimeoutError for this save was raised.
-      handed_over: set once the training thread continues.
-      blocking_secs: seconds from ``began``, a ``time.perf_counter()``, until the training thread
-        continued; valid once ``handed_over`` is set.
-      transferred: set once all arrays are on the host.
-    """
+    """The state of one save in flight, which the task's thread carries out by calling ``write``."""
 
     def __init__(self, step: int, began: float, write: Callable[[SaveInFlight], None]) -> None:
         super().__init__(f"save-{step}", functools.partial(write, self))
         self.step = step
-        self._began = began
+        self._began = began  # a ``time.perf_counter()``
         self.enter("starting its thread")
-        self.is_known_overdue = False
-        self.handed_over = Flag()
-        self.blocking_secs = 0.0
-        self.transferred = Flag()
+        self.is_known_overdue = False  # whether a SaveTimeoutError for this save was raised
+        self.handed_over = Flag()  # set once the training thread continues
+        self.blocking_secs = 0.0  # from ``began`` until then
+        self.transferred = Flag()  # set once all arrays are on the host
 
     @property
     def age_secs(self) -> float:
