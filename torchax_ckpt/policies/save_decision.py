@@ -47,10 +47,8 @@ class StepTimes:
         self._stretch: _Stretch | None = None
         self._saving: collections.deque[float] = collections.deque(maxlen=_OBSERVED)
         self._quiet: collections.deque[float] = collections.deque(maxlen=_OBSERVED)
-        self.last_secs = 0.0
-        """Seconds that the latest step took."""
-        self.num_unmatched = 0
-        """Number of stretches with a save in flight since the latest stretch without one."""
+        self.last_secs = 0.0  # that the latest step took
+        self.num_unmatched = 0  # stretches with a save in flight since the latest one without
 
     def completed(
         self, step: int, now_secs: float, *, is_saving: bool, newest_step: int | None

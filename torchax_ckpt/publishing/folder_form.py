@@ -22,10 +22,7 @@ _DTYPES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "fl
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FolderForm:
-    """What is written of a step, and in which format; the words are those of the commands' options.
-
-    Raises ValueError if the attributes contradict each other.
-    """
+    """What is written of a step, and how; raises ValueError if attributes contradict each other."""
 
     format: Format = "hf"
     dtype: Dtype | None = None
@@ -53,10 +50,7 @@ class FolderForm:
         self._selection()
 
     def weights_of(self, stored: StoredStep) -> Weights:
-        """Returns the weights of a step, selected, renamed and cast.
-
-        Raises SelectionError if a pattern matches nothing or two tensors get one name.
-        """
+        """Returns the weights of a step, selected, renamed and cast; may raise SelectionError."""
         weights = weights_at(stored, self.at)
         selection = self._selection()
         if selection is not None:
@@ -78,10 +72,9 @@ class FolderForm:
         out: Path,
         on_bytes: Callable[[int], None] = lambda nbytes: None,
     ) -> tuple[list[Path], list[StoredLeaf]]:
-        """Writes ``weights_of`` and ``texts_of``; returns the files, and the leaves in them.
+        """Writes to a folder, of safetensors also to a file; returns the files and their leaves.
 
-        For the format safetensors, ``out`` may also name a file. Raises MismatchError if the format
-        needs adapters or allows none.
+        Raises MismatchError if the format needs adapters or allows none.
         """
         max_shard_bytes = self.max_shard_bytes
         if texts is None:

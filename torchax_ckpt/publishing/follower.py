@@ -94,9 +94,8 @@ class Follower:
     ) -> Iterator[Published]:
         """Publishes what is due until ``stopped`` is set; yields each new folder.
 
-        Errors of the kinds ``passing`` are logged, once while they repeat, and the next look tries
-        again. ``publishes_last`` publishes the newest step at the end, whatever ``every``, unless
-        ``aborted``.
+        Errors of the kinds ``passing`` are logged, once while they repeat. ``publishes_last``
+        publishes the newest step at the end, whatever ``every``, unless ``aborted``.
         """
         logged, is_at_end = "", False
         while not is_at_end:
@@ -120,9 +119,7 @@ class Follower:
     def publish_due(self, *, is_at_end: bool = False) -> Published | None:
         """Publishes the step that is due, if any, and deletes folders whose grace has passed.
 
-        The first call locks ``out`` until ``close``. If ``is_at_end``, ``every`` counts as 1.
-        Raises LeaseError if another program publishes to ``out``, DirectoryError (also if ``out``
-        has folders of another run or format), MismatchError, SelectionError and OutOfMemoryError.
+        The first call locks ``out`` until ``close``; raises LeaseError if another program has.
         """
         self._folders.open()
         self._folders.retire(self._keep, GRACE_SECS)

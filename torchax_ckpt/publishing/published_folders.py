@@ -55,16 +55,13 @@ _now_secs = time.time
 
 @dataclasses.dataclass(frozen=True)
 class Published:
-    """A published folder; the commit time tells its step from others of the same number.
-
-    ``replaced_secs`` is since when it is not among those to keep, in seconds since 1970, or None.
-    """
+    """A published folder; the commit time tells its step from others of the same number."""
 
     path: Path
     step: int
     commit_timestamp_nsecs: int
     metrics: dict[str, Any]
-    replaced_secs: float | None = None
+    replaced_secs: float | None = None  # the time since which it is not among those to keep
 
     def to_json(self) -> dict[str, Any]:
         """Returns the folder's entry in the record."""
@@ -86,10 +83,7 @@ class Published:
 
 
 class PublishedFolders:
-    """The folders in OUT, in the order of their publication, all of one run and one format.
-
-    At a time one program publishes there; any number of programs may read.
-    """
+    """The folders in OUT, in the order of their publication, all of one run and one format."""
 
     def __init__(self, out: Path, run: str, format: str) -> None:
         self.path = out

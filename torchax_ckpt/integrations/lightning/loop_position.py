@@ -27,14 +27,10 @@ from torchax_ckpt import RandomState
 class Moment(enum.StrEnum):
     """A point in a Trainer's loops that ``LoopPosition.watch`` reports."""
 
-    START = "start"
-    """Before the first batch."""
-    BEFORE_VALIDATION = "before_validation"
-    """After a batch, before the validation that follows it."""
-    WITHIN_EPOCH = "within_epoch"
-    """After a batch and its validation, within an epoch."""
-    AFTER_EPOCH = "after_epoch"
-    """After the last batch of an epoch and the epoch's hooks."""
+    START = "start"  # before the first batch
+    BEFORE_VALIDATION = "before_validation"  # after a batch, before the validation that follows it
+    WITHIN_EPOCH = "within_epoch"  # after a batch and its validation, within an epoch
+    AFTER_EPOCH = "after_epoch"  # after the last batch of an epoch and the epoch's hooks
 
 
 class CompletedStep:
@@ -177,12 +173,10 @@ class LoopPosition:
             **self._others,
         }
 
-    @contextlib.contextmanager
-    def as_recorded(self) -> Iterator[None]:
+    def as_recorded(self) -> contextlib.AbstractContextManager[None]:
         """In the block, the live objects that a save reads have their recorded state."""
         assert self._completed is not None
-        with self._completed.restored():
-            yield
+        return self._completed.restored()
 
     def _other_states(self) -> dict[str, Any]:
         trainer = self._trainer
