@@ -12,6 +12,7 @@ from torchax_ckpt.runtime import host_memory
 
 MACHINE = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 MIB = 1 << 20
+TOPS = {"v1": "memory", "v2": "", "cpu": "cpu"}  # where the hierarchies are mounted
 LEFT = MACHINE >> 11 << 10  # as the stand-in for /proc says
 
 
@@ -23,15 +24,8 @@ class Layout:
         self.cgroup = folder / "cgroup"
         (self.proc / "self").mkdir(parents=True)
         (self.proc / "meminfo").write_text(f"MemTotal: 9 kB\nMemAvailable: {MACHINE >> 11} kB\n")
-        self.own("")
-
-    def own(self, lines: str) -> None:
-        """What ``/proc/self/cgroup`` says."""
-        (self.proc / "self" / "cgroup").write_text(lines)
-
-    def top(self, kind: str) -> Path:
-        """The mount point of a hierarchy: "v1" for memory in version 1, "v2", or "cpu"."""
-        return self.cgroup / {"v1": "memory", "v2": "", "cpu": "cpu"}[kind]
+        self.own_groups = self.proc / "self" / "cgroup"  # the file
+        self.own_groups.write_text("")
 
 
 @pytest.fixture
@@ -107,9 +101,9 @@ GROUPS: dict[str, tuple[str, list[Any], int | None, int | None]] = {
 @pytest.mark.parametrize("case", GROUPS)
 def test_the_limits_of_control_groups_count(case: str, layout: Layout) -> None:
     own, groups, memory, left = GROUPS[case]
-    layout.own(own)
+    layout.own_groups.write_text(own)
     for kind, path, *values in groups:
-        folder = layout.top(kind) / path
+        folder = layout.cgroup / TOPS[kind] / path
         folder.mkdir(parents=True, exist_ok=True)
         if values:
             group(kind, folder, *values)
@@ -120,8 +114,8 @@ def test_the_limits_of_control_groups_count(case: str, layout: Layout) -> None:
 
 
 def test_empty_files_are_no_limit_and_a_change_is_noticed(layout: Layout) -> None:
-    layout.own("0::/job\n")
-    top = layout.top("v2")
+    layout.own_groups.write_text("0::/job\n")
+    top = layout.cgroup
     group("v2", top, "")
     group("v2", top / "job", 512)
     (top / "job" / "memory.stat").unlink()
