@@ -556,7 +556,7 @@ def test_a_file_that_ends_too_early_is_damaged(tmp_path: Path) -> None:
         CorruptCheckpointError, match=r"expected 4 more bytes at \d+, found the end"
     ):
         tensor.read((slice(0, 8), slice(0, 8)))
-    with pytest.raises(CorruptCheckpointError, match="x.safetensors: mmap length"):
+    with pytest.raises(CorruptCheckpointError, match="x.safetensors: .*mmap length"):
         tensor.read((slice(0, 8), slice(0, 7)))
 
 

@@ -15,6 +15,7 @@ from torchax_ckpt.cli.quantities import parsed_size
 from torchax_ckpt.cli.step_arguments import Directory, Json, existing, step_named
 from torchax_ckpt.errors import DirectoryError, MismatchError, SelectionError
 from torchax_ckpt.formats.huggingface.model_folder import FolderFiles, assets_of
+from torchax_ckpt.formats.tensor_files import require_new
 from torchax_ckpt.formats.weights import Weights
 from torchax_ckpt.publishing.folder_form import Dtype, FolderForm, Format
 from torchax_ckpt.runtime import progress
@@ -336,8 +337,7 @@ def _write_for_torch(
         save_torch_file,
     )
 
-    if out.exists():  # checked before the command reads the step, which can take long
-        raise DirectoryError(f"{out}: exists already; nothing was written", path=out)
+    require_new(out)  # before the command reads the step, which can take long
     optimizers = None
     if with_optimizer:
         from torchax_ckpt.formats.optimizer_state import optimizers_of

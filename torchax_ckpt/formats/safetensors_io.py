@@ -10,21 +10,18 @@ the names of tied weights in the metadata.
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from etils import epath
 
 from torchax_ckpt.errors import (
-    CheckpointError,
     CorruptCheckpointError,
     DirectoryError,
     UnsupportedLeafError,
@@ -35,11 +32,11 @@ from torchax_ckpt.formats.tensor_files import (
     FileTensor,
     TensorFiles,
     in_folder,
-    require_regular,
+    reading_file,
+    writing,
 )
 from torchax_ckpt.formats.weights import Weights, as_dtype
 from torchax_ckpt.layout.batches import batches
-from torchax_ckpt.storage.medium import fsync, permissions
 from torchax_ckpt.stored.stored_step import StoredLeaf, StoredStep
 
 NAMES_OF_DTYPES: Mapping[str, str] = {
@@ -63,11 +60,6 @@ class _File:
     path: Path
     leaves: dict[str, StoredLeaf]
     offsets: dict[str, int] = dataclasses.field(default_factory=dict)
-
-    @property
-    def partial(self) -> Path:
-        """The file's temporary path, until it is complete."""
-        return self.path.with_name(f"{self.path.name}.{os.getpid()}.partial")
 
     def header(self, ties: Mapping[str, str]) -> bytes:
         """Returns the file's header, which precedes the tensors; sets the attribute ``offsets``."""
@@ -108,11 +100,7 @@ def export_safetensors(
     """Writes weights with Hugging Face's file names, index and metadata; returns all paths.
 
     ``out`` is a ``.safetensors`` file, or a directory for one file or, with ``max_shard_bytes``,
-    for several; a larger tensor has a file to itself. A tied weight is written once, under its name
-    in ``weights.leaves``. A file has a temporary name until it is complete; the index and ``texts``
-    (path -> content) are last. Raises UnsupportedLeafError for a dtype or name that safetensors
-    lacks or reserves, or a value too large for the dtype that it is cast to; DirectoryError for a
-    file that exists; CorruptCheckpointError.
+    for several. The index and ``texts`` (path -> content) get their names last.
     """
     files = _divide(weights, out, max_shard_bytes)
     index = out / INDEX if len(files) > 1 else None
@@ -121,18 +109,13 @@ def export_safetensors(
         text_files[index] = json.dumps(_index(files), indent=2) + "\n"
     paths = [*(file.path for file in files), *text_files]
     headers = [file.header(weights.ties) for file in files]
-    with _removed_on_failure([*(file.partial for file in files), *paths], paths):
-        for file, header in zip(files, headers, strict=True):
-            _allocate(file, header)
-        _fill(stored, files, on_bytes)
-        for file in files:
-            fsync.swap_in(file.partial, file.path)
-        for path, text in text_files.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(text.encode())
-            fsync.sync(path)
-        for folder in {out, *(path.parent for path in text_files)} if text_files else ():
-            fsync.sync(folder)
+    with writing(paths) as partials:
+        of_texts = partials[len(files) :]
+        for file, header, partial in zip(files, headers, partials, strict=False):
+            _allocate(partial, file, header)
+        _fill(stored, dict(zip(partials, files, strict=False)), on_bytes)
+        for partial, text in zip(of_texts, text_files.values(), strict=True):
+            partial.write_bytes(text.encode())
     return paths
 
 
@@ -170,53 +153,27 @@ def _index(files: Sequence[_File]) -> dict[str, object]:
     }
 
 
-def _allocate(file: _File, header: bytes) -> None:
-    """Writes the header of a file, and reserves disk space for the whole file.
-
-    Without the reservation, a write to the mapped file on a full disk would kill the process.
-    """
-    permissions.make_folder(epath.Path(file.path.parent))
-    with open(file.partial, "xb") as opened:
+def _allocate(path: Path, file: _File, header: bytes) -> None:
+    with open(path, "xb") as opened:
         opened.write(header)
         opened.flush()
         nbytes = sum(leaf.nbytes for leaf in file.leaves.values())
-        if nbytes:
+        if nbytes:  # a write to the mapped file on a full disk would kill the process
             os.posix_fallocate(opened.fileno(), len(header), nbytes)
 
 
-def _fill(
-    stored: StoredStep,
-    files: Sequence[_File],
-    on_bytes: Callable[[int], None],
-) -> None:
+def _fill(stored: StoredStep, files: Mapping[Path, _File], on_bytes: Callable[[int], None]) -> None:
     """Reads the leaves piece by piece, and writes each piece into the files of its leaf."""
     places = collections.defaultdict(list)
-    for file in files:
+    for partial, file in files.items():
         for name, leaf in file.leaves.items():
-            places[leaf.name].append((file.partial, file.offsets[name], np.dtype(leaf.dtype)))
+            places[leaf.name].append((partial, file.offsets[name], np.dtype(leaf.dtype)))
     for name, index, content in stored.stream(places):
         for path, offset, dtype in places[name]:
             mapped = np.memmap(path, dtype, "r+", offset, stored.leaves[name].shape)
             mapped[index] = as_dtype(content, dtype, name)
             del mapped  # so that the written pages no longer count as memory of this process
             on_bytes(math.prod(content.shape) * dtype.itemsize)
-
-
-@contextlib.contextmanager
-def _removed_on_failure(made: Iterable[Path], wanted: Iterable[Path]) -> Iterator[None]:
-    """Raises if a path in ``wanted`` exists; deletes the paths in ``made`` if the block raises."""
-    for path in wanted:
-        if path.exists():
-            raise DirectoryError(f"{path}: exists already; nothing was written", path=path)
-    try:
-        yield
-    except BaseException as error:
-        for path in made:
-            with contextlib.suppress(OSError):
-                path.unlink()
-        if isinstance(error, OSError) and not isinstance(error, CheckpointError):
-            raise DirectoryError(f"cannot write the export: {error}") from error
-        raise
 
 
 _DTYPES = {theirs: ours for ours, theirs in NAMES_OF_DTYPES.items()}
@@ -233,6 +190,12 @@ def open_safetensors(path: Path) -> TensorFiles:
     tensors: dict[str, FileTensor] = {}
     ties: dict[str, str] = {}
     for file in files:
+        if expected is not None and not file.exists():
+            raise CorruptCheckpointError(
+                f"{file}: expected this file, which the index names, found none. Copy or download "
+                "it",
+                path=file,
+            )
         found, metadata = _open(file)
         if twice := found.keys() & tensors.keys():
             raise CorruptCheckpointError(f"{file}: {min(twice)} is in two files", path=file)
@@ -257,16 +220,10 @@ def _files(path: Path) -> tuple[list[Path], dict[str, set[str]] | None]:
         path = path / SINGLE
     if index.name.endswith(".index.json") and index.exists():
         expected: dict[str, set[str]] = {}
-        try:
-            require_regular(index, may_be_link=True, max_bytes=MAX_METADATA_BYTES)
+        expects = "an index of safetensors"
+        with reading_file(index, expects, may_be_link=True, max_bytes=MAX_METADATA_BYTES):
             for name, file in json.loads(index.read_text())["weight_map"].items():
                 expected.setdefault(in_folder(index.parent, file).name, set()).add(name)
-        except OSError as error:
-            raise DirectoryError(f"{index} cannot be read: {error}", path=index) from error
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CorruptCheckpointError(
-                f"{index}: expected an index of safetensors: {error!r:.200}", path=index
-            ) from None
         return [index.parent / file for file in sorted(expected)], expected
     if not path.is_file():
         raise DirectoryError(f"{path}: no such file", path=path)
@@ -280,24 +237,13 @@ def _open(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
         raise ImportError(
             "reading safetensors needs the safetensors library: pip install safetensors"
         ) from error
-    try:
-        require_regular(path, may_be_link=True)  # Hugging Face's cache contains links
+    # Hugging Face's cache contains links.
+    with reading_file(path, "a file of safetensors", may_be_link=True):
         with safetensors.safe_open(path, "np") as checked:  # checks header, offsets and sizes
             metadata = checked.metadata() or {}
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(length))
-    except FileNotFoundError:
-        raise CorruptCheckpointError(
-            f"{path}: expected this file, which the index names, found none. Copy or download it",
-            path=path,
-        ) from None
-    except OSError as error:
-        raise DirectoryError(f"{path} cannot be read: {error}", path=path) from error
-    except (safetensors.SafetensorError, ValueError) as error:
-        raise CorruptCheckpointError(
-            f"{path}: expected a file of safetensors: {error!s:.200}", path=path
-        ) from error
     tensors = {
         name: _tensor(path, name, entry, 8 + length)
         for name, entry in header.items()

@@ -21,12 +21,13 @@ import torch.utils._mode_utils
 from etils import epath
 
 from torchax_ckpt.errors import DirectoryError, StepNotFoundError, UnsupportedLeafError
+from torchax_ckpt.formats.tensor_files import writing
 from torchax_ckpt.formats.weights import Weights, weights_at
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.runtime.tracebacks import brief
 from torchax_ckpt.storage.arrays import read_arrays
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
-from torchax_ckpt.storage.medium import fsync, permissions
+from torchax_ckpt.storage.medium import permissions
 from torchax_ckpt.stored.stored_step import StoredLeaf, StoredStep
 
 _ALIGNMENT = 64
@@ -131,7 +132,7 @@ def native_torch() -> Iterator[None]:
 
 def save_torch_file(state: Mapping[str, Any], out: Path) -> None:
     """Writes nested dicts of tensors to a new file, for ``torch.load(weights_only=True)``."""
-    with _written(out) as partial, open(partial, "xb") as file, native_torch():
+    with writing([out]) as (partial,), open(partial, "xb") as file, native_torch():
         torch.save(dict(state), file)
 
 
@@ -139,7 +140,7 @@ def save_dcp(state: Mapping[str, Any], out: Path) -> None:
     """Writes a state dict as torch's ``get_state_dict`` returns it, as DCP from one process."""
     import torch.distributed.checkpoint as dcp
 
-    with _written(out) as partial, warnings.catch_warnings(), native_torch():
+    with writing([out]) as (partial,), warnings.catch_warnings(), native_torch():
         warnings.simplefilter("ignore")
         partial.mkdir()
         # Copying ahead speeds up reads from accelerators, but keeps several tensors in memory.
@@ -148,20 +149,6 @@ def save_dcp(state: Mapping[str, Any], out: Path) -> None:
             dcp.save(dict(state), storage_writer=writer, no_dist=True)
         except dcp.CheckpointException as error:
             raise OSError(str(error)) from error
-
-
-@contextlib.contextmanager
-def _written(out: Path) -> Iterator[Path]:
-    """Yields the temporary name of a file or folder, which gets its own after the block."""
-    if out.exists():
-        raise DirectoryError(f"{out}: exists already; nothing was written", path=out)
-    try:
-        permissions.make_folder(epath.Path(out.parent))
-        with fsync.swapped_in(out) as partial:
-            yield partial
-    # torch's zip writer reports a full disk as a RuntimeError.
-    except (OSError, RuntimeError) as error:
-        raise DirectoryError(f"cannot write {out}: {error!s:.300}", path=out) from error
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Describes where files of other programs contain tensors, and reads regions of the tensors.
+"""Describes where files of other programs contain tensors, reads regions, and writes such files.
 
 A restore needs host memory for the regions that this host's devices hold, not for the whole model.
 Files are checked before they are opened, because anybody may have written them.
@@ -12,11 +12,12 @@ import math
 import mmap
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from etils import epath
 from numpy.lib.stride_tricks import as_strided
 
 from torchax_ckpt.errors import (
@@ -26,7 +27,7 @@ from torchax_ckpt.errors import (
     UnsupportedLeafError,
 )
 from torchax_ckpt.storage.arrays.assembly import Index, empty
-from torchax_ckpt.storage.medium import seals
+from torchax_ckpt.storage.medium import fsync, permissions, seals
 
 MAX_METADATA_BYTES = seals.MAX_JSON_BYTES
 
@@ -64,25 +65,58 @@ def in_folder(folder: Path, name: Any) -> Path:
     return folder / name
 
 
-@contextlib.contextmanager
-def reading_file(
-    path: Path, expected: str, *, may_be_link: bool = False, max_bytes: int | None = None
-) -> Iterator[None]:
-    """Checks a file with ``require_regular``, and turns errors of the block, which reads the file.
+def require_new(path: Path) -> None:
+    """Raises DirectoryError if a file or folder to write exists."""
+    if path.exists():
+        raise DirectoryError(f"{path}: exists already; nothing was written", path=path)
 
-    An OSError becomes a DirectoryError (not now), another error a CorruptCheckpointError.
-    """
+
+@contextlib.contextmanager
+def writing(paths: Sequence[Path]) -> Iterator[list[Path]]:
+    """Yields temporary names of new files or folders; all get their own, in order, or none."""
+    for path in paths:
+        require_new(path)
     try:
-        require_regular(path, may_be_link=may_be_link, max_bytes=max_bytes)
+        with contextlib.ExitStack() as swapped:
+            for path in paths:
+                permissions.make_folder(epath.Path(path.parent))
+            last_first = [swapped.enter_context(fsync.swapped_in(p)) for p in reversed(paths)]
+            yield last_first[::-1]
+    except BaseException as error:
+        for path in paths:
+            with contextlib.suppress(OSError):
+                path.unlink()
+        # torch's zip writer reports a full disk as a RuntimeError.
+        is_of_disk = isinstance(error, (OSError, RuntimeError))
+        if is_of_disk and not isinstance(error, CheckpointError):
+            out = paths[0]
+            raise DirectoryError(f"cannot write {out.name}: {error!s:.300}", path=out) from error
+        raise
+
+
+@contextlib.contextmanager
+def reading(path: Path, expected: str) -> Iterator[None]:
+    """Turns an OSError of the block into a DirectoryError (not now), others into corruption."""
+    try:
         yield
-    except OSError as error:
-        raise DirectoryError(f"{path} cannot be read: {error}", path=path) from error
     except (CheckpointError, MemoryError):
         raise
+    except OSError as error:
+        raise DirectoryError(f"{path} cannot be read: {error}", path=path) from error
     except Exception as error:  # zipfile's errors, and type errors from unexpected records
         raise CorruptCheckpointError(
             f"{path}: expected {expected}: {error!s:.200}", path=path
         ) from error
+
+
+@contextlib.contextmanager
+def reading_file(
+    path: Path, expected: str, *, may_be_link: bool = False, max_bytes: int | None = None
+) -> Iterator[None]:
+    """``reading`` after a check with ``require_regular``."""
+    with reading(path, expected):
+        require_regular(path, may_be_link=may_be_link, max_bytes=max_bytes)
+        yield
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -190,7 +224,7 @@ class FileTensor:
             where: Any = (*in_result, ...)  # with it, a tensor without dims gives a view too
             region = result[where]
             missing -= region.size
-            with _reading(part):
+            with reading(part.path, "all bytes of its tensors"):
                 located = part.located(result.dtype)
                 if not located.read_into(region, in_part):
                     region[...] = located.mapped(result.dtype)[in_part]
@@ -202,23 +236,10 @@ class FileTensor:
     def mapped(self) -> np.ndarray:
         """Returns the whole tensor: mapped if it is one part of a file, else copied into memory."""
         if self.is_one_part:
-            with _reading(self.parts[0]):
+            with reading(self.parts[0].path, "all bytes of its tensors"):
                 dtype = np.dtype(self.dtype)
                 return self.parts[0].located(dtype).mapped(dtype)
         return self.read(tuple(slice(0, n) for n in self.shape))
-
-
-@contextlib.contextmanager
-def _reading(part: FilePart) -> Iterator[None]:
-    """Turns errors of reading a part into errors of this package, which name the file."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except (EOFError, OverflowError, ValueError) as error:  # of mmap, if a file is too short
-        raise CorruptCheckpointError(f"{part.path}: {error}", path=part.path) from error
-    except OSError as error:
-        raise DirectoryError(f"{part.path} cannot be read: {error}", path=part.path) from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,10 +252,7 @@ class TensorFiles:
 
 
 def require_stored(path: Path, tensors: Mapping[str, FileTensor], stored_bytes: int) -> None:
-    """Raises UnsupportedLeafError if tensors are far larger than what the files store of them.
-
-    Otherwise a small file, whose tensors overlap or repeat elements, could ask for all memory.
-    """
+    """Raises UnsupportedLeafError if a small file, of overlapping tensors, asks for all memory."""
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     if nbytes > 2 * stored_bytes + _MAX_SHARED_BYTES:
         raise UnsupportedLeafError(
