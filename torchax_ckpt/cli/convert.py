@@ -14,7 +14,7 @@ from torchax_ckpt.cli.exit_codes import OK, UsageError
 from torchax_ckpt.cli.quantities import parsed_size
 from torchax_ckpt.cli.step_arguments import Directory, Json, existing, step_named
 from torchax_ckpt.errors import DirectoryError, MismatchError, SelectionError
-from torchax_ckpt.formats.huggingface.model_folder import FolderFiles, assets_of
+from torchax_ckpt.formats.huggingface.model_folder import assets_of
 from torchax_ckpt.formats.tensor_files import require_new
 from torchax_ckpt.formats.weights import Weights
 from torchax_ckpt.publishing.folder_form import Dtype, FolderForm, Format
@@ -28,6 +28,20 @@ _FOLDERS, _FOR_TORCH = ("hf", "peft"), ("pt", "dcp")
 Patterns = Annotated[
     list[str] | None,
     typer.Option(metavar="PATTERN", help="Names of tensors or modules; may be repeated."),
+]
+
+
+CastTo = Annotated[
+    Dtype | None,
+    typer.Option(help="Cast floating-point weights to this dtype; not for pt and dcp."),
+]
+At = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PLACE",
+        help="Place of the weights in the step: model/NAME, state/params or optimizer. "
+        "Default: the one attached model.",
+    ),
 ]
 
 
@@ -53,10 +67,7 @@ def export(
         str | None,
         typer.Option(metavar="SIZE", help="safetensors, hf: files of at most this size: 5GB."),
     ] = None,
-    dtype: Annotated[
-        Dtype | None,
-        typer.Option(help="safetensors, hf, peft: cast floating-point weights to this dtype."),
-    ] = None,
+    dtype: CastTo = None,
     config: Annotated[
         Path | None,
         typer.Option(
@@ -77,14 +88,7 @@ def export(
             metavar="OLD=NEW", help="Write other names: `'transformer.h.*=layers.*'`; repeatable."
         ),
     ] = None,
-    at: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PLACE",
-            help="Place of the weights in the step: model/NAME, state/params or optimizer. "
-            "Default: the one attached model.",
-        ),
-    ] = None,
+    at: At = None,
     as_json: Json = False,
 ) -> int:
     """Writes the weights of a step to files for other programs; stores each tied weight once.
@@ -104,7 +108,6 @@ def export(
         "--max-shard-size": max_shard_size is not None,
         "--optimizer": with_optimizer,
         "--dtype": dtype is not None,
-        "--config": config is not None,
     }
     _require_consistent(out, format, {option for option, is_given in given.items() if is_given})
     size = (
@@ -138,7 +141,12 @@ def export(
     else:
         texts = form.texts_of(stored)
         has_config = None if texts is None else texts.has_config or format == "peft"
-        paths, leaves = _write_files(stored, weights, texts, out, form)
+        total = sum(leaf.nbytes for leaf in leaves)
+        try:
+            with progress.bar("writing", lambda: total) as on_bytes:
+                paths, leaves = form.write(stored, weights, texts, out, on_bytes)
+        except MismatchError as error:
+            raise UsageError(f"export: step {stored.committed.step}: {error}") from error
     _print_export(stored, weights, paths, leaves, has_config, as_json=as_json)
     return OK
 
@@ -224,8 +232,6 @@ def _require_consistent(out: Path, format: str, given: Set[str]) -> None:
         )
     if "--dtype" in given and format in _FOR_TORCH:
         raise UsageError("export: --dtype needs --format safetensors, hf or peft")
-    if "--config" in given and format not in _FOLDERS:
-        raise UsageError("export: --config needs --format hf or peft")
 
 
 def import_(
@@ -307,22 +313,6 @@ def import_(
             f"{output.size(num_bytes)}"
         )
     return OK
-
-
-def _write_files(
-    stored: StoredStep,
-    weights: Weights,
-    texts: FolderFiles | None,
-    out: Path,
-    form: FolderForm,
-) -> tuple[list[Path], list[StoredLeaf]]:
-    """Writes safetensors, or a folder of transformers or PEFT; returns files and leaves in them."""
-    total = sum(leaf.nbytes for leaf in weights.leaves.values())
-    try:
-        with progress.bar("writing", lambda: total) as on_bytes:
-            return form.write(stored, weights, texts, out, on_bytes)
-    except MismatchError as error:
-        raise UsageError(f"export: step {stored.committed.step}: {error}") from error
 
 
 def _write_for_torch(

@@ -10,10 +10,11 @@ from typing import Annotated, Any
 import typer
 
 from torchax_ckpt.cli import output
+from torchax_ckpt.cli.convert import At, CastTo
 from torchax_ckpt.cli.exit_codes import INTERRUPTED, OK, TERMINATED, UsageError
 from torchax_ckpt.cli.step_arguments import existing
 from torchax_ckpt.errors import DirectoryError, MismatchError, OutOfMemoryError, SelectionError
-from torchax_ckpt.publishing.folder_form import Dtype, FolderForm, Format
+from torchax_ckpt.publishing.folder_form import FolderForm, Format
 from torchax_ckpt.publishing.follower import Follower
 from torchax_ckpt.publishing.published_folders import Published
 from torchax_ckpt.storage.medium import location
@@ -46,18 +47,8 @@ def follow(
         typer.Option(metavar="METRIC", help="Publish each new best step: loss, or accuracy:max."),
     ] = None,
     keep: Annotated[int, typer.Option(metavar="N", help="How many folders to keep.")] = 3,
-    dtype: Annotated[
-        Dtype | None,
-        typer.Option(help="Cast floating-point weights to this dtype."),
-    ] = None,
-    at: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PLACE",
-            help="Place of the weights in a step: model/NAME, or state/params. Default: the one "
-            "attached model.",
-        ),
-    ] = None,
+    dtype: CastTo = None,
+    at: At = None,
     once: Annotated[
         bool, typer.Option("--once", help="Publish the step that is due, if any, and end.")
     ] = False,

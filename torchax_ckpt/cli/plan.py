@@ -23,6 +23,10 @@ _HOST_MTBF_SECS = 365 * 86_400.0
 _TIMES, _CHIPS = "How often to save", "Before renting TPUs"
 
 
+def _time(help: str, **more: Any) -> Any:
+    return typer.Option(metavar="TIME", help=help, rich_help_panel=_TIMES, **more)
+
+
 def plan(
     params: Annotated[
         str | None,
@@ -42,34 +46,13 @@ def plan(
     ] = None,
     mtbf: Annotated[
         str | None,
-        typer.Option(
-            metavar="TIME",
-            help="Mean time between failures of the run.",
-            show_default="a failure per host and year",
-            rich_help_panel=_TIMES,
-        ),
+        _time("Mean time between failures of the run.", show_default="a failure per host and year"),
     ] = None,
     restart: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TIME",
-            help="From a failure to the start of the restore.",
-            show_default="5min",
-            rich_help_panel=_TIMES,
-        ),
+        str | None, _time("From a failure to the start of the restore.", show_default="5min")
     ] = None,
-    blocking: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TIME", help="A save blocks training for this time.", rich_help_panel=_TIMES
-        ),
-    ] = None,
-    durable: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TIME", help="From the snapshot to the commit.", rich_help_panel=_TIMES
-        ),
-    ] = None,
+    blocking: Annotated[str | None, _time("A save blocks training for this time.")] = None,
+    durable: Annotated[str | None, _time("From the snapshot to the commit.")] = None,
     slowdown: Annotated[
         float | None,
         typer.Option(

@@ -57,7 +57,10 @@ def report(
     steps, num_bytes = steps_of(run)
     writer = writer_of(run)
     runs = runs_of(read_events(run.path), is_running=writer is not None and writer[1])
-    _write(out, page(str(run.path), now_secs, runs, steps, num_bytes))
+    permissions.make_folder(epath.Path(out.parent))
+    with fsync.swapped_in(out) as partial:  # no browser loads half a page
+        content = page(str(run.path), now_secs, runs, steps, num_bytes)
+        partial.write_text(content, encoding="utf-8", errors="replace")
     if as_json:
         output.print_json(
             {"directory": str(run.path), "page": str(out), "runs": [_as_json(r) for r in runs]}
@@ -102,13 +105,6 @@ def _require_ours(out: Path) -> None:
                     "another name as OUT",
                     path=out,
                 )
-
-
-def _write(out: Path, content: str) -> None:
-    """Writes the page under a temporary name first, so that no browser loads half a page."""
-    permissions.make_folder(epath.Path(out.parent))
-    with fsync.swapped_in(out) as partial:
-        partial.write_text(content, encoding="utf-8", errors="replace")
 
 
 MARK = "<!-- torchax-ckpt report -->"  # This is the template's second line.

@@ -115,7 +115,7 @@ def test_options_and_steps_that_do_not_fit_are_refused(directory: Path, tmp_path
     out = tmp_path / "x"
     for arguments, said in (
         ((out, "--format", "pt", "--dtype", "bf16"), "--dtype needs --format"),
-        ((out, "--config", tmp_path), "--config needs --format hf or peft"),
+        ((out, "--config", tmp_path), "--config: needs the format hf or peft"),
         (("x.safetensors", "--format", "hf"), "expected the name of a directory"),
         ((out, "--format", "hf", "--optimizer"), "--optimizer needs --format pt or dcp"),
         (("1", "2", out), "expected [STEP] OUT, found 3 arguments"),

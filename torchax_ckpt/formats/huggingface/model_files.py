@@ -39,11 +39,15 @@ class ModelFiles:
         )
         self._of_tokenizer = _Collected()
         if tokenizer is not None:
-            with self._of_tokenizer.trying("the tokenizer's files"):
-                self._add_tokenizer(tokenizer)
-        self._files: dict[str, str] = {}
+            trying = self._of_tokenizer.trying("the tokenizer's files")
+            with trying, tempfile.TemporaryDirectory() as folder:
+                tokenizer.save_pretrained(folder)
+                for path in sorted(Path(folder).rglob("*")):
+                    if path.is_file():
+                        name = path.relative_to(folder).as_posix()
+                        self._of_tokenizer.add(f"{TOKENIZER}/{name}", path.read_bytes())
+        self._found = _Collected()
         self._assets: Assets | None = None
-        self._left_out: list[str] = []
         # Encodes the files of a tokenizer, which takes long, before the first save needs them.
         self._form: Any = object()
         self.encoded(None)
@@ -55,30 +59,16 @@ class ModelFiles:
         is another object: the models' tensors changed in number, name, shape or dtype.
         """
         if form is not self._form:
-            found = dataclasses.replace(
-                self._of_tokenizer,
-                files=dict(self._of_tokenizer.files),
-                left_out=list(self._of_tokenizer.left_out),
-            )
+            found = copy.deepcopy(self._of_tokenizer)
             for key_path, model in self._models.items():
                 with found.trying("a model's config"):
                     self._add_model(found, (MODEL, *map(assets.part_of, key_path)), model)
-            if found.left_out != self._left_out:
-                self._left_out = found.left_out
+            if found.left_out and found.left_out != self._found.left_out:
                 found.warn()
-            if found.files != self._files:
-                self._files = found.files
+            if found.files != self._found.files:
                 self._assets = Assets.of(found.files) if found.files else None
-            self._form = form
+            self._found, self._form = found, form
         return self._assets
-
-    def _add_tokenizer(self, tokenizer: Any) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            tokenizer.save_pretrained(folder)
-            for path in sorted(Path(folder).rglob("*")):
-                if path.is_file():
-                    name = path.relative_to(folder).as_posix()
-                    self._of_tokenizer.add(f"{TOKENIZER}/{name}", path.read_bytes())
 
     def _add_model(self, found: _Collected, place: tuple[str, ...], model: Any) -> None:
         from torchax_ckpt import torchax_backend  # not for reading the files
@@ -133,12 +123,11 @@ class _Collected:
 
     def warn(self) -> None:
         """Warns about the files that were left out."""
-        if self.left_out:
-            user_warnings.warn(
-                "the steps of this run are saved without these files of the model, so that a "
-                f"folder exported from them may lack them: {'; '.join(self.left_out)}",
-                stacklevel=4,
-            )
+        user_warnings.warn(
+            "the steps of this run are saved without these files of the model, so that a "
+            f"folder exported from them may lack them: {'; '.join(self.left_out)}",
+            stacklevel=4,
+        )
 
 
 def _config(config: Any, base: Any) -> bytes:
