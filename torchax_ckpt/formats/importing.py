@@ -56,14 +56,7 @@ def is_known(path: Path) -> bool:
 
 
 def open_files(path: Path, at: str | None = None) -> TensorFiles:
-    """Opens weights that another program wrote, without reading a tensor.
-
-    ``at`` are the keys that lead to the weights, joined with ``/``; None for the default place.
-    Raises SelectionError for ``at`` with safetensors, whose names are not nested; MismatchError
-    without tensors under ``at``; UnsupportedLeafError for what cannot be stored, or two tensors of
-    one name; CorruptCheckpointError; DirectoryError; and ImportError without the safetensors
-    library.
-    """
+    """Opens weights of another program without reading a tensor; keys of nested dicts in ``at``."""
     if is_dcp(path):
         return open_dcp(path, at)
     if is_torch_file(path):

@@ -24,10 +24,7 @@ class Optimizers:
     leaves: tuple[StoredLeaf, ...]
 
     def state_dicts(self, tensor: Callable[[str], Any], *, by_name: bool) -> dict[str, Any]:
-        """Returns what ``Optimizer.state_dict`` does, or a dict by name if optimizers have names.
-
-        Parameters are keyed by name, as in torch's DCP, or by position, as in ``load_state_dict``.
-        """
+        """Returns an optimizer's state dict, or dicts by name; DCP keys parameters by name."""
         state_dicts = {
             name: state_dict_of(
                 node, OPTIMIZER, lambda leaf: tensor(leaf["array"]), by_name=by_name

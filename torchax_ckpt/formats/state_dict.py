@@ -155,12 +155,7 @@ def save_dcp(state: Mapping[str, Any], out: Path) -> None:
 def room_for(
     leaves: Sequence[StoredLeaf], folder: Path, options: CheckpointOptions
 ) -> Iterator[Allocate | None]:
-    """Provides room for leaves that torch writes in one call, and that are therefore all read.
-
-    Yields None if they fit into ``max_host_bytes``; otherwise a function that allocates arrays in
-    an unnamed file in the folder, whose pages the system can evict. DirectoryError if the disk is
-    full.
-    """
+    """Yields room in a file, whose pages can be evicted, for leaves beyond ``max_host_bytes``."""
     nbytes = sum(leaf.nbytes for leaf in leaves)
     if nbytes <= (options.max_host_bytes or read_arrays.STREAMED_BYTES):
         yield None

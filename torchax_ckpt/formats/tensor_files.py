@@ -38,10 +38,7 @@ _MAX_SHARED_BYTES = 256 << 20
 
 
 def require_regular(path: Path, *, may_be_link: bool = False, max_bytes: int | None = None) -> None:
-    """Raises ValueError unless the path is a regular file, or a link to one, of ``max_bytes``.
-
-    A read from a pipe can block forever, and a read from a device may never end.
-    """
+    """Raises ValueError for a folder, a large file, or a pipe, of which a read may never end."""
     status = path.stat(follow_symlinks=may_be_link)
     if not stat.S_ISREG(status.st_mode):
         kind = "symbolic link" if stat.S_ISLNK(status.st_mode) else "folder or special file"
@@ -202,10 +199,7 @@ class FileTensor:
         return bool(self.nbytes) and [part.shape for part in self.parts] == [self.shape]
 
     def read(self, index: Index) -> np.ndarray:
-        """Reads a region of the tensor, slices with step 1, into new memory.
-
-        Raises CorruptCheckpointError, also if the parts overlap or leave gaps, or DirectoryError.
-        """
+        """Reads a region of the tensor, slices with step 1, into new memory."""
         bounds = [s.indices(n)[:2] for s, n in zip(index, self.shape, strict=True)]
         result = empty(tuple(b - a for a, b in bounds), np.dtype(self.dtype))
         missing = result.size

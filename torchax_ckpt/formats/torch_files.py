@@ -88,11 +88,7 @@ class Section(io.RawIOBase):
 
 
 def members(section: Section) -> dict[str, zipfile.ZipInfo]:
-    """Returns the files inside an archive, by their names in it, such as ``data/0``.
-
-    Raises ValueError if one is compressed, if one without a tensor is larger than ``max_bytes``, or
-    if the tensors are big-endian; and zipfile's errors.
-    """
+    """Returns the files inside an archive, by names such as ``data/0``; refuses compressed ones."""
     found = {}
     with zipfile.ZipFile(section) as archive:
         for info in archive.infolist():
@@ -112,11 +108,7 @@ def members(section: Section) -> dict[str, zipfile.ZipInfo]:
 
 
 def load(file: Any, path: Path, **how: Any) -> Any:
-    """Returns what ``torch.save`` saved, after ``members`` has checked the archive.
-
-    ``file`` is ``path``, or a ``Section`` of it. Raises UnsupportedLeafError for objects that are
-    neither tensors nor plain values, and torch's many errors.
-    """
+    """Returns what ``torch.save`` wrote, after ``members`` has checked it; refuses pickled code."""
     with native_torch():
         # Asked before, because torch searches its message about such a class in quadratic time.
         if classes := torch.serialization.get_unsafe_globals_in_checkpoint(file):
@@ -143,12 +135,7 @@ def is_torch_file(path: Path) -> bool:
 
 
 def open_torch_file(path: Path, at: str | None = None) -> TensorFiles:
-    """Opens a file of ``torch.save`` without reading a tensor; see ``open_files``.
-
-    Tensors with the same storage, offset, shape and strides are tied. Values that are neither
-    tensors nor dicts of tensors are left out. The default place is ``model``, ``state_dict``, or
-    the file.
-    """
+    """Opens a file of ``torch.save`` without reading a tensor; ties tensors that are one."""
     with reading_file(path, "a file of torch.save", may_be_link=True):
         root = _loaded(path)
         tensors: dict[str, FileTensor] = {}

@@ -32,12 +32,7 @@ class Weights:
 
 
 def weights_at(stored: StoredStep, at: str | None = None) -> Weights:
-    """Returns the leaf at one key path of a step, or the leaves below it, as weights.
-
-    Keys of functional state are joined with ``.``. ``at`` is None for the one attached model.
-    Raises MismatchError, which lists the places of leaves, if there are no leaves or no single
-    model.
-    """
+    """Returns the leaves at or below a key path of a step; None for the one attached model."""
     place = at or MODEL
     node = _node_at(stored, place)
     is_module = isinstance(node, dict) and "ties" in node

@@ -102,11 +102,7 @@ class Journal:
 
 
 def read_events(directory: epath.Path) -> dict[str, list[Event]]:
-    """Returns each run's name and its events, in the order in which they were recorded.
-
-    If there are more events than runs write, the oldest files are left out. Raises OSError, and
-    bucket clients' own errors.
-    """
+    """Returns each run's name and its events in order; of more than runs write, the newest."""
     files: list[tuple[str, dict[bytes, Event]]] = []
     num_bytes = num_lines = 0
     for name, content in _newest_first(directory / FOLDER):

@@ -101,10 +101,7 @@ class Telemetry:
         self._step = step
 
     def saving(self, step: int, began: float) -> None:
-        """Records that a save began at ``began``, of ``time.perf_counter()``.
-
-        Not called on the training thread, which would wait while other threads wake up.
-        """
+        """Records that a save began; not for the training thread, which would wait for others."""
         num_skipped = self._num_skipped
         values: dict[str, Any] = {"num_skipped": num_skipped - self._num_reported}
         if self._saving is not None:
@@ -232,10 +229,7 @@ class Telemetry:
         return True
 
     def _measured(self, event: Event, steps: Sequence[CommittedStep], reused_bytes: int) -> Event:
-        """Returns an event with the bytes of its step and of all steps, as far as storage answers.
-
-        Only the files of steps that no earlier event had are listed.
-        """
+        """Returns an event with the bytes of its step and of all steps, if storage answers."""
         try:
             self._usage.update(steps)
         except Exception as error:  # bucket clients raise errors of their own

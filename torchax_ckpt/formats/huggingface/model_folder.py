@@ -120,12 +120,7 @@ def export_model(
     max_shard_bytes: int | None = None,
     on_bytes: Callable[[int], None] = lambda nbytes: None,
 ) -> tuple[list[Path], list[StoredLeaf]]:
-    """Writes a folder for ``from_pretrained``; returns its files and the leaves in them.
-
-    The config gets the dtype of the weights. If it says that the model is not tied, tied weights
-    are written under each of their names. Raises MismatchError if the weights contain adapters, and
-    as ``export_safetensors`` does.
-    """
+    """Writes a folder for ``from_pretrained``; returns its files and the leaves in them."""
     if adapters := adapter_names(weights.leaves):
         raise MismatchError(
             f"expected the weights of a model, found tensors of its adapters "
@@ -159,11 +154,7 @@ def export_adapters(
     max_shard_bytes: int | None = None,
     on_bytes: Callable[[int], None] = lambda nbytes: None,
 ) -> tuple[list[Path], list[StoredLeaf]]:
-    """Writes each adapter as PEFT does: ``default`` into the folder, others into subfolders.
-
-    Returns and raises as ``export_model`` does; MismatchError also without an adapter or its
-    config, UnsupportedLeafError if PEFT's method is not known.
-    """
+    """Writes each adapter as PEFT does: ``default`` into the folder, others into subfolders."""
     found = sorted(adapter_names(weights.leaves))
     if not found:
         raise MismatchError("expected tensors of PEFT's adapters, found none; omit --format peft")
@@ -255,8 +246,6 @@ def names_in_file(fqns: Iterable[str], adapter: str, config: Mapping[str, Any]) 
 
     ``q_proj.lora_A.default.weight`` of a model is ``q_proj.lora_A.weight`` in a file.
     Source: ``get_peft_model_state_dict`` of peft 0.21.2.
-
-    Raises UnsupportedLeafError if the adapter's method is not one of ``PREFIXES``.
     """
     method = str(getattr(config.get("peft_type"), "value", config.get("peft_type")))
     if method not in PREFIXES:
