@@ -76,15 +76,20 @@ class FolderForm:
 
         Raises MismatchError if the format needs adapters or allows none.
         """
-        max_shard_bytes = self.max_shard_bytes
-        if texts is None:
-            paths = export_safetensors(
-                stored, weights, out, max_shard_bytes=max_shard_bytes, on_bytes=on_bytes
+        pieces: dict[Path, tuple[Weights, dict[Path, str]]] = {out: (weights, {})}
+        if texts is not None and self.format == "peft":
+            pieces = model_folder.adapters_in(out, weights, texts)
+        elif texts is not None:
+            pieces = {out: model_folder.model_in(out, weights, texts)}
+        paths: list[Path] = []
+        leaves: list[StoredLeaf] = []
+        for place, (piece, files) in pieces.items():
+            size = self.max_shard_bytes
+            paths += export_safetensors(
+                stored, piece, place, max_shard_bytes=size, texts=files, on_bytes=on_bytes
             )
-            return paths, list(weights.leaves.values())
-        is_peft = self.format == "peft"
-        write = model_folder.export_adapters if is_peft else model_folder.export_model
-        return write(stored, weights, texts, out, max_shard_bytes, on_bytes)
+            leaves += piece.leaves.values()
+        return paths, leaves
 
     def _selection(self) -> Selection | None:
         """Returns a new selection, since each can be used once; None if all weights are written."""

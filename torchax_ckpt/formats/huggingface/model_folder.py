@@ -1,10 +1,10 @@
-"""Writes steps as folders that transformers, PEFT and vLLM load: weights, configs, tokenizer."""
+"""The content of folders that transformers, PEFT and vLLM load: weights, configs, tokenizer."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,12 @@ from torchax_ckpt.formats.huggingface.model_files import (
     MODEL,
     TOKENIZER,
 )
-from torchax_ckpt.formats.safetensors_io import export_safetensors
 from torchax_ckpt.formats.tensor_files import require_regular
 from torchax_ckpt.formats.weights import Weights
 from torchax_ckpt.layout import names
 from torchax_ckpt.storage.medium import assets
 from torchax_ckpt.storage.medium.assets import Assets
-from torchax_ckpt.stored.stored_step import StoredLeaf, StoredStep
+from torchax_ckpt.stored.stored_step import StoredStep
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 # What programs that train write beside a model, and no loader reads.
@@ -112,15 +111,8 @@ def _texts_in(folder: Path) -> dict[str, str]:
     return found
 
 
-def export_model(
-    stored: StoredStep,
-    weights: Weights,
-    files: FolderFiles,
-    out: Path,
-    max_shard_bytes: int | None = None,
-    on_bytes: Callable[[int], None] = lambda nbytes: None,
-) -> tuple[list[Path], list[StoredLeaf]]:
-    """Writes a folder for ``from_pretrained``; returns its files and the leaves in them."""
+def model_in(out: Path, weights: Weights, files: FolderFiles) -> tuple[Weights, dict[Path, str]]:
+    """Returns weights and texts of a folder for ``from_pretrained``; MismatchError for adapters."""
     if adapters := adapter_names(weights.leaves):
         raise MismatchError(
             f"expected the weights of a model, found tensors of its adapters "
@@ -135,43 +127,22 @@ def export_model(
         texts[CONFIG] = json.dumps({**config, **_dtype_of(weights, config)}, indent=2) + "\n"
         if not _ties(config):
             weights = _untied(weights)
-    paths = export_safetensors(
-        stored,
-        weights,
-        out,
-        max_shard_bytes=max_shard_bytes,
-        texts={out / name: text for name, text in texts.items()},
-        on_bytes=on_bytes,
-    )
-    return paths, list(weights.leaves.values())
+    return weights, {out / name: text for name, text in texts.items()}
 
 
-def export_adapters(
-    stored: StoredStep,
-    weights: Weights,
-    files: FolderFiles,
-    out: Path,
-    max_shard_bytes: int | None = None,
-    on_bytes: Callable[[int], None] = lambda nbytes: None,
-) -> tuple[list[Path], list[StoredLeaf]]:
-    """Writes each adapter as PEFT does: ``default`` into the folder, others into subfolders."""
+def adapters_in(
+    out: Path, weights: Weights, files: FolderFiles
+) -> dict[Path, tuple[Weights, dict[Path, str]]]:
+    """Returns each adapter's file, weights and config; only ``default`` is in no subfolder."""
     found = sorted(adapter_names(weights.leaves))
     if not found:
         raise MismatchError("expected tensors of PEFT's adapters, found none; omit --format peft")
-    paths: list[Path] = []
-    leaves: list[StoredLeaf] = []
-    chosen = [_adapter(weights, files, name) for name in found]  # raises before a file is written
-    for name, (tensors, config) in zip(found, chosen, strict=True):
+    pieces = {}
+    for name in found:
         folder = out if name == _DEFAULT_ADAPTER else out / assets.part_of(name)
-        paths += export_safetensors(
-            stored,
-            tensors,
-            folder / ADAPTER_WEIGHTS,
-            texts={folder / ADAPTER_CONFIG: config},
-            on_bytes=on_bytes,
-        )
-        leaves += tensors.leaves.values()
-    return paths, leaves
+        tensors, config = _adapter(weights, files, name)
+        pieces[folder / ADAPTER_WEIGHTS] = tensors, {folder / ADAPTER_CONFIG: config}
+    return pieces
 
 
 def _adapter(weights: Weights, files: FolderFiles, name: str) -> tuple[Weights, str]:
