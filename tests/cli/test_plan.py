@@ -19,7 +19,7 @@ from torchax_ckpt import LocalTier, TorchaxCheckpointer, planning
 from torchax_ckpt.cli import exit_codes
 from torchax_ckpt.cli.app import app
 from torchax_ckpt.cli.exit_codes import UsageError
-from torchax_ckpt.cli.quantities import parsed_count, parsed_secs, parsed_size
+from torchax_ckpt.cli.step_arguments import parsed_count, parsed_secs, parsed_size
 from torchax_ckpt.telemetry.events import Event
 
 TIMES = ("--blocking", "1s", "--durable", "2min", "--slowdown", 0.05, "--restart", "5min")

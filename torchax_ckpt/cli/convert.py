@@ -11,8 +11,7 @@ import typer
 
 from torchax_ckpt.cli import output
 from torchax_ckpt.cli.exit_codes import OK, UsageError
-from torchax_ckpt.cli.quantities import parsed_size
-from torchax_ckpt.cli.step_arguments import Directory, Json, existing, step_named
+from torchax_ckpt.cli.step_arguments import Directory, Json, existing, parsed_size, step_named
 from torchax_ckpt.errors import DirectoryError, MismatchError, SelectionError
 from torchax_ckpt.formats.huggingface.model_folder import assets_of
 from torchax_ckpt.formats.tensor_files import require_new

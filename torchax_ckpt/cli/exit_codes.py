@@ -7,7 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from torchax_ckpt.errors import (
     CheckpointError,
@@ -38,8 +38,6 @@ EPILOG = (
     "traceback; 130 interrupted by Ctrl-C; 143 ended by SIGTERM before it had finished."
 )
 
-F = TypeVar("F", bound=Callable[..., Any])
-
 
 class UsageError(Exception):
     """The arguments of a command are wrong; the message says why."""
@@ -56,7 +54,7 @@ def code_of(error: BaseException) -> int:
     return UNAVAILABLE
 
 
-def ends_well(command: F) -> F:
+def ends_well(command: Callable[..., int]) -> Callable[..., None]:
     """Makes the program exit with the code that the command returns, or with its error's code."""
 
     @functools.wraps(command)
@@ -77,6 +75,6 @@ def ends_well(command: F) -> F:
         except Exception:
             traceback.print_exc()
             raise typer.Exit(FAILED) from None
-        raise typer.Exit(code or OK)
+        raise typer.Exit(code)
 
-    return run  # type: ignore[return-value]
+    return run

@@ -1,7 +1,4 @@
-"""The command ``plan``: checkpoint size, save interval and goodput, or what fits a TPU topology.
-
-The arithmetic needs neither torch nor JAX, so what reads a run is imported where a run is read.
-"""
+"""The command ``plan``: checkpoint size, save interval and goodput, or what fits a TPU topology."""
 
 from __future__ import annotations
 
@@ -14,9 +11,18 @@ from typing import Annotated, Any
 import typer
 
 from torchax_ckpt import planning
+from torchax_ckpt.cli import output
 from torchax_ckpt.cli.exit_codes import FOUND, OK, UsageError
-from torchax_ckpt.cli.quantities import parsed_count, parsed_secs, parsed_size
+from torchax_ckpt.cli.step_arguments import (
+    chosen,
+    existing,
+    parsed_count,
+    parsed_secs,
+    parsed_size,
+)
 from torchax_ckpt.options import LocalTier
+from torchax_ckpt.stored.stored_step import StoredStep
+from torchax_ckpt.telemetry.journal import read_events
 
 _CHIPS_PER_HOST = 4  # on most TPUs
 _HOST_MTBF_SECS = 365 * 86_400.0
@@ -180,9 +186,6 @@ def plan(
 
 def _measured(directory: str) -> dict[str, float]:
     """Returns the medians of the sizes and times of a run's recorded saves and restores."""
-    from torchax_ckpt.cli.step_arguments import existing
-    from torchax_ckpt.telemetry.journal import read_events
-
     events = [e for of_run in read_events(existing(directory).path).values() for e in of_run]
     found = {}
     for name, key, known_as in (
@@ -216,8 +219,6 @@ def _option_secs(option: str, text: str | None, known_secs: float | None) -> flo
 
 
 def _print(result: Mapping[str, Any], *, as_json: bool) -> None:
-    from torchax_ckpt.cli import output
-
     if as_json:
         output.print_json(result)
         return
@@ -262,10 +263,6 @@ def _plan_on_topology(
     directory: str, topology: str, slices: int, training_bytes: int, *, as_json: bool
 ) -> int:
     """Plans the leaves of a run or a step; returns FOUND if the state does not fit."""
-    from torchax_ckpt.cli import output
-    from torchax_ckpt.cli.step_arguments import chosen
-    from torchax_ckpt.stored.stored_step import StoredStep
-
     _, committed = chosen(directory)
     leaves = StoredStep(committed).leaves.values()
     planned = planning.on_topology(
@@ -289,8 +286,6 @@ def _plan_on_topology(
 
 
 def _topology_rows(step: int, planned: planning.TopologyPlan) -> list[tuple[str, str, str]]:
-    from torchax_ckpt.cli import output
-
     size = output.size
     mesh = " x ".join(f"{name}={length}" for name, length in planned.axes.items())
     chips = f"{planned.num_chips:,}, {planned.chips_per_host} on each host; {mesh}"

@@ -49,14 +49,6 @@ class Section(io.RawIOBase):
         self._file, self._offset, self._length, self._position = file, offset, length, 0
         self.max_bytes = max_bytes
 
-    def readable(self) -> bool:
-        """Returns True."""
-        return True
-
-    def seekable(self) -> bool:
-        """Returns True."""
-        return True
-
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Sets the position within the section, and returns it."""
         self._position = max(0, offset + (0, self._position, self._length)[whence])

@@ -41,10 +41,6 @@ def _is_rules(value: Any) -> bool:
     return is_short and all(isinstance(rule, dict) for rule in value)
 
 
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
 _NAMES = {
     *("started", "restored", "reached", "saving", "durable", "failed"),
     *("deleted", "set_aside", "closed"),
@@ -55,7 +51,7 @@ _VALUES: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("secs", "interval_secs", "blocking_secs", "durable_secs"), _is_number),
     **dict.fromkeys(("pid", "num_skipped", "num_steps"), _is_count),
     **dict.fromkeys(("num_bytes", "new_bytes", "total_bytes"), _is_count),
-    "is_verified": _is_flag,
+    "is_verified": lambda value: isinstance(value, bool),
     "keeps": _is_rules,
     "steps": _is_steps,
 }

@@ -126,7 +126,8 @@ def model_in(out: Path, weights: Weights, files: FolderFiles) -> tuple[Weights, 
         config = _parsed(CONFIG, texts[CONFIG])
         texts[CONFIG] = json.dumps({**config, **_dtype_of(weights, config)}, indent=2) + "\n"
         if not _ties(config):
-            weights = _untied(weights)
+            untied = {a: weights.leaves[n] for a, n in weights.ties.items()}
+            weights = dataclasses.replace(weights, leaves={**weights.leaves, **untied}, ties={})
     return weights, {out / name: text for name, text in texts.items()}
 
 
@@ -182,11 +183,6 @@ def _ties(config: Mapping[str, Any]) -> bool:
     """Returns whether the model ties weights; transformers' default is True."""
     parts = [config, *(part for part in config.values() if isinstance(part, dict))]
     return any(part.get("tie_word_embeddings", part is config) is True for part in parts)
-
-
-def _untied(weights: Weights) -> Weights:
-    leaves = {**weights.leaves, **{a: weights.leaves[n] for a, n in weights.ties.items()}}
-    return dataclasses.replace(weights, leaves=leaves, ties={})
 
 
 def adapter_names(fqns: Iterable[str]) -> set[str]:
