@@ -318,6 +318,7 @@ def _write_for_torch(
     stored: StoredStep, weights: Weights, out: Path, format: str, with_optimizer: bool
 ) -> Sequence[StoredLeaf]:
     """Writes weights with ``torch.save`` or DCP; returns the optimizers' leaves, if wanted."""
+    from torchax_ckpt.formats.optimizer_state import optimizers_of
     from torchax_ckpt.formats.state_dict import (
         named_weights,
         read_tensors,
@@ -327,14 +328,10 @@ def _write_for_torch(
     )
 
     require_new(out)  # before the command reads the step, which can take long
-    optimizers = None
-    if with_optimizer:
-        from torchax_ckpt.formats.optimizer_state import optimizers_of
-
-        try:
-            optimizers = optimizers_of(stored)
-        except MismatchError as error:
-            raise UsageError(f"export: --optimizer: {error}") from error
+    try:
+        optimizers = optimizers_of(stored) if with_optimizer else None
+    except MismatchError as error:
+        raise UsageError(f"export: --optimizer: {error}") from error
     more = () if optimizers is None else optimizers.leaves
     leaves = [*weights.leaves.values(), *more]
     with about(stored.committed), room_for(leaves, out.parent, stored.options) as allocate:

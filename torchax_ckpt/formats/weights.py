@@ -11,6 +11,7 @@ import numpy as np
 from torchax_ckpt.errors import CorruptCheckpointError, MismatchError, UnsupportedLeafError
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.selection import Selection
+from torchax_ckpt.state import node_checks
 from torchax_ckpt.stored.stored_step import StoredLeaf, StoredStep
 
 MODEL = "model"
@@ -48,7 +49,8 @@ def weights_at(stored: StoredStep, at: str | None = None) -> Weights:
     below = [name for name in stored.leaves if name == place or name.startswith(f"{place}/")]
     chosen: dict[str, StoredLeaf] = {}
     depth = len(names.split(place))
-    ties = _ties(node, place) if is_module else {}
+    ties = node_checks.named(node["ties"], f"{place}/ties") if is_module else {}
+    node_checks.texts([*ties.values()], f"{place}/ties")
     for name in below:
         parts = names.split(name)[depth:]
         if is_module and len(parts) != 1:
@@ -123,15 +125,6 @@ def _node_at(stored: StoredStep, place: str) -> Any:
         found = [p[1] for p in pairs if isinstance(p, list) and len(p) == 2 and p[0] == part]
         node = found[0] if found else {}
     return node if node is not None else {}
-
-
-def _ties(node: Mapping[str, Any], place: str) -> dict[str, str]:
-    pairs = node["ties"]
-    if not isinstance(pairs, list) or not all(
-        isinstance(pair, list) and [type(part) for part in pair] == [str, str] for pair in pairs
-    ):
-        raise CorruptCheckpointError(f"{place}: malformed ties in the manifest", key_path=place)
-    return dict(pairs)
 
 
 def _places(stored: StoredStep) -> list[str]:
