@@ -46,9 +46,9 @@ MAX_FILES, MAX_FILES_AT_THE_TOP, MAX_LINES = 13, 6, 500
 MAX_LINES_OF = {"checkpointer.py": 560}
 # What a person who takes this over reads. A change that needs more makes room first.
 BUDGETS = {
-    "lines": 32_300,
-    "lines of docstrings": 4_800,
-    "files": 186,
+    "lines": 31_350,
+    "lines of docstrings": 4_250,
+    "files": 185,
     "files that one other imports": 30,
     "classes whose name stands twice": 0,
     "lines of tests": 41_700,
