@@ -29,6 +29,8 @@ from torchax_ckpt.torch.load_planner import LoadPlanner, differences
 from torchax_ckpt.torch.state_trees import WIDER, compare, stand_in, tree_of
 
 Parts = Mapping[str, Sequence[Part]]
+_NONE = (None, None)
+_CONTAINERS = (list, tuple, set, frozenset)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +45,8 @@ class FlattenedStep:
 
     def __init__(self, content: StoredStep | ForeignStep, prefix: str | Mapping[str, str]) -> None:
         self._content, self.committed = content, content.committed
-        self._nodes: dict[int, Node] = {}  # by the id of a tensor in ``_values``
+        # id of a tensor that stands for a leaf -> the tensor, so that the id stays its, and node
+        self._nodes: dict[int, tuple[torch.Tensor, Node]] = {}
         document: Mapping[str, Node] = content.document
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         with native_torch(), about(self.committed):
@@ -63,7 +66,7 @@ class FlattenedStep:
         """Returns what stands for a leaf: a tensor on the meta device, or a ``_HostArray``."""
         with contextlib.suppress(UnsupportedLeafError):
             if (tensor := stand_in(node)) is not None:
-                self._nodes[id(tensor)] = node
+                self._nodes[id(tensor)] = tensor, node
                 return tensor
         return _HostArray(node)
 
@@ -91,13 +94,13 @@ class FlattenedStep:
         if item.type == LoadItemType.TENSOR:
             ends = map(operator.add, item.storage_offsets, item.lengths)
             bounds = tuple(zip(item.storage_offsets, ends, strict=True))
-            yield self._nodes[id(value)]["array"], bounds
+            yield self._nodes[id(value)][1]["array"], bounds
         else:
             yield from self._regions_in(value)
 
     def _node_of(self, value: Any) -> Node | None:
         """Returns the node of what stands for an array; None for another value."""
-        return value.node if isinstance(value, _HostArray) else self._nodes.get(id(value))
+        return value.node if isinstance(value, _HostArray) else self._nodes.get(id(value), _NONE)[1]
 
     def _regions_in(self, value: Any) -> Iterator[tuple[str, Bounds]]:
         if (node := self._node_of(value)) is not None:
@@ -116,7 +119,7 @@ class FlattenedStep:
             return array[()] if node["kind"] == "numpy_scalar" else array
         if isinstance(value, dict):
             return type(value)({k: self._filled(v, parts) for k, v in value.items()})
-        if isinstance(value, (list, tuple)):
+        if isinstance(value, _CONTAINERS):
             return type(value)(self._filled(v, parts) for v in value)
         return value
 
@@ -164,7 +167,10 @@ def _placed(tree: Mapping[str, Any], prefix: str | Mapping[str, str]) -> dict[st
     placed: dict[str, Any] = {}
     for component, state in tree.items():
         key = prefix.get(component, component)
-        placed |= {key: state} if key else state
+        added = {key: state} if key else state
+        if clash := placed.keys() & added.keys():
+            raise SelectionError(f"prefix: two components would be at {min(clash)}; name others")
+        placed |= added
     return placed
 
 
@@ -179,7 +185,7 @@ def _described(value: Any) -> dcp_metadata.STORAGE_TYPES:
 def _children(value: Any) -> Sequence[Any]:
     if isinstance(value, dict):
         return [*value.values()]
-    return [*value] if isinstance(value, (list, tuple)) else []
+    return [*value] if isinstance(value, _CONTAINERS) else []
 
 
 def _pickled(value: Any) -> io.BytesIO:
