@@ -100,6 +100,7 @@ import os, runpy, sys
 os.environ.pop("TPU_LIBRARY_PATH", None)
 sys.modules["libtpu"] = None
 del sys.argv[0]
+sys.path[0] = os.path.dirname(sys.argv[0])
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
