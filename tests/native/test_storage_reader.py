@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 from orbax.checkpoint import v1 as ocp
@@ -151,6 +152,33 @@ assert state["params"]["b"].tolist() == [1, 1, 1] and state["n"]["0"].tolist() =
         tmp_path,
     )
     assert "was written by Orbax alone and has no digests" in found
+
+
+def test_values_that_are_no_tensors_load_from_the_newest_intact_step(tmp_path: Path) -> None:
+    with native_torch():
+        one = torch.ones(2)
+    values = {"set": {1, "x"}, "tuple": (one, 1.5), "array": np.arange(3), "one": np.int8(4)}
+    with TorchaxCheckpointer(tmp_path / "run") as ckpt:
+        ckpt.attach(stateful={"box": Box(values)})
+        for step in (1, 2):
+            ckpt.save(step, force=True)
+            ckpt.wait_until_finished()
+    flip_arrays(tmp_path / "run" / "2")
+    run_native(
+        """
+for planner in (LoadPlanner(), dcp.DefaultLoadPlanner()):
+    box = dict.fromkeys(("set", "tuple", "array", "one"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        state = {"stateful": {"box": box}}
+        dcp.load(state, storage_reader=StorageReader(run), planner=planner)
+    assert any("skipping an unreadable checkpoint: step 2" in str(w.message) for w in caught)
+    tensor, number = box["tuple"]
+    assert tensor.tolist() == [1, 1] and number == 1.5 and box["set"] == {1, "x"}
+    assert box["array"].tolist() == [0, 1, 2] and box["one"] == 4 and box["one"].dtype == "int8"
+""",
+        tmp_path,
+    )
 
 
 def test_a_step_that_is_deleted_meanwhile_is_not_found(tmp_path: Path) -> None:

@@ -31,11 +31,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from torchax_ckpt.torch import LoadPlanner, StorageReader
 
@@ -95,13 +91,8 @@ def load_model(case: str, run: str, expected: Any, num_ranks: int) -> None:
     dcp.load(state, storage_reader=StorageReader(run), planner=LoadPlanner())
     if not flat:
         require_equal(state, expected)
-    set_state_dict(
-        model,
-        optimizer,
-        model_state_dict=weights,
-        optim_state_dict=moments,
-        options=options,
-    )
+    states: Any = {"model_state_dict": weights, "optim_state_dict": moments}
+    set_state_dict(model, optimizer, **states, options=options)
     weights, moments = get_state_dict(model, optimizer)
     require_equal({"model": weights, "optimizer": moments}, expected)
 

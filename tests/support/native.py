@@ -10,18 +10,12 @@ import numpy as np
 import torch
 
 from support import PROGRAMS
-from support.native_net import Net, optimizer_of
+from support.native_net import Net, optimizer_of, state_of
 from support.processes import Started
 from support.training import before_enabling
 from torchax_ckpt import TorchaxCheckpointer, policies, torchax_backend
 
-NATIVE = (
-    "numpy",
-    "torch",
-    "torch.distributed.checkpoint.state_dict",
-    "tensorstore",
-    "torchax_ckpt",
-)
+NATIVE = ("torch", "torch.distributed.checkpoint.state_dict", "tensorstore", "torchax_ckpt")
 
 
 def plain(value: Any) -> Any:
@@ -57,36 +51,23 @@ def save_net(
             scheduler.step()
             ckpt.save(step, force=True)
             ckpt.wait_until_finished()
-    names = {p: n for n, p in model.named_parameters()}
-    order = [names[p] for group in optimizer.param_groups for p in group["params"]]
-    moments = optimizer.state_dict()
-    moments["state"] = {order[i]: state for i, state in moments["state"].items()}
-    for group in moments["param_groups"]:
-        group["params"] = [order[i] for i in group["params"]]
-    state = {"model": dict(model.state_dict()), "optimizer": moments}
-    state["lr_scheduler"] = scheduler.state_dict()
+    state = plain(state_of(model, optimizer, scheduler))
     with torchax_backend.native_torch():
-        torch.save(plain(state), folder / "expected.pt")
+        torch.save(state, folder / "expected.pt")
 
 
 def run_ranks(case: str, num_ranks: int, folder: Path, **env: str) -> list[str]:
     """Runs the ranks; returns the error that each saw, or ""."""
-    program = Started(
-        *(PROGRAMS / "native_ranks.py", case, str(num_ranks), folder),
-        devices=None, env=env, modules=NATIVE,
-    )  # fmt: skip
-    result = program.result(200)
+    arguments = (PROGRAMS / "native_ranks.py", case, str(num_ranks), folder)
+    result = Started(*arguments, devices=None, env=env, modules=NATIVE).result(200)
     found = [folder / f"{rank}.json" for rank in range(num_ranks)]
     assert all(p.exists() or env for p in found), result.stderr[-3000:]
     return [json.loads(path.read_text()) if path.exists() else "died" for path in found]
 
 
-def run_native(source: str, *arguments: str | Path, fresh: bool = False) -> str:
+def run_native(source: str, *arguments: str | Path) -> str:
     """Runs source without JAX; returns its output. It has torch, dcp, Net and a few more names."""
-    program = Started(
-        *("-c", _PREAMBLE + source, *map(str, arguments)),
-        devices=None, modules=NATIVE, fresh=fresh,
-    )  # fmt: skip
+    program = Started("-c", _PREAMBLE + source, *arguments, devices=None, modules=NATIVE)
     result = program.result(240)
     assert result.returncode == 0, result.stderr[-3000:]
     return result.stdout
@@ -98,7 +79,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import support.without_jax
 from native_ranks import bits, require_equal
-from support.native_net import Net, optimizer_of
+from support.native_net import Net, optimizer_of, state_of
 from torchax_ckpt import errors
 from torchax_ckpt.torch import LoadPlanner, StorageReader, restore
 
@@ -112,16 +93,6 @@ def built(kind="adamw"):
     model = Net()
     optimizer = optimizer_of(model, kind)
     return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 7)
-
-def state_of(model, optimizer, scheduler):
-    names = {p: n for n, p in model.named_parameters()}
-    order = [names[p] for g in optimizer.param_groups for p in g["params"]]
-    moments = optimizer.state_dict()
-    moments["state"] = {order[i]: s for i, s in moments["state"].items()}
-    for group in moments["param_groups"]:
-        group["params"] = [order[i] for i in group["params"]]
-    scheduler = scheduler.state_dict()
-    return {"model": model.state_dict(), "optimizer": moments, "lr_scheduler": scheduler}
 
 def failure(call):
     try:

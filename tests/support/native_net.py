@@ -46,3 +46,15 @@ def optimizer_of(model: Any, kind: str) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5)
     first, *rest = model.parameters()
     return torch.optim.AdamW([{"params": rest, "lr": 0.25}, {"params": [first]}], lr=0.125)
+
+
+def state_of(model: Any, optimizer: Any, scheduler: Any) -> dict[str, Any]:
+    """Returns state dicts, with the optimizer's parameters by name."""
+    names = {p: n for n, p in model.named_parameters()}
+    order = [names[p] for group in optimizer.param_groups for p in group["params"]]
+    moments = optimizer.state_dict()
+    moments["state"] = {order[i]: state for i, state in moments["state"].items()}
+    for group in moments["param_groups"]:
+        group["params"] = [order[i] for i in group["params"]]
+    weights, schedule = dict(model.state_dict()), scheduler.state_dict()
+    return {"model": weights, "optimizer": moments, "lr_scheduler": schedule}

@@ -232,7 +232,7 @@ def open_optimizer(path: Path, at: str) -> tuple[dict[str, dict[str, FileTensor]
         if keys[:2] == (at, "state") and len(keys) == 4:
             state.setdefault(keys[2], {})[keys[3]] = tensor
     for keys, (file, offset, length) in values.items():
-        if keys[:2] == (at, "param_groups") and len(keys) == 4:
+        if keys[:2] == (at, "param_groups") and len(keys) == 4 and keys[2].isdecimal():
             with reading_file(file, _EXPECTED), open(file, "rb") as opened:
                 section = Section(opened, offset, length, _MAX_DESCRIPTION_BYTES)
                 members(section)

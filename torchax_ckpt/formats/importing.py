@@ -27,6 +27,7 @@ from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.snapshot.planner import with_host_leaves
 from torchax_ckpt.state.component import encoded
 from torchax_ckpt.state.leaf import Spec
+from torchax_ckpt.state.stored_entries import StoredOptimizer
 from torchax_ckpt.storage.directory.abandonment import SUMMARY_FIELD
 from torchax_ckpt.storage.directory.committed_step import (
     ASSETS,
@@ -142,7 +143,7 @@ def import_weights(
         run.release()
 
 
-def _optimizer_node(optimizer: ImportedOptimizer, arrays: dict[str, np.ndarray]) -> Node:
+def _optimizer_node(optimizer: ImportedOptimizer, arrays: dict[str, Any]) -> Node:
     """Returns the node of an optimizer, and adds its tensors to ``arrays``, by leaf name."""
     state: list[Any] = []
     for parameter, entries in optimizer.state.items():
@@ -156,11 +157,13 @@ def _optimizer_node(optimizer: ImportedOptimizer, arrays: dict[str, np.ndarray])
         state.append([names.join((parameter,)), {"dict": nodes}])
     groups = []
     for index, group in enumerate(optimizer.groups):
-        path = (OPTIMIZER, "param_groups", index)
-        pairs = [[key, encoded(v, (*path, key)).form.node] for key, v in group.items()]
-        groups.append({"dict": pairs})
+        captured = encoded(dict(group), (OPTIMIZER, "param_groups", index))
+        groups.append(captured.form.node)
+        arrays |= captured.by_name()
     pairs = [["state", {"dict": state}], ["param_groups", groups]]
-    return {"dict": pairs, "class": optimizer.class_name}
+    node = {"dict": pairs, "class": optimizer.class_name}
+    StoredOptimizer.of_node(node, OPTIMIZER)  # refuses what no attach could restore
+    return node
 
 
 def _require_empty(run: RunDirectory) -> None:

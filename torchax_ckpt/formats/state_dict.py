@@ -20,7 +20,7 @@ import torch
 import torch.utils._mode_utils
 from etils import epath
 
-from torchax_ckpt.errors import DirectoryError, StepNotFoundError, UnsupportedLeafError
+from torchax_ckpt.errors import DirectoryError, UnsupportedLeafError
 from torchax_ckpt.formats.tensor_files import writing
 from torchax_ckpt.formats.weights import Weights, weights_at
 from torchax_ckpt.options import CheckpointOptions
@@ -68,13 +68,7 @@ def load_torch_state_dict(
       UnsupportedLeafError: torch lacks the dtype of a weight.
     """
     run = RunDirectory(directory, read_only=True)
-    if step is not None:
-        committed = run.find(step)
-    elif steps := run.steps():
-        committed = steps[-1]
-    else:
-        raise StepNotFoundError(f"{run.path}: there are no checkpoints", path=run.path)
-    stored = StoredStep(committed, options)
+    stored = StoredStep(run.candidates(step)[-1], options)
     weights = weights_at(stored, at)
     return named_weights(weights, read_tensors(stored, weights.leaves.values()))
 

@@ -9,8 +9,7 @@ seconds, sizes in bytes.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchax_ckpt.planning.closed_forms import (
     BestInterval,
@@ -24,6 +23,7 @@ from torchax_ckpt.planning.closed_forms import (
     state_bytes,
     young_interval_secs,
 )
+from torchax_ckpt.runtime.lazily import attributes
 
 if TYPE_CHECKING:
     from torchax_ckpt.planning.compiled_step import StepPlan, step_on_topology
@@ -55,12 +55,7 @@ _LAZY = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"torchax_ckpt.planning.{_LAZY[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = attributes(__name__, _LAZY)
 
 
 def __dir__() -> list[str]:

@@ -1,9 +1,24 @@
-"""JAX and Orbax, imported at their first use: a program that only reads steps needs neither."""
+"""What is imported at its first use: JAX and Orbax, which a program that reads steps may lack."""
 
 from __future__ import annotations
 
 import importlib
+import sys
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
+
+
+def attributes(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
+    """Returns a package's ``__getattr__`` that loads names at first use, from name -> module."""
+
+    def get(name: str) -> Any:
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"{package}.{modules[name]}"), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return get
 
 
 class _Library:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -29,13 +28,11 @@ from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node, array_nodes
 from torchax_ckpt.layout.nodes import decode
 from torchax_ckpt.layout.selection import Selection
+from torchax_ckpt.runtime.undoing import undone_on_failure
 from torchax_ckpt.snapshot.sharding import Local, Placement, placement_of
 from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.state.leaf import Array, Spec, require_jax_dtype
 from torchax_ckpt.state.pytree import Encoder
-
-logger = logging.getLogger(__name__)
-
 
 # --- saving ------------------------------------------------------------------------------------
 
@@ -208,21 +205,12 @@ class Restoration:
         """Makes the changes in ``calls``; undoes all if one fails, or ``agree`` then raises."""
         for check in self.checks:
             check.do(values)
-        done: list[Change] = []
-        try:
+        with undone_on_failure() as undos:
             for call in self.calls:
-                done.append(call)
+                if call.undo is not None:
+                    undos.append(call.undo)
                 call.do(values)
             agree()
-        except BaseException:
-            for call in reversed(done):
-                if call.undo is not None:
-                    try:
-                        call.undo()
-                    except Exception:
-                        # One object that refuses its old state must not stop the other undos.
-                        logger.exception("a restore failed, and undoing one of its calls failed")
-            raise
 
 
 def restore_by_call(

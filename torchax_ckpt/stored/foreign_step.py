@@ -51,7 +51,10 @@ class ForeignStep:
             containment.require_contained(committed.path, committed.step)
             array_checks.require_names_within(committed.path, committed.step)
             folders = [committed.path, *(p for p in committed.path.iterdir() if p.is_dir())]
-            (tree,) = (folder for folder in folders if (folder / _METADATA).exists())
+            trees = [folder for folder in folders if (folder / _METADATA).exists()]
+            if len(trees) != 1:
+                raise ValueError(f"expected one pytree, found {[tree.name for tree in trees]}")
+            (tree,) = trees
             metadata = json.loads((tree / _METADATA).read_text())
             paths: dict[str, list[str]] = {}
             kinds: dict[str, str] = {}
@@ -65,9 +68,11 @@ class ForeignStep:
                 for name, found in self._stores.items()
             }
             self._require_modest()
-        # As in a manifest; the pytree's lists become dicts with the indices as keys.
-        root = _node({tuple(keys): self.leaves[name] for name, keys in paths.items()})
-        self.document: Mapping[str, Node] = dict(root["dict"])
+            # As in a manifest; the pytree's lists become dicts with the indices as keys.
+            root = _node({tuple(keys): self.leaves[name] for name, keys in paths.items()})
+            if "dict" not in root:
+                raise ValueError("expected a pytree of named arrays, found an array alone")
+            self.document: Mapping[str, Node] = dict(root["dict"])
 
     def read_parts(self, wanted: Mapping[str, Collection[Bounds]]) -> dict[str, list[Part]]:
         """Does what ``StoredStep.read_parts`` does, but compares nothing."""
@@ -82,7 +87,7 @@ class ForeignStep:
             }
 
     def _require_modest(self) -> None:
-        """Raises if a chunk, or all leaves together, exceed the memory of this host."""
+        """Raises CorruptCheckpointError if a chunk exceeds the memory of this host."""
         memory = host_memory.host_memory_bytes()
         for name, store in self._stores.items():
             chunk = math.prod(n or 1 for n in store.chunk_layout.read_chunk.shape or ())

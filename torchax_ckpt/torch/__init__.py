@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from torchax_ckpt.runtime.lazily import attributes
 
 if TYPE_CHECKING:
     from torchax_ckpt.torch.load_planner import LoadPlanner
@@ -20,10 +21,7 @@ _MODULES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+__getattr__ = attributes(__name__, _MODULES)
 
 
 def __dir__() -> list[str]:

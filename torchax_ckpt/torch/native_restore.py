@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchax_ckpt.errors import AttachError, CheckpointError, MismatchError, StepNotFoundError
+from torchax_ckpt.errors import AttachError, CheckpointError, MismatchError
 from torchax_ckpt.formats.state_dict import native_torch
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node, array_nodes
@@ -20,6 +20,7 @@ from torchax_ckpt.layout.nodes import decode
 from torchax_ckpt.restoring.fallback import newest_readable
 from torchax_ckpt.restoring.restore_report import RestoreReport
 from torchax_ckpt.runtime.tracebacks import brief
+from torchax_ckpt.runtime.undoing import undone_on_failure
 from torchax_ckpt.state import generators, node_checks, per_process_state
 from torchax_ckpt.state.findings import Findings, type_name
 from torchax_ckpt.state.stored_entries import EXTRA_STATE, StoredOptimizer
@@ -86,11 +87,7 @@ def restore(
         with about(committed), native_torch():
             return _restored(StoredStep(committed), objects, strict=strict)
 
-    if step is not None:
-        return attempt(directory.find(step))
-    if not (steps := directory.steps()):
-        raise StepNotFoundError(f"{directory.path}: there are no checkpoints", path=directory.path)
-    report, skipped = newest_readable(steps, attempt)
+    report, skipped = newest_readable(directory.candidates(step), attempt)
     return dataclasses.replace(report, skipped_steps=skipped)
 
 
@@ -178,15 +175,10 @@ class _Plan:
         """Makes all changes, or none; ``arrays`` has what ``reads`` names."""
         self._arrays = arrays
         changes = [stage() for stage in self._stages]
-        undos: list[Callable[[], None]] = []
-        try:
+        with undone_on_failure() as undos:
             for call in self._calls:
                 undos.append(call.undo())
                 call.do()
-        except BaseException:
-            for undo in reversed(undos):
-                undo()
-            raise
         for change in changes:
             change()
 
@@ -272,9 +264,11 @@ class _Plan:
             common, differing = stored.hyperparameters(members)
             for key, texts in differing.items():
                 findings.mismatch(f"{where}/param_groups/{index}/{key}", *texts)
-            self._add_entries(group.update, common, group["params"][0], on_device)
+            if common:
+                self._add_entries(group.update, common, group["params"][0], on_device)
         findings.unexpected += [f"{where}/{name}" for name in stored.group_of if name not in used]
-        self._add_entries(optimizer.state.update, stored.other_state, parameter, False)
+        if stored.other_state:
+            self._add_entries(optimizer.state.update, stored.other_state, parameter, False)
 
     def _add_entries(
         self,

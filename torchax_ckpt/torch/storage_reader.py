@@ -16,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.planner import LoadPlan
 
-from torchax_ckpt.errors import CorruptCheckpointError, StepNotFoundError
+from torchax_ckpt.errors import CorruptCheckpointError
 from torchax_ckpt.restoring.fallback import newest_readable
 from torchax_ckpt.runtime import user_warnings
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
@@ -88,7 +88,7 @@ class StorageReader(dcp.StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
         """Returns names, shapes and dtypes of the newest step whose manifest is intact."""
         try:
-            self._candidates = self._steps()
+            self._candidates = self._run.candidates(self._step)
             self._planned = self._newest(self._opened)
             return self._planned.metadata
         except Exception as error:
@@ -129,10 +129,8 @@ class StorageReader(dcp.StorageReader):
         self._read = None
         if step.committed.key != plan.storage_data:
             (chosen,) = (c for c in self._candidates if c.key == plan.storage_data)
-            text = (
-                f"loading step {chosen.step}: another rank cannot read step {step.committed.step}"
-            )
-            user_warnings.warn(text)
+            other = step.committed.step
+            user_warnings.warn(f"loading step {chosen.step}: another rank cannot read step {other}")
             step, parts = self._read_of(chosen, plan)
         step.fill(plan.items, planner, parts)
         done: torch.futures.Future[None] = torch.futures.Future()
@@ -143,14 +141,6 @@ class StorageReader(dcp.StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Returns False: a program chooses this reader itself."""
         return False
-
-    def _steps(self) -> list[CommittedStep]:
-        if self._step is not None:
-            return [self._run.find(self._step)]
-        if not (steps := self._run.steps()):
-            text = f"{self._run.path}: there are no checkpoints"
-            raise StepNotFoundError(text, path=self._run.path)
-        return steps
 
     def _newest(self, attempt: Callable[[CommittedStep], T]) -> T:
         """Returns ``attempt`` of the newest readable step; records newer ones, damaged or gone."""

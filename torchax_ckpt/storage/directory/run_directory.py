@@ -139,6 +139,13 @@ class RunDirectory:
         text = f"{self.path}: no checkpoint at step {step}; there are: {there}"
         raise StepNotFoundError(text, step=step, path=self.path)
 
+    def candidates(self, step: int | None) -> list[CommittedStep]:
+        """Returns the step of this number or, for None, all, oldest first; raises without any."""
+        found = self.steps() if step is None else [self.find(step)]
+        if not found:
+            raise StepNotFoundError(f"{self.path}: there are no checkpoints", path=self.path)
+        return found
+
     def metrics(self, committed: CommittedStep) -> dict[str, Any]:
         """Returns the metrics saved with a step; {} if there are none."""
         with self._translated("read"):
