@@ -291,7 +291,8 @@ class Snapshotter:
             assert needed is not None, "it fits"
             offloaded = Offloaded(plan.plan, on_devices, self._memory, needed)
             return CopiedLeaves(plan, execute(plan.flat, on_host, copy=False), offloaded)
-        except jax.errors.JaxRuntimeError as error:
+        except Exception as error:
+            require_alive(leaves.items())
             if not is_exhausted(error):
                 raise
             self._memory.record_failure()

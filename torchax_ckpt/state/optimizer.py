@@ -146,13 +146,13 @@ class OptimizerComponent:
             self._stepped, self._signature = stepped, None
         entries = list(map(list(state.values()).__getitem__, self._order))
         # Loops in C: with ten thousand values, each loop in Python would take half a millisecond.
+        keys = list(chain.from_iterable(entries))
         values = list(chain.from_iterable(map(methodcaller("values"), entries)))
         # A value that is not a tensor is part of the node, so the old form may be out of date.
         are_tensors = all(issubclass(kind, torch.Tensor) for kind in set(map(type, values)))
         if len(entries) < len(state) or not are_tensors:
             return self._encode_state()
         arrays = freeze_all(values, names.join(self.key_path))
-        keys = list(chain.from_iterable(entries))
         signature = [list(map(len, entries)), keys, Specs(values, arrays)]
         if signature == self._signature:
             self._signature = signature

@@ -106,7 +106,8 @@ def registered(module: torch.nn.Module) -> list[Any]:
             if registry:
                 found += registry
                 found += registry.values()
-        found += current._non_persistent_buffers_set
+        if current._buffers:
+            found += current._non_persistent_buffers_set
         if current._modules:
             stack += [child for child in current._modules.values() if child is not None]
     return found
