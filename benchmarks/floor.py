@@ -2,7 +2,7 @@
 
     python benchmarks/floor.py [--rounds 3] [--saves 5] [--directory /dev/shm]
 
-``Floor`` stacks the same leaves with the same programs as the library, fetches and digests them,
+``Floor`` stacks the same leaves on the host as the library does, fetches and digests them,
 and writes them with TensorStore so that Orbax could merge and read them. It has no manifest, no
 lease, no events and no policies. Each round runs each peer in a new process, one after the other.
 """
@@ -27,8 +27,10 @@ import tensorstore as ts
 import xxhash
 
 from torchax_ckpt.layout.storage_plan import Plan
+from torchax_ckpt.snapshot.host_array import HostArray
 from torchax_ckpt.snapshot.planner import plan_snapshot
 from torchax_ckpt.snapshot.stacking import execute
+from torchax_ckpt.storage.arrays import chunking
 
 _OCDBT = {
     "max_inline_value_bytes": 1024,
@@ -63,7 +65,7 @@ class Floor(peers.Peer):
 
     def _write(self, step: int, leaves: dict[str, Any]) -> None:
         plan = self._plan = self._plan or plan_snapshot([*leaves], [*leaves.values()], "auto").plan
-        arrays = execute(plan, leaves, copy=False)
+        arrays = execute(plan, leaves, copy=False, on_host=True)
         folder, context = self._directory / "writing", ts.Context()
         writing = ts.Transaction(atomic=True)
         part, opened, copies, digests = folder / "ocdbt.process_0", [], [], {}
@@ -113,6 +115,10 @@ def _zarr(array: Any) -> dict[str, Any]:
 def _parts(array: Any) -> Iterator[tuple[Any, np.ndarray]]:
     if isinstance(array, np.ndarray):
         yield (), array
+        return
+    if isinstance(array, HostArray):
+        for offset, part in array.parts.items():
+            yield chunking.region(offset, part.shape), part
         return
     for shard in array.addressable_shards:
         if shard.replica_id == 0:

@@ -45,7 +45,7 @@ import states  # noqa: E402 - after the devices are forced
 from torchax_ckpt import TorchaxCheckpointer  # noqa: E402
 from torchax_ckpt.policies import LatestN  # noqa: E402
 from torchax_ckpt.saving.saver import Saver  # noqa: E402
-from torchax_ckpt.snapshot.snapshotter import Stacked  # noqa: E402
+from torchax_ckpt.snapshot.snapshotter import Snapshot  # noqa: E402
 from torchax_ckpt.state.training_state import TrainingState  # noqa: E402
 
 # How long the training thread waits for a device between saves.
@@ -143,14 +143,14 @@ def processor_secs(program: Program, count: int) -> tuple[float, float, int]:
     The last is the number of arrays that a save stores.
     """
     stored: dict[str, Any] = {}
-    original = Stacked.stored
+    original = Snapshot.stored
 
-    def kept(self: Any, *given: Any) -> Any:
-        result = original(self, *given)
+    def kept(self: Any) -> Any:
+        result = original(self)
         stored.update(result[1])
         return result
 
-    with mock.patch.object(Stacked, "stored", kept):
+    with mock.patch.object(Snapshot, "stored", kept):
         program.save(1)
     tree = {name.replace("/", "."): array for name, array in stored.items()}
     began = time.process_time()

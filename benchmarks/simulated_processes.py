@@ -29,7 +29,6 @@ from torchax_ckpt.saving import writer
 from torchax_ckpt.saving.saver import Saver
 from torchax_ckpt.saving.writer import Capture
 from torchax_ckpt.snapshot.sharding import Local
-from torchax_ckpt.snapshot.snapshotter import Vote
 from torchax_ckpt.state import per_process_state
 from torchax_ckpt.state.component import LeafRead
 from torchax_ckpt.state.leaf import Spec
@@ -192,8 +191,7 @@ def _history() -> Any:
     return SimpleNamespace(branches=branches, abandons=list, **ignored)
 
 
-_STACKED = SimpleNamespace(vote=Vote.STACKED, stored=lambda _: (Plan({}, frozenset()), {}))
-_SNAPSHOT: Any = SimpleNamespace(way="copy", stacked=lambda: _STACKED)
+_SNAPSHOT: Any = SimpleNamespace(way="copy", stored=lambda: (Plan(), {}))
 _LEAVES = {f"model/layers.{i}.weight": _node(f"model/layers.{i}.weight", 64) for i in range(100)}
 _DOCUMENT: Any = {"model": {"dict": [list(pair) for pair in _LEAVES.items()]}, "rng": {"dict": []}}
 _READS = {

@@ -150,7 +150,7 @@ def counting_fetched() -> list[int]:
     start = fetching.start
 
     def counted(array: Any) -> Any:
-        counts.append(array.nbytes)
+        counts.append(array.size * array.dtype.itemsize)
         return start(array)
 
     fetching.start = counted

@@ -20,15 +20,9 @@ from torchax_ckpt.layout.manifest import FORMAT, VERSION, Manifest
 from torchax_ckpt.layout.nodes import decode
 from torchax_ckpt.layout.unchanged import Database, Digests
 
-EMPTY: dict[str, Any] = {
-    "format": FORMAT,
-    "version": VERSION,
-    "versions": {},
-    "document": {},
-    "stacks": {},
-    "empty": [],
-    "digests": {},
-}
+EMPTY: dict[str, Any] = {"format": FORMAT, "version": VERSION, "empty": []}
+EMPTY |= {part: {} for part in ("versions", "document", "stacks", "digests")}
+PARTS = ("document", "stacks", "empty")
 LEAF: dict[str, Any] = {"array": "model/w", "kind": "jax", "dtype": "float32", "shape": [2]}
 
 
@@ -45,15 +39,8 @@ DTYPES: list[Any] = [None, {}, "float33", "f4,,", "O"]
     [
         *((raw, "torchax_ckpt") for raw in OTHERS),
         *(({**EMPTY, "version": v}, rf"version.*{v!r}") for v in (VERSION + 1, -1, None, "0")),
-        *(
-            ({**EMPTY, part: value}, "")
-            for part in ("document", "stacks", "empty")
-            for value in (None, 5, "x")
-        ),
-        *(
-            ({k: v for k, v in EMPTY.items() if k != part}, "")
-            for part in ("document", "stacks", "empty")
-        ),
+        *(({**EMPTY, part: value}, "") for part in PARTS for value in (None, 5, "x")),
+        *(({k: v for k, v in EMPTY.items() if k != part}, "") for part in PARTS),
         *(
             ({**EMPTY, "stacks": {"host_scalars/int64": members}}, "")
             for members in (5, [["a"]], [5])

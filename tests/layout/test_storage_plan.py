@@ -76,19 +76,16 @@ def test_host_scalars_of_one_dtype_share_one_array(specs: Specs) -> None:
 
 
 def test_layers_and_experts_are_stacked_under_their_pattern() -> None:
-    kinds = {"attn.weight": (4, 4), "attn.bias": (4,)}
-    layers = {
-        f"model/layers.*.{kind}": [f"model/layers.{i}.{kind}" for i in range(12)] for kind in kinds
+    stacks = {
+        "model/layers.*.attn.weight": tuple(f"model/layers.{i}.attn.weight" for i in range(12)),
+        "model/layers.*.attn.bias": tuple(f"model/layers.{i}.attn.bias" for i in range(12)),
+        "model/layers.*.experts.*.w1": tuple(
+            f"model/layers.{i}.experts.{e}.w1" for i in range(3) for e in range(4)
+        ),
     }
-    experts = [f"model/layers.{i}.experts.{e}.w1" for i in range(3) for e in range(4)]
-    specs = {
-        name: spec(kinds[p.removeprefix("model/layers.*.")]) for p in layers for name in layers[p]
-    }
-    specs |= {"model/embed.weight": spec((4, 4)), **{name: spec((2,)) for name in experts}}
-    expected = {**layers, "model/layers.*.experts.*.w1": experts}
-    assert plan_of(specs).stacks == {
-        pattern: tuple(members) for pattern, members in expected.items()
-    }
+    specs = {name: spec((len(members),)) for members in stacks.values() for name in members}
+    specs["model/embed.weight"] = spec((4, 4))
+    assert plan_of(specs).stacks == stacks
     assert plan_of(specs, "flat").stacks == {}
 
 

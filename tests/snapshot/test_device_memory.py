@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -25,13 +26,13 @@ from support.processes import run_processes
 from support.training import P, fsdp_mesh
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
-from torchax_ckpt.errors import OutOfMemoryError, SaveError
+from torchax_ckpt.errors import OutOfMemoryError
 from torchax_ckpt.layout.storage_plan import Plan
-from torchax_ckpt.snapshot import planner, stacking
+from torchax_ckpt.snapshot import planner, snapshotter, stacking
 from torchax_ckpt.snapshot.device_memory import DeviceMemory
 from torchax_ckpt.snapshot.device_sizes import Needed, bytes_on_devices, padded_bytes
 from torchax_ckpt.snapshot.planner import Planner
-from torchax_ckpt.snapshot.snapshotter import Snapshot, Snapshotter, Stacked, Vote, way_if_donated
+from torchax_ckpt.snapshot.snapshotter import Snapshot, Snapshotter, way_if_donated
 from torchax_ckpt.snapshot.stacking import execute, needed_to_execute
 
 NAMES = [f"state/layers.{i}.w" for i in range(5)]
@@ -213,20 +214,24 @@ def stacks(directory: Path, step: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("mode", ["transfer", "reference"])
 @pytest.mark.parametrize("how", ["does not fit", "is exhausted", "fits"])
-def test_without_memory_for_stacks_leaves_are_stored_one_by_one(
+def test_without_memory_for_stacks_they_are_made_on_the_host(
     mode: Any, how: str, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(snapshotter, "_is_on_cpu", lambda arrays: False)
     accelerator = Accelerator(peak=12 if how == "does not fit" else 9)
     if how == "is exhausted":
         monkeypatch.setattr(stacking, "stack_program", exhausted)
+    make = mock.Mock(wraps=stacking.HostStack)
+    monkeypatch.setattr(stacking, "HostStack", make)
     ckpt = TorchaxCheckpointer(directory)
     ckpt._saves.snapshotter = Snapshotter(mode, "auto", DeviceMemory(accelerator))
     state: dict[str, Any] = {**start(), "counters": {str(i): np.int64(i) for i in range(3)}}
     with ckpt:
         ckpt.save(1, state=state)
     named = stacks(directory, 1)
-    assert any("layers" in name for name in named) == (how == "fits")
-    assert any("host_scalars" in name for name in named)  # which take no memory of devices
+    assert any("layers" in name for name in named)
+    assert any("host_scalars" in name for name in named)
+    assert make.called == (how != "fits")
     loaded = ckpt.load(1, state)
     for name, array in start().items():
         assert loaded[name].sharding == array.sharding
@@ -234,65 +239,31 @@ def test_without_memory_for_stacks_leaves_are_stored_one_by_one(
     assert loaded["counters"] == state["counters"]
 
 
-def saved_while_full(
-    mode: str, fulls: list[int | None], directory: Path, host_bytes: int = 0
-) -> tuple[dict[str, str], list[int], list[bool]]:
-    """What failed, which steps there are, and which of them have stacks; the same everywhere.
-
-    ``fulls`` are the processes whose devices have no memory at each step.
-    """
-    arguments = str(directory), mode, str(host_bytes), json.dumps(fulls)
-    told = run_processes(PROGRAMS / "arrays_on_processes.py", 2, "full_devices", *arguments)
-    (first,), (second,) = told
-    assert first["failed"].keys() == second["failed"].keys()
-    for report in (first, second):
-        assert report["steps"] == first["steps"]
-        expected = [[float(step * i)] * 2 for step in first["steps"] for i in range(5)]
-        assert report["means"] == expected
-    stacked = [any("layers" in n for n in stacks(directory, step)) for step in first["steps"]]
-    return first["failed"], first["steps"], stacked
-
-
-@pytest.mark.parametrize("mode", ["copy", "reference"])
-def test_a_process_that_takes_stacks_over_lets_others_make_them(mode: Any) -> None:
-    """Its snapshot has no stacks, but the save has."""
-    leaves = ["head"], [jnp.ones(UNIT)]
-    alone, beside = (
-        Snapshotter(mode, "auto").take(*leaves, reserved).stacked()
-        for reserved in ([], ["layers.*.w"])
-    )
-    assert (alone.vote, beside.vote) == (Vote.FLAT, Vote.EITHER)
-    assert Stacked.agreed({beside.vote, Vote.STACKED}) is Vote.STACKED
-    with pytest.raises(SaveError, match="has already stacked"):  # though it could go on
-        beside.stored(Stacked.agreed({beside.vote, Vote.STACKED, Vote.FLAT}))
-    assert not beside.snapshot.planner.may_stack
-
-
-@pytest.mark.slow
-def test_a_process_without_memory_costs_those_that_copy_one_save(directory: Path) -> None:
-    failed, steps, stacked = saved_while_full("auto", [None, None, 1, 1, None, 1, 0], directory)
-    (text,) = failed.values()
-    assert "From the next save on, leaves are copied and stored one by one" in text
-    assert (steps, stacked) == ([1, 2, 4, 5, 6, 7], [True, True, False, False, False, False])
-
-
 ONE_GIB = 1 << 30
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mode", "fulls", "host_bytes", "stacked"),
+    ("mode", "fulls", "host_bytes"),
     [
-        ("transfer", [1, None, 0], 0, [False, True, False]),  # they agree
-        ("auto", [None, 1, 0, None], ONE_GIB, [True] * 4),  # one offloads while others copy
-        ("offload", [None, 1, 0], ONE_GIB, [True] * 3),
+        ("reference", [None, 1, 0, None], 0),
+        ("transfer", [1, None, 0], 0),
+        ("auto", [None, None, 1, 1, 0], 0),
+        ("auto", [None, 1, 0, None], ONE_GIB),  # one offloads while others copy
+        ("offload", [None, 1, 0], ONE_GIB),
     ],
 )
-def test_a_process_without_memory_costs_no_save_where_it_need_not(
-    mode: str, fulls: list[int | None], host_bytes: int, stacked: list[bool], directory: Path
+def test_a_process_without_memory_costs_no_save(
+    mode: str, fulls: list[int | None], host_bytes: int, directory: Path
 ) -> None:
+    """``fulls`` are the processes whose devices have no memory at each step."""
+    arguments = str(directory), mode, str(host_bytes), json.dumps(fulls)
+    told = run_processes(PROGRAMS / "arrays_on_processes.py", 2, "full_devices", *arguments)
     steps = list(range(1, len(fulls) + 1))
-    assert saved_while_full(mode, fulls, directory, host_bytes) == ({}, steps, stacked)
+    for (report,) in told:
+        assert (report["failed"], report["steps"]) == ({}, steps)
+        assert report["means"] == [[float(step * i)] * 2 for step in steps for i in range(5)]
+    assert all("layers.*.w" in "".join(stacks(directory, step)) for step in steps)
 
 
 # --- sizes of arrays on devices ---

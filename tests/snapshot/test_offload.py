@@ -25,16 +25,10 @@ from torchax_ckpt.snapshot import offload, stacking
 from torchax_ckpt.snapshot.device_memory import DeviceMemory
 from torchax_ckpt.snapshot.host_array import HostArray
 from torchax_ckpt.snapshot.offload import Offloaded, needed_to_offload
-from torchax_ckpt.snapshot.snapshotter import Snapshot, Snapshotter, Stacked
+from torchax_ckpt.snapshot.snapshotter import Snapshotter
 
 ROWS, WHOLE = NamedSharding(fsdp_mesh(), P("fsdp")), NamedSharding(fsdp_mesh(), P())
 ONE = SingleDeviceSharding(jax.devices()[3])
-
-
-def stored_alone(snapshot: Snapshot) -> tuple[Any, Any]:
-    """Returns what a save of one process stores."""
-    stacked = snapshot.stacked()
-    return stacked.stored(Stacked.agreed([stacked.vote]))
 
 
 def state_of(seed: int = 0) -> dict[str, Any]:
@@ -153,7 +147,7 @@ def test_a_mesh_that_the_program_set_does_not_matter(mode: Any, directory: Path)
 def test_arrays_that_are_deleted_at_once_are_stored_as_they_were(layout: Any) -> None:
     state = {n: a for n, a in state_of().items() if isinstance(a, jax.Array) and a.size}
     expected = {f"state/{n}": np.array(a) for n, a in state.items()}
-    plan, stored = stored_alone(donated(Snapshotter("offload", layout), state))
+    plan, stored = donated(Snapshotter("offload", layout), state).stored()
     for name, members in plan.members(list(expected)).items():
         found = np.asarray(stored[name])
         rows = found if name in plan.stacks else [found]
@@ -192,7 +186,7 @@ def test_auto_copies_everything_or_offloads_everything_or_transfers(
         snapshotter.donated()
         snapshot = snapshotter.take(names, list(state.values()))
         assert snapshot.way == way
-        _, stored = stored_alone(snapshot)
+        _, stored = snapshot.stored()
         assert [*stored] == names
         for array, expected in zip(stored.values(), state.values(), strict=True):
             is_offloaded = way == "offload" and isinstance(expected, jax.Array)
@@ -219,9 +213,9 @@ def test_pinned_memory_that_a_runtime_has_kept_does_not_count_twice() -> None:
     once = 8 * 16 * 1024 * 5 // 4
     available = 2 * once
     taken = Snapshotter("offload", "flat", DeviceMemory(host_bytes=lambda: available))
-    stored_alone(taken.take([*sizes(16)], [*sizes(16).values()]))
+    taken.take([*sizes(16)], [*sizes(16).values()]).stored()
     available = once  # the runtime has kept the pinned memory
-    stored_alone(taken.take([*sizes(16)], [*sizes(16).values()]))
+    taken.take([*sizes(16)], [*sizes(16).values()]).stored()
     available = once - 1
     with pytest.raises(OutOfMemoryError):
         taken.take([*sizes(16)], [*sizes(16).values()])

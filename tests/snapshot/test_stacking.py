@@ -72,12 +72,10 @@ def test_layers_are_stored_as_one_array_under_their_pattern_or_each_by_itself(
 ) -> None:
     train_saved(tmp_path / "auto", "auto")
     stored = stored_names(tmp_path / "auto")
-    assert "model/layers.%2A.mlp.weight" not in stored
-    assert "model/layers.*.mlp.weight" in stored
-    assert "optimizer/layers.*.mlp.weight/exp_avg" in stored
-    assert "model/head.weight" in stored
+    moment = "optimizer/layers.*.mlp.weight/exp_avg"
+    assert {"model/layers.*.mlp.weight", moment, "model/head.weight"} <= stored
     assert "host_scalars/float32" in stored
-    assert not any("layers.0" in name for name in stored)
+    assert not any("layers.0" in name or "%2A" in name for name in stored)
     manifest = json.loads((tmp_path / "auto" / "2" / "manifest" / "data.json").read_text())
     assert manifest["stacks"]["model/layers.*.mlp.weight"] == [
         f"model/layers.{i}.mlp.weight" for i in range(4)

@@ -12,8 +12,7 @@ A manifest has this form:
 For each block of a stored array, ``digests`` has one digest of 8 octets, little-endian; the digests
 are in C order of the blocks. ``unchanged`` names the databases of the step that later steps may
 share, see ``layout/unchanged.py``; a database that one process wrote alone lacks ``processes``.
-``assets`` is the digest of the step's assets. A step without
-such databases or without assets lacks the key.
+``assets`` is the digest of the step's assets. A step that has none of these lacks the key.
 
 ``document`` describes the whole state as a tree of nodes, in which each array node names one leaf.
 ``nodes.py`` defines the form of nodes and decodes them; ``state/pytree.py`` writes them.

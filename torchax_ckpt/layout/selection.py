@@ -1,11 +1,10 @@
 """A selection says, by patterns of names, which weights a restore takes and under which names.
 
-A pattern names a tensor, or a module and everything below it, so the pattern ``encoder`` also
-matches ``encoder.0.weight``. In a pattern, ``*`` matches one or more characters of any kind, dots
-included, and as few as possible, as in ``*.bias`` and ``layers.*.attention``. No other character is
-special. Write names in patterns as torch does, with the special characters percent-encoded as
-``names.escape`` does it. If several models are attached, each pattern begins with a model's name
-and ``/``, as in ``generator/encoder``.
+A pattern names a tensor, or a module and everything below it: ``encoder`` also matches
+``encoder.0.weight``. ``*`` matches one or more characters of any kind, dots included, and as few as
+possible, as in ``*.bias``. Names are written as torch does, with the special characters
+percent-encoded by ``names.escape``. If several models are attached, each pattern begins with a
+model's name and ``/``, as in ``generator/encoder``.
 """
 
 from __future__ import annotations

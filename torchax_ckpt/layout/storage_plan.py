@@ -1,14 +1,13 @@
 """Makes the storage plan, which says in which stored array each leaf lies.
 
-Storage takes a minimum time for each array, however small, so a thousand small arrays take seconds.
-Therefore leaves are stored as one array, a stack, if their names differ only in indices
-(``layers.0.wq.weight``, ``layers.1.wq.weight``, ...) and their shape, dtype and sharding are equal.
-Along its first axis, a stack has one entry for each member. In the name of a stack, ``*`` replaces
-the indices of its members' names, as in ``layers.*.wq.weight``. All 0-d host arrays of one dtype
-(an optimizer's ``step`` counters) are stored as one vector. Each large leaf is stored as an array
-of its own, because copying it into a stack would take more time than the stack saves. No stack
-mixes leaves that change with leaves that do not. Leaves without elements are not stored; the
-manifest records their shape and dtype.
+Storage takes a minimum time for each array, however small. Therefore leaves are stored as one
+array, a stack, if their names differ only in indices (``layers.0.wq.weight``,
+``layers.1.wq.weight``, ...) and their shape, dtype and sharding are equal. Along its first axis, a
+stack has one entry for each member. In its name, ``*`` replaces the indices, as in
+``layers.*.wq.weight``. All 0-d host arrays of one dtype (an optimizer's ``step`` counters) are one
+vector. Large leaves are stored alone, because copying them would take more time than a stack saves.
+No stack mixes leaves that change with leaves that do not. Leaves without elements are not stored;
+the manifest records their shape and dtype.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ _ANY = "*"  # occurs in no leaf's name, because names.escape escapes it
 class LeafSpec:
     """The properties of a leaf on which the storage plan depends.
 
-    ``placement`` is equal for leaves that may share a stack, and None for one that must not be
-    stacked. A leaf ``is_unchanging`` if it does not change from save to save.
+    ``placement`` is equal for leaves that may share a stack, and None for one in no stack. A leaf
+    ``is_unchanging`` if it does not change from save to save.
     """
 
     shape: tuple[int, ...]

@@ -1,21 +1,17 @@
 """The digests of arrays, and databases of unchanged arrays, which several steps may share.
 
-The arrays that do not change from save to save are stored in databases of their own inside a step,
-beside the database of the other arrays. A later step can then take such a database whole: on a file
-system, its files are hard links to the files of the earlier step; in a bucket, the service copies
-the objects.
+The arrays that do not change from save to save are stored in databases of their own inside a step.
+A later step can take such a database whole: on a file system as hard links to its files, in a
+bucket as objects that the service copies. Each process of a run writes its parts to a folder of its
+own; the folders of all processes together are the database.
 
-In a run of several processes, each process writes its parts of the arrays to a folder of its own.
-The folders of all these processes together are the database. A later step takes all of them.
-
-On a disk, two copies of the unchanged arrays exist, numbered 0 and 1. They were written separately
-and share no files. A new step has another copy than the newest step that is kept beside it, so
-damage to one file never affects both. In a bucket, all steps have the same copy.
+On a disk, two copies of the unchanged arrays exist, numbered 0 and 1, which share no files. A new
+step has another copy than the newest step that is kept beside it, so damage to one file never
+affects both. In a bucket, all steps have the same copy.
 
 An array counts as unchanged if the 128-bit digests of all its blocks are equal to those of the
-stored array. Two different blocks with equal digests by chance are as good as impossible: among
-2**40 blocks, a digest of 64 bits expects 2**15 pairs of equal digests, a digest of 128 bits one
-pair in 2**49 such runs. Digests of 64 bits suffice to detect damage, because then each block is
+stored array. Among 2**40 blocks, 64 bits would give 2**15 pairs of equal digests by chance, 128
+bits one pair in 2**49 such runs. To detect damage, 64 bits suffice, because then each block is
 compared with one digest only.
 """
 

@@ -30,7 +30,7 @@ from torchax_ckpt.saving.unchanged.identities import Skipped
 from torchax_ckpt.saving.unchanged.reuse import Pending, Reuse
 from torchax_ckpt.snapshot.planner import with_host_leaves
 from torchax_ckpt.snapshot.sharding import to_host_part
-from torchax_ckpt.snapshot.snapshotter import Snapshot, Stacked, Stored, Vote
+from torchax_ckpt.snapshot.snapshotter import Snapshot, Stored
 from torchax_ckpt.state.per_process_state import PerProcessState, joined, joined_on_host
 from torchax_ckpt.storage.arrays import block_digests
 from torchax_ckpt.storage.directory import committed_step
@@ -89,7 +89,6 @@ class Agreed(NamedTuple):
 
     folder: str
     known: list[Any]  # the steps beside it
-    vote: str
     candidate: Any  # see ``Reuse.candidate``
 
 
@@ -164,10 +163,8 @@ class Writer:
         if problem is not None and capture.reports_metrics:
             self._failures.report(problem, "ranking")
         progress.enter("stacking the arrays")
-        stacked = capture.snapshot.stacked()
-        agreed, states = self._agree(capture, metrics, stacked, progress)
-        stored = stacked.stored(Vote(agreed.vote))
-        del stacked  # with the stacks that the processes do not store
+        stored = capture.snapshot.stored()
+        agreed, states = self._agree(capture, metrics, progress)
         draft = self._draft(capture, agreed, *stored, states, progress)
         del stored, states
         progress.enter("transferring the arrays from the devices")
@@ -276,16 +273,12 @@ class Writer:
         self._is_recovered = False
 
     def _agree(
-        self,
-        capture: Capture,
-        metrics: Mapping[str, Any],
-        stacked: Stacked,
-        progress: SaveInFlight,
-    ) -> tuple[Agreed, list[bytes]]:
+        self, capture: Capture, metrics: Mapping[str, Any], progress: SaveInFlight
+    ) -> tuple[Agreed, Sequence[bytes]]:
         """Makes the step's folder; returns also the states of all processes, on process 0."""
         # One message, because each one of all processes takes as long as the slowest of them.
         state = capture.state(capture.document) if self._hosts is None else b""
-        sent = self._processes.gather(stacked.vote.encode() + state)
+        states = self._processes.gather(state)
         progress.enter("cleaning up the directory")
 
         def make_folder() -> Agreed:
@@ -294,12 +287,9 @@ class Writer:
             candidate = self._reuse.candidate(capture.step, metrics) if self._reuse else None
             path = self._directory.path_for(capture.step)
             step_writer.make_folder(path)
-            vote = Stacked.agreed({Vote(message[:1].decode()) for message in sent})
-            return Agreed(path.name, known, vote, candidate)
+            return Agreed(path.name, known, candidate)
 
-        agreed = Agreed(*self._processes.first(make_folder))
-        progress.enter("stacking the arrays")  # or fetching what was offloaded
-        return agreed, [message[1:] for message in sent]
+        return Agreed(*self._processes.first(make_folder)), states
 
     def _draft(
         self,

@@ -1,9 +1,8 @@
 """Converts arrays to unsigned integers with the same bits, and back.
 
-Programs that move values between devices move these integers, because moving the values themselves
-could change their bits. A sum of floats, such as an all-reduce, loses the sign of zeros and the
-bits of NaNs. XLA may convert floats of fewer than 32 bits to a wider dtype inside a program, which
-changes the bits of NaNs.
+Programs move these integers between devices, because a sum of floats, such as an all-reduce, loses
+the sign of zeros and the bits of NaNs, and XLA may convert floats of fewer than 32 bits to a wider
+dtype inside a program, which changes the bits of NaNs.
 """
 
 from __future__ import annotations

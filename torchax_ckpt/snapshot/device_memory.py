@@ -91,7 +91,7 @@ class DeviceMemory:
 
     def host_holds(self, needed: Needed) -> bool:
         """Returns whether the host has memory for an offload."""
-        available = self._available_on_host()
+        available = self.available_on_host()
         # The runtime may have kept pinned memory that an earlier offload took.
         pinned_bytes = max(0, needed.pinned_bytes - self._pinned_bytes)
         return available is None or (pinned_bytes + needed.ordinary_bytes) * HEADROOM <= available
@@ -107,7 +107,8 @@ class DeviceMemory:
             self._promised_bytes -= needed.host_bytes
             self._pinned_bytes = max(self._pinned_bytes, needed.pinned_bytes)
 
-    def _available_on_host(self) -> int | None:
+    def available_on_host(self) -> int | None:
+        """Returns the bytes of the host that offloads may take; None if they are unknown."""
         available = self._host_bytes()
         return None if available is None else available - self._promised_bytes
 
@@ -123,12 +124,6 @@ class DeviceMemory:
             f"{short}: expected {needed[short]} bytes free beyond the peak of training, found "
             f"{found}"
         )
-
-    def described_on_host(self, needed: Needed) -> str:
-        """Returns a text: bytes needed and available on the host."""
-        available = self._available_on_host()
-        found = "unknown" if available is None else f"{available} bytes"
-        return f"expected {needed.host_bytes} bytes of host memory available, found {found}"
 
     def record_copies(self, copies: Iterable[Any]) -> None:
         """Records copies that were just made, and that the caller frees all at the same time."""

@@ -1,9 +1,8 @@
 """The registry of the programs that this package runs on devices, and programs for many modules.
 
-A function that returns a jitted program has the decorator ``device_program``, which registers it.
-Tests compile the programs of all registered functions for TPUs, on machines without TPUs. A test
-fails if a function of this package without the decorator jits a program. The jitted functions are
-named ``checkpoint_*``, so that profiles of a training show what a save runs.
+A function that returns a jitted program has the decorator ``device_program``, which registers it;
+a test fails if one lacks it. Tests compile all registered programs for TPUs, without TPUs. The
+jitted functions are named ``checkpoint_*``, so that profiles of a training show what a save runs.
 """
 
 from __future__ import annotations

@@ -17,10 +17,9 @@ Offset = tuple[int, ...]
 
 
 class Local(enum.Enum):
-    """The two placements that are not shardings: the host, and JAX's default device.
+    """The placements that are not shardings: of numpy arrays, and of uncommitted JAX arrays.
 
-    HOST means a numpy array. DEFAULT_DEVICE means a JAX array that is not committed to its device,
-    as ``.to("jax")`` makes them; JAX moves it to the devices of arrays with which it is used.
+    ``.to("jax")`` makes the latter; JAX moves them to the devices of arrays used with them.
     """
 
     HOST = "host"
@@ -35,8 +34,7 @@ class HostArray:
     """An array in ordinary memory of the host, with the sharding that it had on devices.
 
     ``shape`` and ``dtype`` are of the whole array. ``parts`` maps where each part begins to the
-    part. The parts are of one shape: the shards of this process's devices, each shard once, or what
-    this process stores.
+    part, all of one shape: the shards of this process, each once, or what this process stores.
     """
 
     shape: tuple[int, ...]

@@ -1,23 +1,16 @@
 """Moves shards between the host, the devices of this process, and devices of other processes.
 
-These are the functions, from the cheapest to the most expensive:
+From the cheapest to the most expensive: ``put`` and ``move`` transfer arrays from the host, or
+between devices of this process; ``permute_over_processes`` sends shards from some processes to
+others, in collective permutes; ``sum_over_replicas`` sends the shards of one replica to all others,
+in one all-reduce; ``reshard`` changes the sharding on one mesh, by collectives that XLA picks.
 
-- ``put`` and ``move`` transfer arrays from the host, or between devices of this process, without
-  collectives.
-- ``permute_over_processes`` sends shards from some processes to others, in collective permutes.
-- ``sum_over_replicas`` sends the shards of one replica to all others, in one all-reduce.
-- ``reshard`` changes the sharding of leaves on one mesh; XLA picks the collectives.
+Permutes reach n replicas only after log2(n) permutes of every byte; an all-reduce sends every byte
+less than twice, but leaves all devices with the same shards. Both send whole shards; a change of
+sharding can require parts of shards.
 
-Each of the last three is needed. Collective permutes reach n replicas only after log2(n) permutes,
-each of which sends every byte; an all-reduce sends every byte less than twice. But after it all
-devices hold the same shards, while hosts that exchange parts of an array need different ones. A
-change of sharding can require parts of shards, and both others send whole shards: they arrange the
-devices in a grid, in which each device has a slot for one shard.
-
-These three are collectives: every process must call them with the same targets, on its training
-thread. They move the leaves in chunks, one chunk after the other.
-
-Programs in which XLA could change values move the bits of the values as integers (see ``bitcast``).
+The last three are collectives: every process must call them with the same targets, on its training
+thread. Programs in which XLA could change values move their bits as integers (``bitcast``).
 """
 
 from __future__ import annotations

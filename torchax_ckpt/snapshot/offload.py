@@ -1,12 +1,10 @@
 """Moves leaves to the memory of the host while training continues, for a state that fills devices.
 
-A program copies the leaves from the devices into memory of the kind ``pinned_host``. JAX enqueues
-the program before any later computation, so a later step may donate the leaves, and the training
-thread waits for nothing. The thread of the save then copies the values to ordinary memory of the
-host, where stacks are made, and deletes the arrays in pinned memory one by one. Pinned memory is
-scarce, and a runtime may keep what it has once allocated.
-
-Stacking in the program itself would take device memory for the stacks.
+A program copies the leaves into memory of the kind ``pinned_host``. JAX enqueues it before any
+later computation, so a later step may donate the leaves, and the training thread waits for nothing.
+The thread of the save copies the values to ordinary memory of the host, where stacks are made (on
+the devices they would take memory), and deletes the arrays in pinned memory one by one, because it
+is scarce and a runtime may keep what it has once allocated.
 """
 
 from __future__ import annotations

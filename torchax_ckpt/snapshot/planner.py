@@ -23,14 +23,10 @@ Way = Literal["reference", "copy", "offload", "transfer"]
 
 @dataclasses.dataclass(frozen=True)
 class SnapshotPlan:
-    """The storage plan of the leaves of a snapshot, and the memory that they need.
-
-    ``flat`` is the plan without its stacks of device arrays; stacks of host arrays remain.
-    """
+    """The storage plan of the leaves of a snapshot, and the memory that they need."""
 
     names: Sequence[str]
     plan: Plan
-    flat: Plan
     _needed: dict[Way, Needed | None] = dataclasses.field(default_factory=dict)
 
     def needed(self, way: Way, arrays: Sequence[AnyArray]) -> Needed | None:
@@ -70,8 +66,6 @@ class Planner:
 
     def __init__(self, layout: Layout) -> None:
         self._layout: Layout = layout
-        self.may_stack = True
-        """If it is set to False, all later plans are without stacks of device arrays."""
         self._last: tuple[tuple[Any, ...], SnapshotPlan] | None = None
 
     def __call__(
@@ -84,12 +78,10 @@ class Planner:
         """Returns ``plan_snapshot`` of the leaves."""
         shardings = [None if isinstance(a, np.ndarray) else a.sharding for a in arrays]
         shapes, dtypes = [a.shape for a in arrays], [a.dtype for a in arrays]
-        signature = shapes, dtypes, shardings, names, reserved, unchanging, self.may_stack
+        signature = shapes, dtypes, shardings, names, reserved, unchanging
         last = self._last
         if last is None or last[0] != signature:
             found = plan_snapshot(names, arrays, self._layout, reserved, unchanging)
-            if not self.may_stack:
-                found = SnapshotPlan(names, found.flat, found.flat)
             self._last = last = signature, found
         return last[1]
 
@@ -116,10 +108,7 @@ def plan_snapshot(
         )
         for name, array in zip(names, arrays, strict=True)
     ]
-    plan = plan_leaves(names, specs, layout, reserved)
-    on_host = {n for n, array in zip(names, arrays, strict=True) if isinstance(array, np.ndarray)}
-    stacks = {name: group for name, group in plan.stacks.items() if group[0] in on_host}
-    return SnapshotPlan(names, plan, Plan(stacks, plan.empty))
+    return SnapshotPlan(names, plan_leaves(names, specs, layout, reserved))
 
 
 def with_host_leaves(

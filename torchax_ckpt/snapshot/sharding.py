@@ -85,10 +85,7 @@ def spans_hosts(placement: Placement) -> bool:
 
 
 def host_part(sharding: Sharding, shape: tuple[int, ...]) -> HostPart:
-    """Returns the part of an array that this host's devices, which form a block of its mesh, hold.
-
-    Raises ValueError if the sharding has no mesh, or the devices form no block.
-    """
+    """Returns the part that this host's devices, a block of the mesh, hold; else ValueError."""
     if not isinstance(sharding, NamedSharding):
         raise ValueError(
             "local tier: expected a NamedSharding for an array that spans several hosts, found "
@@ -111,10 +108,9 @@ def host_part(sharding: Sharding, shape: tuple[int, ...]) -> HostPart:
 def shards_of(array: jax.Array) -> Sequence[jax.Shard]:
     """Returns the shards of an array that lie on devices of this process, each exactly once.
 
-    JAX builds ``array.addressable_shards`` when it is first read, without a lock. If two threads
-    read it at the same time, one may get a part of the list, or both append to it (jax 0.10.2).
-    Code that shares an array with another thread must list its shards with this function. Raises
-    RuntimeError if other code built the list at the same time and left it incomplete.
+    JAX builds ``array.addressable_shards`` at the first read, without a lock: two threads may get a
+    part of the list, or append to it twice (jax 0.10.2). All code that shares an array with another
+    thread must use this function. Raises RuntimeError if other code left the list incomplete.
     """
     count = len(array.sharding.addressable_devices)
     with _listing_lock:

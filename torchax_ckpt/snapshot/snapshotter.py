@@ -3,39 +3,28 @@
 JAX arrays are immutable, but a jitted step may donate their buffers, which deletes the arrays. A
 snapshot is taken in one of four ways:
 
-- ``reference`` holds the arrays themselves, at no cost. If the program donates an array before the
-  save has fetched it, the save fails. The save never stores wrong values, because reading a deleted
-  array raises an error.
+- ``reference`` holds the arrays themselves. If the program donates one before the save has fetched
+  it, the save fails, but never stores wrong values: reading a deleted array raises an error.
 - ``copy`` enqueues copies on the devices before any later computation, stacked as the storage plan
-  says. They cost device memory, and do not block the training thread.
+  says. They cost device memory.
 - ``offload`` enqueues copies into memory of the host, see ``offload.py``, where they are stacked.
-  They cost almost no memory of devices, and do not block the training thread.
-- ``transfer`` holds the arrays themselves, and blocks the training thread until the save has
-  fetched them.
+- ``transfer`` holds the arrays themselves, and blocks the training thread until they are fetched.
 
-The mode ``auto`` makes copies at first. If the program has not donated the copied arrays by the
-next save, ``auto`` continues with references. If a training step then donates an array that a save
-still holds by reference, that save fails, and later saves copy. If device memory does not suffice
-for copies of all arrays, ``auto`` offloads them, and if the host lacks memory, it transfers them.
+The mode ``auto`` makes copies at first, and references from the next save on if the program has not
+donated the copied arrays. If a step then donates a referenced array, later saves copy. If device
+memory does not suffice for copies, ``auto`` offloads, and if the host lacks memory, it transfers.
 
-In snapshots by ``reference`` and ``transfer``, the thread of the save stacks the arrays later, on
-the devices. If device memory does not suffice for these stacks, the save stores each leaf as a
-separate array.
-
-Each process chooses by itself in which way it takes a snapshot, but all processes must stack the
-same leaves. On the threads of their saves, the processes therefore tell each other whether they
-lack memory for stacks. If one process does, no process may stack, but a process that has already
-stacked its copies cannot unstack them. In this case the save fails on all processes, and later
-saves do not stack.
+In snapshots by ``reference`` and ``transfer``, the thread of the save stacks the arrays later: on
+the devices, or on the host if the devices are CPUs or lack the memory. Each process chooses by
+itself, because what is stored does not depend on it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import enum
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 
@@ -70,9 +59,8 @@ class CopiedLeaves(NamedTuple):
 class Snapshot:
     """The leaves that one save stores, as they were when the snapshot was taken.
 
-    A snapshot has either ``arrays``, which it holds by reference, or ``copies``. The former is
-    planned later, on the thread of the save, because a look at some thousand leaves takes a
-    millisecond. Stacks named ``reserved`` are taken over from an earlier step; leaves
+    A snapshot has either ``arrays``, which it holds by reference and plans on the thread of the
+    save, or ``copies``. Stacks named ``reserved`` are taken over from an earlier step; leaves
     ``unchanging`` are not stacked with others.
     """
 
@@ -85,111 +73,49 @@ class Snapshot:
     memory: DeviceMemory
     copies: CopiedLeaves | None = None
 
-    def stacked(self) -> Stacked:
-        """Stacks the leaves, unless they are copies and so have stacks; on any thread.
+    def stored(self) -> tuple[Plan, Mapping[str, Stored]]:
+        """Returns the storage plan, and a dict from stored name to the array to store.
 
-        Raises DonatedBufferError if an array held by reference was donated or deleted.
+        Any thread may call. Raises DonatedBufferError if an array held by reference was donated.
         """
-        if self.copies is not None:
-            return Stacked(self, self.copies.plan, self.copies.arrays)
-        plan = self.planner(self.names, self.arrays, self.reserved, self.unchanging)
-        return Stacked(self, plan, self._stacked(plan))
+        if self.copies is None:
+            plan = self.planner(self.names, self.arrays, self.reserved, self.unchanging)
+            return plan.plan, self._stacked(plan)
+        plan, arrays, offloaded = self.copies
+        if offloaded is None:
+            return plan.plan, arrays
+        found: dict[str, Stored] = {**offloaded.fetched(), **arrays}
+        # In an order that is the same in each process.
+        return plan.plan, {name: found[name] for name in plan.plan.members(self.names)}
 
     def require_alive(self) -> None:
         """Raises DonatedBufferError if an array that the snapshot holds by reference is deleted."""
         require_alive(zip(self.names, self.arrays, strict=False))
 
-    def leaves(self) -> dict[str, Array]:
-        """Returns the leaves that are held by reference, by name."""
-        return dict(zip(self.names, self.arrays, strict=True))
-
-    def _stacked(self, plan: SnapshotPlan) -> dict[str, Array] | None:
-        """Returns the arrays to store, with stacks; None if the devices lack memory for stacks."""
-        try:
-            needed = plan.needed(self.way, self.arrays)
-            if needed is None or not self.memory.holds(needed.devices):
-                return None
-            stored = execute(plan.plan, self.leaves(), copy=False)
-        # For a deleted array JAX raises ValueError from a jitted call and RuntimeError elsewhere.
-        except Exception as error:
-            self.require_alive()
-            if not is_exhausted(error):
-                raise
-            self.memory.record_failure()
-            return None
-        self.memory.record_copies(stored[name] for name in plan.plan.stacks)
-        return stored
+    def _stacked(self, plan: SnapshotPlan) -> dict[str, Stored]:
+        """Stacks the arrays that are held by reference, where it is faster or there is memory."""
+        leaves = dict(zip(self.names, self.arrays, strict=True))
+        if not _is_on_cpu(self.arrays):
+            try:
+                needed = plan.needed(self.way, self.arrays)
+                if needed is not None and self.memory.holds(needed.devices):
+                    stored = execute(plan.plan, leaves, copy=False)
+                    self.memory.record_copies(stored[name] for name in plan.plan.stacks)
+                    return stored
+            # Of a deleted array JAX raises ValueError in a jitted call, else RuntimeError.
+            except Exception as error:
+                self.require_alive()
+                if not is_exhausted(error):
+                    raise
+                self.memory.record_failure()
+            logger.info("no device memory for stacks: the leaves of this save are stacked on hosts")
+        return execute(plan.plan, leaves, copy=False, on_host=True)
 
 
-class Vote(enum.StrEnum):
-    """How a process can store the leaves of a save; all processes store them in one way."""
-
-    STACKED = "s"
-    FLAT = "f"
-    EITHER = "e"
-    NEITHER = "n"
-
-
-@dataclasses.dataclass(frozen=True)
-class Stacked:
-    """The stacks of a snapshot in one process; ``arrays`` is None if there is no memory for them.
-
-    All processes vote, and then call ``stored`` with what ``Stacked.agreed`` returns.
-    """
-
-    snapshot: Snapshot
-    plan: SnapshotPlan
-    arrays: Mapping[str, Array] | None
-
-    @property
-    def vote(self) -> Vote:
-        """Returns how this process can store the leaves."""
-        plan, flat = self.plan.plan, self.plan.flat
-        # If stacks are taken over beside this snapshot, other processes may have them in theirs.
-        if self.arrays is None or (plan == flat and not self.snapshot.reserved):
-            return Vote.FLAT
-        is_copied = self.snapshot.copies is not None
-        if is_copied and not (plan.stacks.keys() - flat.stacks.keys()).isdisjoint(self.arrays):
-            return Vote.STACKED
-        return Vote.EITHER
-
-    @staticmethod
-    def agreed(votes: Collection[Vote]) -> Vote:
-        """Returns how all processes store the leaves, given the vote of each."""
-        if Vote.FLAT not in votes:
-            return Vote.STACKED
-        return Vote.NEITHER if Vote.STACKED in votes else Vote.FLAT
-
-    def stored(self, agreed: Vote) -> tuple[Plan, Mapping[str, Stored]]:
-        """Returns the storage plan, and a dict from stored name to the array to store.
-
-        Raises SaveError if some processes have stacks already, and others have no memory for them.
-        From the next snapshot on, no process makes stacks.
-        """
-        snapshot, plan = self.snapshot, self.plan
-        if agreed is Vote.NEITHER:
-            snapshot.planner.may_stack = False
-            raise SaveError(
-                "the save failed: one process has no device memory in which to stack leaves (to "
-                "join several leaves into one array), and another process has already stacked the "
-                "leaves of this save. From the next save on, leaves are copied and stored one by "
-                "one. Save again"
-            )
-        if agreed is Vote.STACKED or (plan.plan == plan.flat and self.arrays is not None):
-            assert self.arrays is not None, "this process would have voted otherwise"
-            return plan.plan, self._complete(plan.plan, self.arrays)
-        logger.info("no device memory for stacks: the leaves of this save are stored one by one")
-        if snapshot.copies is None:
-            return plan.flat, execute(plan.flat, snapshot.leaves(), copy=False)
-        return plan.flat, self._complete(plan.flat, snapshot.copies.arrays)
-
-    def _complete(self, plan: Plan, arrays: Mapping[str, Array]) -> Mapping[str, Stored]:
-        """Adds the offloaded arrays to the others, in an order that is the same in each process."""
-        copies = self.snapshot.copies
-        if copies is None or copies.offloaded is None:
-            return arrays
-        found: dict[str, Stored] = {**copies.offloaded.fetched(), **arrays}
-        return {name: found[name] for name in plan.members(self.snapshot.names)}
+def _is_on_cpu(arrays: Iterable[Array]) -> bool:
+    shardings = {array.sharding for array in arrays if isinstance(array, jax.Array)}
+    devices: set[Any] = {device for sharding in shardings for device in sharding.device_set}
+    return all(device.platform == "cpu" for device in devices)
 
 
 def way_if_donated(plan: SnapshotPlan, arrays: Sequence[AnyArray], memory: DeviceMemory) -> Way:
@@ -290,7 +216,7 @@ class Snapshotter:
             needed = plan.needed("offload", arrays)
             assert needed is not None, "it fits"
             offloaded = Offloaded(plan.plan, on_devices, self._memory, needed)
-            return CopiedLeaves(plan, execute(plan.flat, on_host, copy=False), offloaded)
+            return CopiedLeaves(plan, execute(plan.plan, on_host, copy=False), offloaded)
         except Exception as error:
             require_alive(leaves.items())
             if not is_exhausted(error):
@@ -319,7 +245,11 @@ class Snapshotter:
         if needed is None:
             raise _no_host_memory("the programs that offload it need more memory than a device has")
         if not self._memory.host_holds(needed):
-            raise _no_host_memory(self._memory.described_on_host(needed))
+            found = self._memory.available_on_host()
+            said = (
+                f"expected {needed.host_bytes} bytes of host memory available, found {found} bytes"
+            )
+            raise _no_host_memory(said)
 
 
 _LACKING = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,39 +23,102 @@ from torchax_ckpt.snapshot.device_programs import (
     run_by_sharding,
 )
 from torchax_ckpt.snapshot.device_sizes import Needed, needed_by
-from torchax_ckpt.snapshot.sharding import shards_of, stacked
+from torchax_ckpt.snapshot.host_array import HostArray, Offset, offset_of
+from torchax_ckpt.snapshot.sharding import shards_of, stacked, unshared
 
 Array = jax.Array | np.ndarray
 AnyArray = Array | jax.ShapeDtypeStruct
 """An abstract array with a sharding may stand for an array on devices."""
 
 
+class HostStack(HostArray):
+    """A stack that is made on the host at each look at its parts, and is not kept.
+
+    Stacks that are made and freed one after another share memory. The system would take longer to
+    zero and map new pages for all stacks of a state than the stacking takes.
+    """
+
+    def __init__(self, members: Sequence[jax.Array]) -> None:
+        first = members[0]
+        shape = (len(members), *first.shape)
+        super().__init__(shape, first.dtype, _stacked(first.sharding), _Rows(members))
+
+
+class _Rows(Mapping[Offset, np.ndarray]):
+    """Where each part of a stack begins -> the part, whose members are fetched at each look."""
+
+    def __init__(self, members: Sequence[jax.Array]) -> None:
+        self._members = members
+        sharding, shape = members[0].sharding, members[0].shape
+        index_of = sharding.addressable_devices_indices_map(shape)
+        self._devices = {(0, *offset_of(index)): device for device, index in index_of.items()}
+
+    def __getitem__(self, offset: Offset) -> np.ndarray:
+        device = self._devices[offset]
+        rows = [_fetching(member, device) for member in self._members]
+        return np.stack([np.asarray(row) for row in rows])
+
+    def __iter__(self) -> Iterator[Offset]:
+        return iter(self._devices)
+
+    def __len__(self) -> int:
+        return len(self._devices)
+
+
+def _fetching(array: jax.Array, device: jax.Device) -> jax.Array:
+    """Returns the shard of an array on a device, of which a copy to the host has begun."""
+    if device.platform != "cpu":
+        array = unshared(array)  # JAX would keep the host's copy beside the original array
+    if array.is_fully_replicated:
+        shard = array.addressable_data(0)
+    else:  # faster than ``shards_of``, which builds a list of shards
+        shards = map(array.addressable_data, range(len(array.sharding.addressable_devices)))
+        shard = next(data for data in shards if data.device == device)
+    if device.platform != "cpu":
+        shard.copy_to_host_async()
+    return shard
+
+
 def execute(
-    plan: Plan, leaves: Mapping[str, Any], *, copy: bool, run: Run = Program.__call__
+    plan: Plan,
+    leaves: Mapping[str, Any],
+    *,
+    copy: bool,
+    on_host: bool = False,
+    run: Run = Program.__call__,
 ) -> dict[str, Any]:
-    """Stacks leaves as the plan says, and perhaps copies the others; returns what to store."""
+    """Stacks leaves as the plan says, and perhaps copies the others; returns what to store.
+
+    With ``on_host``, stacks of device arrays are made on the host later.
+    """
     members = {member for group in plan.stacks.values() for member in group}
     alone = {n: a for n, a in leaves.items() if n not in members and n not in plan.empty}
     stored = _copies(alone, run) if copy else alone
     for name, group in plan.stacks.items():
-        stored[name] = _stack([leaves[member] for member in group], run)
+        if group[0] in leaves:
+            arrays = [leaves[member] for member in group]
+            is_late = on_host and isinstance(arrays[0], jax.Array)
+            stored[name] = HostStack(arrays) if is_late else _stack(arrays, run)
     return stored
 
 
 def needed_to_execute(plan: Plan, leaves: Mapping[str, AnyArray], *, copy: bool) -> Needed:
-    """Returns the memory that ``execute`` takes; the leaves may be abstract."""
+    """Returns the memory of devices that ``execute`` takes; the leaves may be abstract."""
     on_devices = {n: array for n, array in leaves.items() if not isinstance(array, np.ndarray)}
-    stacks = {name: group for name, group in plan.stacks.items() if group[0] in on_devices}
-    part = Plan(stacks, plan.empty)
-    return needed_by(lambda run: execute(part, on_devices, copy=copy, run=run))
+    return needed_by(lambda run: execute(plan, on_devices, copy=copy, run=run))
+
+
+def _stacked(sharding: Sharding) -> Sharding:
+    target = stacked(sharding)
+    assert target is not None, "planned as a stack"
+    return target
 
 
 def _stack(arrays: list[Any], run: Run) -> Any:
     first = arrays[0]
     if isinstance(first, np.ndarray):
         return np.stack(arrays)
-    target = stacked(first.sharding)
-    assert target is not None, "planned as a stack"
+    target = _stacked(first.sharding)
     if not first.sharding.is_fully_addressable:
         rows = zip(*(parts_of(array) for array in arrays), strict=True)
         shape = (len(arrays), *first.shape)

@@ -101,6 +101,17 @@ def test_a_save_takes_as_much_host_memory_as_it_may(tmp_path: Path) -> None:
     assert peaks[largest] < 2 * largest + (32 << 20)
 
 
+def test_stacks_on_cpus_are_made_in_batches(
+    directory: Path, written: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetching, "_STACK_BYTES", 512)
+    state = {f"{kind}.{i}": jnp.full((4, 8), i * ord(kind)) for kind in "abc" for i in (1, 2)}
+    with TorchaxCheckpointer(directory, options=CheckpointOptions(snapshot="reference")) as ckpt:
+        ckpt.save(1, state=state)
+    assert [sum("*" in name for name in batch) for batch in written] == [2, 1]
+    assert_trees_identical(TorchaxCheckpointer(directory).load(1, state), state)
+
+
 def test_donating_between_batches_fails(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = state_of()
     begin, num_begun = array_writer._writing, 0

@@ -107,8 +107,7 @@ def grouped(
 ) -> Iterator[tuple[str, ...]]:
     """Yields the names of arrays that share a database: either device arrays or host arrays.
 
-    A process holds what it writes of a database in memory until the database is complete. No
-    process writes more of one than the limit, except of a database of one array.
+    No process writes more of one than the limit, except of a database of one array.
     """
     for on_host in (False, True):
         part: list[str] = []

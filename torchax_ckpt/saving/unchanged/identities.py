@@ -1,10 +1,9 @@
 """Leaves that a save takes over without looking at their values, because they are the same arrays.
 
-The buffer of a JAX array on a TPU never changes, so an array that is the same object as at an
-earlier save has the same values. Its values are then neither copied nor fetched; the save uses the
-digests that an earlier save has taken of them, or those with which a restore has compared them. An
-array is looked at again if another array of its database is another object, or if the two copies of
-the database differ. Each process knows the identities of its own objects only.
+The buffer of a JAX array on a TPU never changes, so the same object has the same values as at an
+earlier save, whose digests of them, or those of a restore, the save uses. An array is looked at
+again if another array of its database is another object, or if the two copies of the database
+differ. Each process knows the identities of its own objects only.
 """
 
 from __future__ import annotations

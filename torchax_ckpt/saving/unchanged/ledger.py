@@ -1,10 +1,9 @@
 """What committed steps have in databases of unchanged arrays, as each process of the run knows it.
 
-An entry is recorded only for a step that was committed on all processes, from the digests that its
-save has taken, or for a step that was read and compared with its digests. What a save has sent
-proves nothing: if the save fails on another process, an equal array would count as unchanged
-although no step stores it. An array counts as unchanged only if the 128-bit digest of each of its
-blocks is equal to that of the stored block, on the process that stores the block.
+An entry is recorded only for a step that was committed on all processes, or that was read and
+compared with its digests: what a failed save has sent is stored in no step. An array counts as
+unchanged only if the 128-bit digest of each of its blocks is equal to that of the stored block, on
+the process that stores the block.
 """
 
 from __future__ import annotations

@@ -1,18 +1,14 @@
 """Finds the arrays that did not change since earlier saves, so that a save need not write them.
 
-Which leaves do not change is known from the digests of consecutive saves. Such leaves count as
-still. The storage plan keeps still leaves out of the stacks of other leaves, and a save stores them
-in databases of their own (``layout/unchanged.py``). A later save that finds equal arrays takes such
-a database over from an earlier step instead of writing it.
+Leaves whose digests stay equal from save to save count as still. The storage plan keeps them out of
+the stacks of other leaves, and a save stores them in databases of their own
+(``layout/unchanged.py``), which a later save takes over from an earlier step if the arrays are
+equal. That is decided by 128-bit digests of the arrays that it saves, not by their being still
+(``ledger.py``). Process 0 names the step. Each process compares what it stores of the arrays, and
+all take over what all found equal.
 
-That a leaf is still decides only where it is stored. Whether a save takes a database over is
-decided by 128-bit digests: those of the arrays that it saves, and those in the entry of the earlier
-step (``ledger.py``). Process 0 names the step. Each process compares what it stores of the arrays,
-and all take over what all found equal.
-
-A step shares no files with the step that is kept before it: they have different copies of the
-unchanged arrays. With ``LatestN(1)`` and ``EveryNSteps(100)``, step 399 follows step 300, because
-step 398 is about to be deleted. In a bucket, where objects are copied, there is one copy.
+A step shares no files with the step that is kept before it. With ``LatestN(1)`` and
+``EveryNSteps(100)``, step 399 follows step 300, because step 398 is about to be deleted.
 """
 
 from __future__ import annotations
@@ -284,11 +280,7 @@ class Reuse:
         return [self._turn, entry.key, path.name]
 
     def _drop_damaged(self, steps: Sequence[CommittedStep]) -> None:
-        """Forgets the entries of steps that turned out to be damaged since the last look.
-
-        Steps that share a damaged file are all known as damaged, but in a bucket each step has a
-        file of its own, copied from a step before.
-        """
+        """Forgets entries of steps found to be damaged; in a bucket, also their copies."""
         damaged = {s.key for s in steps if self._directory.verified.is_damaged(s)}
         new, self._damaged = damaged - self._damaged, damaged
         for copy, entry in [*self._entries.items()]:
@@ -406,8 +398,7 @@ class Reuse:
     def failed(self, error: BaseException) -> None:
         """Records that a save failed: a database may be damaged, or processes may not agree.
 
-        A full disk says nothing of the databases, and has no room to write them once more. Another
-        process that failed for another reason takes nothing over, and so nor does this one.
+        A full disk says nothing of the databases, and has no room to write them once more.
         """
         says_nothing = isinstance(error, (DonatedBufferError, ProcessError))
         if not (says_nothing or storage_errors.is_full(error)):

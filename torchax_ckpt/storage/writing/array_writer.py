@@ -98,7 +98,7 @@ def write_arrays(
         _require_readable(name, array)
     context = _context()
     taken: dict[str, Digests] = {}
-    batches = [*fetching.batches(arrays, max_bytes)]
+    batches = fetching.in_batches(arrays, max_bytes)
     for batch in batches:
         copies = {name: fetching.start(arrays[name]) for name in batch}
         parts = {name: copy() for name, copy in copies.items()}

@@ -6,39 +6,42 @@ fetched through temporary arrays, which share the buffers of the original arrays
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import numpy as np
 
+from torchax_ckpt.layout import batches
 from torchax_ckpt.snapshot.device_programs import sliced
 from torchax_ckpt.snapshot.device_sizes import HOST_MEMORY
 from torchax_ckpt.snapshot.host_array import HostArray, Offset, offset_of
 from torchax_ckpt.snapshot.sharding import shards_of, unshared
+from torchax_ckpt.snapshot.stacking import HostStack
 from torchax_ckpt.storage.arrays import chunking
 from torchax_ckpt.storage.arrays.chunking import AnyArray
+
+# Twice the most bytes of a stack. More stacks at once need new memory, fewer more commits.
+_STACK_BYTES = 128 << 20
 
 Parts = Mapping[Offset, np.ndarray]
 """Where each part of an array that this process stores begins -> the part."""
 
 
-def batches(arrays: Mapping[str, AnyArray], max_bytes: int | None) -> Iterator[list[str]]:
-    """Yields names of arrays to fetch together: device arrays of ``max_bytes``, or one."""
-    if max_bytes is None:
-        yield [*arrays]
-        return
-    batch: list[str] = []
-    nbytes = 0
-    for name, array in arrays.items():
-        array_bytes = 0
-        if not isinstance(array, np.ndarray | HostArray):
-            array_bytes = chunking.num_stored_bytes(array)
-        if nbytes and nbytes + array_bytes > max_bytes:
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(name)
-        nbytes += array_bytes
-    yield batch
+def in_batches(arrays: Mapping[str, AnyArray], max_bytes: int | None) -> list[list[str]]:
+    """Returns the names of arrays that are fetched together: at most ``max_bytes``, or one array.
+
+    Only device arrays count, without a limit only stacks on the host. There is at least one batch.
+    """
+
+    def size(name: str) -> int:
+        array = arrays[name]
+        if isinstance(array, np.ndarray):
+            return 0
+        counts = max_bytes is not None and not isinstance(array, HostArray)
+        return chunking.num_stored_bytes(array) if counts or isinstance(array, HostStack) else 0
+
+    limit = _STACK_BYTES if max_bytes is None else max_bytes
+    return [*batches.batches(arrays, size, limit)] or [[]]
 
 
 def start(array: AnyArray) -> Callable[[], Parts]:
