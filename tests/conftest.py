@@ -154,11 +154,19 @@ def fetched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     shapes: list[tuple[int, ...]] = []
     from torchax_ckpt.storage.writing import fetching
 
-    start = fetching.start
+    start, to_compare = fetching.start, fetching.to_compare
 
     def counted(array: Any) -> Any:
         shapes.append(tuple(array.shape))
         return start(array)
 
+    def compared(array: Any) -> Any:
+        known = len(shapes)
+        parts = to_compare(array)
+        if len(shapes) == known:
+            shapes.append(tuple(array.shape))
+        return parts
+
     monkeypatch.setattr(fetching, "start", counted)
+    monkeypatch.setattr(fetching, "to_compare", compared)
     return shapes

@@ -31,21 +31,12 @@ AnyArray = Array | jax.ShapeDtypeStruct
 """An abstract array with a sharding may stand for an array on devices."""
 
 
-class HostStack(HostArray):
-    """A stack that is made on the host at each look at its parts, and is not kept.
+class LateParts(Mapping[Offset, np.ndarray]):
+    """Where each part of a stack begins -> the part, made on the host at each look and not kept.
 
     Stacks that are made and freed one after another share memory. The system would take longer to
     zero and map new pages for all stacks of a state than the stacking takes.
     """
-
-    def __init__(self, members: Sequence[jax.Array]) -> None:
-        first = members[0]
-        shape = (len(members), *first.shape)
-        super().__init__(shape, first.dtype, _stacked(first.sharding), _Rows(members))
-
-
-class _Rows(Mapping[Offset, np.ndarray]):
-    """Where each part of a stack begins -> the part, whose members are fetched at each look."""
 
     def __init__(self, members: Sequence[jax.Array]) -> None:
         self._members = members
@@ -54,15 +45,26 @@ class _Rows(Mapping[Offset, np.ndarray]):
         self._devices = {(0, *offset_of(index)): device for device, index in index_of.items()}
 
     def __getitem__(self, offset: Offset) -> np.ndarray:
-        device = self._devices[offset]
-        rows = [_fetching(member, device) for member in self._members]
-        return np.stack([np.asarray(row) for row in rows])
+        return np.stack(self._fetched(offset))
 
     def __iter__(self) -> Iterator[Offset]:
         return iter(self._devices)
 
     def __len__(self) -> int:
         return len(self._devices)
+
+    def rows(self) -> dict[Offset, np.ndarray]:
+        """Returns where the part of each member begins -> the part; stacks nothing."""
+        return {
+            (number, *offset[1:]): row[np.newaxis]
+            for offset in self
+            for number, row in enumerate(self._fetched(offset))
+        }
+
+    def _fetched(self, offset: Offset) -> list[np.ndarray]:
+        device = self._devices[offset]
+        shards = [_fetching(member, device) for member in self._members]
+        return [np.asarray(shard) for shard in shards]
 
 
 def _fetching(array: jax.Array, device: jax.Device) -> jax.Array:
@@ -98,7 +100,7 @@ def execute(
         if group[0] in leaves:
             arrays = [leaves[member] for member in group]
             is_late = on_host and isinstance(arrays[0], jax.Array)
-            stored[name] = HostStack(arrays) if is_late else _stack(arrays, run)
+            stored[name] = _late_stack(arrays) if is_late else _stack(arrays, run)
     return stored
 
 
@@ -112,6 +114,11 @@ def _stacked(sharding: Sharding) -> Sharding:
     target = stacked(sharding)
     assert target is not None, "planned as a stack"
     return target
+
+
+def _late_stack(arrays: list[Any]) -> HostArray:
+    shape, target = (len(arrays), *arrays[0].shape), _stacked(arrays[0].sharding)
+    return HostArray(shape, arrays[0].dtype, target, LateParts(arrays))
 
 
 def _stack(arrays: list[Any], run: Run) -> Any:

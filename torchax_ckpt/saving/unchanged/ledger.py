@@ -144,7 +144,7 @@ def is_same(
     if found != (content.members, content.shape, content.dtype, content.digests.block):
         return False
     if long is None:
-        long = block_digests.take_long(array.shape, block, fetching.start(array)())
+        long = block_digests.take_long(array.shape, block, fetching.to_compare(array))
     rows, stored = (
         np.frombuffer(octets or b"", np.uint8).reshape(-1, 16)
         for octets in (long, content.digests.long)

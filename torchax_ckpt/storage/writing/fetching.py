@@ -16,7 +16,7 @@ from torchax_ckpt.snapshot.device_programs import sliced
 from torchax_ckpt.snapshot.device_sizes import HOST_MEMORY
 from torchax_ckpt.snapshot.host_array import HostArray, Offset, offset_of
 from torchax_ckpt.snapshot.sharding import shards_of, unshared
-from torchax_ckpt.snapshot.stacking import HostStack
+from torchax_ckpt.snapshot.stacking import LateParts
 from torchax_ckpt.storage.arrays import chunking
 from torchax_ckpt.storage.arrays.chunking import AnyArray
 
@@ -37,8 +37,9 @@ def in_batches(arrays: Mapping[str, AnyArray], max_bytes: int | None) -> list[li
         array = arrays[name]
         if isinstance(array, np.ndarray):
             return 0
-        counts = max_bytes is not None and not isinstance(array, HostArray)
-        return chunking.num_stored_bytes(array) if counts or isinstance(array, HostStack) else 0
+        is_late = isinstance(array, HostArray) and isinstance(array.parts, LateParts)
+        counts = is_late or not (max_bytes is None or isinstance(array, HostArray))
+        return chunking.num_stored_bytes(array) if counts else 0
 
     limit = _STACK_BYTES if max_bytes is None else max_bytes
     return [*batches.batches(arrays, size, limit)] or [[]]
@@ -70,6 +71,13 @@ def start(array: AnyArray) -> Callable[[], Parts]:
         return found
 
     return fetch
+
+
+def to_compare(array: AnyArray) -> Parts:
+    """Returns the parts of an array, of stacks made on the host perhaps smaller ones and more."""
+    if isinstance(array, HostArray) and isinstance(array.parts, LateParts):
+        return array.parts.rows()
+    return start(array)()
 
 
 def _cut_shards(array: HostArray) -> Parts:
