@@ -554,7 +554,7 @@ def weaken(how: str, directory: Path, local: Path) -> None:
             target = final / source.relative_to(written)
             shutil.copy(source, target) if source.is_file() else target.mkdir()
             time.sleep(0.01)
-        return self.find(step)
+        return self.candidates(step)[-1]
 
     def delete_first(path: Any, *args: Any, **kwargs: Any) -> Any:
         place = local if how == "delete-local-first" else directory

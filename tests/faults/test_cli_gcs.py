@@ -58,7 +58,7 @@ def test_commands_work_on_a_bucket(
     assert run_json("verify", local / "run", "--all")["steps"][1]["ok"]
     assert run_json("copy", local / "run" / "2", target)["steps"] == [2]
     for place in (url, local / "run", target):
-        stored = StoredStep(RunDirectory(place, read_only=True).find(2))
+        stored = StoredStep(RunDirectory(place, read_only=True).candidates(2)[-1])
         assert stored.read_assets() == {"tokenizer/tokenizer.json": "{}"}
     for place in (local / "run", target):
         assert not run_json("diff", f"{url}/2", place)["leaves"]

@@ -326,7 +326,9 @@ def assets(directory: str, local: str) -> None:
         ckpt.save(1)
         ckpt.wait_until_finished()
     paths = {"durable": directory, "local": place}
-    steps = {name: RunDirectory(path, read_only=True).find(1) for name, path in paths.items()}
+    steps = {
+        name: RunDirectory(path, read_only=True).candidates(1)[-1] for name, path in paths.items()
+    }
     report(**{name: StoredStep(s, allow_part=True).read_assets() for name, s in steps.items()})
 
 

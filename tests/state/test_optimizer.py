@@ -407,7 +407,7 @@ def test_state_under_other_keys_than_parameters_comes_back_as_torch_keeps_it(
         ckpt.restore(1)
     got = {k: v for k, v in optimizer.state.items() if not isinstance(k, torch.Tensor)}
     assert_trees_identical(got, others)
-    stored = StoredStep(RunDirectory(directory, read_only=True).find(1))
+    stored = StoredStep(RunDirectory(directory, read_only=True).candidates(1)[-1])
     exported = optimizers_of(stored).state_dicts(lambda name: name, by_name=False)["state"]
     assert [exported[key] for key in ("k", "rate")] == [3, "optimizer/other_state/rate"]
     assert set(exported) == {0, 1, 2, 3, *others}

@@ -522,7 +522,7 @@ def test_a_host_that_is_too_small_is_said_and_no_step_is_called_damaged(
             ckpt.save(step, force=True)
         ckpt.wait_until_finished()
         assert ckpt.verify() == DAMAGED
-        committed = ckpt._directory.find(DAMAGED)
+        committed = ckpt._directory.candidates(DAMAGED)[-1]
         leaves = StoredStep(committed, options).leaves
         before = sorted(directory.rglob("*"))
         monkeypatch.setattr(host_memory, "host_memory_bytes", lambda: 300_000)

@@ -22,7 +22,7 @@ from torchax_ckpt.stored.stored_step import StoredStep
 
 
 def assets_of(directory: Path, step: int = 1) -> dict[str, str]:
-    return StoredStep(RunDirectory(directory, read_only=True).find(step)).read_assets()
+    return StoredStep(RunDirectory(directory, read_only=True).candidates(step)[-1]).read_assets()
 
 
 def save(directory: Path, step: int = 1, **settings: Any) -> Path:

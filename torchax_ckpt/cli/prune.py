@@ -54,8 +54,8 @@ def prune(
             run.claim()
             steps = run.steps()  # listed under the lease, so that no other program changes them
             to_delete, usage = _steps_to_delete(run, steps, rules)
-            keep = [committed not in to_delete for committed in steps]
-            run.prune(keep, steps)
+            for committed in to_delete:
+                run.delete(committed)
         finally:
             run.release()
     else:

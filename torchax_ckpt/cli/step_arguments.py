@@ -57,7 +57,7 @@ def chosen(
     """Returns the run and step that arguments name: ``runs/a 20``, ``runs/a/20``, or the newest."""
     if step is not None:
         run = existing(directory, read_only=read_only)
-        return run, run.find(step)
+        return run, run.candidates(step)[-1]
     if (found := _step_at(directory, read_only=read_only)) is not None:
         return found
     run = _run_at(directory, read_only=read_only)
@@ -69,7 +69,7 @@ def step_named(run: RunDirectory, text: str | None) -> CommittedStep:
     if text is None:
         return all_of(run)[-1]
     if text.isdecimal():
-        return run.find(int(text))
+        return run.candidates(int(text))[-1]
     kind, _, rest = text.partition(":")
     metric, _, mode = rest.partition(":")
     if kind != "best" or not metric or mode not in ("", "min", "max"):
@@ -112,7 +112,7 @@ def _step_at(text: str, *, read_only: bool = True) -> tuple[RunDirectory, Commit
     except UsageError:
         return None
     try:
-        return run, run.find(int(last))
+        return run, run.candidates(int(last))[-1]
     except (StepNotFoundError, DirectoryError) as error:
         # A run may have a number as its name, such as 2026: a directory that is not a step of its
         # parent is a run. The parent of a run may be unreadable, for example a directory of all

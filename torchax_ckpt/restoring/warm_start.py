@@ -186,7 +186,7 @@ def warm_start(
 
     if step is not None:
         number = as_step(step)
-        return start_from(*history.found(lambda: [run.find(number)]))
+        return start_from(*history.found(lambda: [run.candidates(number)[-1]]))
     if not (steps := history.found(run.steps)):
         raise StepNotFoundError(
             f"{run.path}: expected a run's directory with checkpoints, safetensors files, or files "

@@ -263,21 +263,19 @@ class Saver:
         """Renames abandoned steps (deletes them in a local tier); deletes what no policy keeps."""
 
         def tidy() -> list[Any]:
-            history = self._history
-            aside = self._directory.set_aside(history.branches.unwanted)
-            history.clear_unwanted()
-            self._telemetry.steps_gone("set_aside", aside, history.branches.committed)
-            if durable.is_incoming:
-                settled = self._directory.settle(durable)
-                history.refresh((*history.branches.in_place, settled))
-            steps = history.branches.committed
+            *steps, newest = self._history.branches.committed
+            aside = self._directory.set_aside(self._history.branches.unwanted)
+            steps.append(self._directory.settle(newest) if newest.is_incoming else newest)
+            self._telemetry.steps_gone("set_aside", aside, steps)
             keep = self._preserving.kept(steps)
             self._directory.verified.mark(steps)
-            self._writer.retain([s for s, kept in zip(steps, keep, strict=True) if not kept])
-            gone = self._directory.prune(keep, steps)
-            history.forget(gone)
-            self._telemetry.steps_gone("deleted", gone, history.branches.committed)
-            return committed_step.described(history.branches.committed)
+            doomed = [s for s, is_kept in zip(steps, keep, strict=True) if not is_kept]
+            self._writer.retain(doomed)
+            for committed in doomed:
+                self._directory.delete(committed)
+            left = [s for s in steps if s not in doomed]
+            self._telemetry.steps_gone("deleted", [s.step for s in doomed], left)
+            return committed_step.described(left)
 
         try:
             what, is_met = f"tidying up after step {durable.step}", self._saves.is_per_host

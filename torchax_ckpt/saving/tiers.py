@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torchax_ckpt import policies
-from torchax_ckpt.errors import CheckpointError, PolicyError, StepNotFoundError, TierError
+from torchax_ckpt.errors import CheckpointError, PolicyError, TierError
 from torchax_ckpt.options import CheckpointOptions, LocalTier, TierName
 from torchax_ckpt.policies import described
 from torchax_ckpt.processes import liveness
@@ -25,7 +25,7 @@ from torchax_ckpt.saving.decisions import Decisions
 from torchax_ckpt.saving.preserving import Preserving
 from torchax_ckpt.saving.saver import Saver
 from torchax_ckpt.saving.unchanged.reuse import Reuse
-from torchax_ckpt.storage.directory import run_identity
+from torchax_ckpt.storage.directory import committed_step, run_identity
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.run_history import RunHistory
@@ -172,15 +172,8 @@ class Tiers:
         self, step: int | None = None, name: TierName | None = None
     ) -> list[CommittedStep]:
         """Returns all ``steps``, or those of one number; raises StepNotFoundError without any."""
-        found = self.steps(name)
-        if chosen := [s for s in found if step is None or s.step == step]:
-            return chosen
-        where = " and ".join(str(tier.directory.path) for tier in self.named(name))
-        text = f"{where}: there are no checkpoints"
-        if step is not None:
-            there = ", ".join(map(str, sorted({s.step for s in found}))) or "none"
-            text = f"{where}: no checkpoint at step {step}; there are: {there}"
-        raise StepNotFoundError(text, step=step, path=self.named(name)[0].directory.path)
+        paths = [tier.directory.path for tier in self.named(name)]
+        return committed_step.chosen(self.steps(name), step, paths)
 
     def steps(self, name: TierName | None = None) -> list[CommittedStep]:
         """Returns the steps of one tier or all, ascending; of equal steps, the local one last."""
@@ -195,10 +188,8 @@ class Tiers:
 
     def find(self, step: int) -> CommittedStep:
         """Returns a step, preferably local, from readable directories, without messages."""
-        for tier in reversed(self._tiers[1:]):
-            if step in (s.step for s in tier.directory.steps()):
-                return tier.directory.find(step)
-        return self.durable.directory.find(step)
+        found = [s for tier in self._tiers for s in tier.directory.steps()]
+        return committed_step.chosen(found, step, [tier.directory.path for tier in self])[-1]
 
     def _compare_local_steps(self) -> dict[tuple[int, int], CommittedStep]:
         """Returns the steps, not abandoned, of any host's local tier, by number and commit time."""

@@ -148,7 +148,7 @@ def test_a_missing_part_of_an_array_is_not_read_as_zeros(directory: Path) -> Non
     state = state_on(fsdp_mesh(8, "x"), ("x",))
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.save(1, state=state)
-    step = RunDirectory(directory).find(1)
+    step = RunDirectory(directory).candidates(1)[-1]
     context = location.reading_context()
     store = read_arrays.ts.KvStore.open(read_arrays._kvstore(step), context=context).result()
     key = next(key for key in store.list().result() if key.endswith(b"big/1.0"))
@@ -300,7 +300,7 @@ def test_blocks_are_the_chunks_that_storage_holds_and_never_tiny(
     array: Any = host if spec is None else put(host, fsdp_mesh(8, "x"), spec)
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.save(1, state={"w": array})
-    step = RunDirectory(directory).find(1)
+    step = RunDirectory(directory).candidates(1)[-1]
     want = Wanted(shape, "float32", {}, None)
     chunk = read_arrays._chunk(read_arrays._opened(step, {"state/w": want}, PACE)["state/w"])
     assert chunk == parse_manifest(step).digests["state/w"].block == expected

@@ -102,5 +102,5 @@ def test_what_some_host_lacks_is_removed_but_not_abandoned(directory: Path) -> N
     assert history.abandons() == [[4, 4]], "of a branch that the run has left"
     history.end(committed(directory, 3))
     assert [s.step for s in history.branches.unwanted] == [4, 2]
-    history.clear_unwanted()
+    history.refresh(history.branches.committed)
     assert [s.step for s in history.branches.in_place] == [1, 3]

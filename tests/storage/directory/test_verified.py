@@ -44,7 +44,7 @@ PLACE = re.compile(r"(\S+), bytes (\d+) to (\d+)")
 
 def place_of(ckpt: TorchaxCheckpointer, leaf: str) -> tuple[Path, int, int]:
     """The file that holds a leaf's chunk in step 1, where it begins in it, and where it ends."""
-    committed = ckpt._directory.find(1)
+    committed = ckpt._directory.candidates(1)[-1]
     key = array_checks.stored_key(StoredStep(committed).leaves[leaf].stack or leaf)
     store = {"driver": "ocdbt", "base": f"file://{committed.path / STATE}/", "path": f"{key}/"}
     array = ts.open({"driver": "zarr", "kvstore": store}, open=True).result()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import errno
+import functools
 import json
 import logging
 import os
@@ -68,46 +69,39 @@ def is_begun(path: epath.Path) -> bool:
     return any(child.name in _PARTS for child in path.iterdir())
 
 
-class CommitTimes:
-    """Reads commit times; warns once about each local folder named as a step that is none."""
+def steps_among(children: Iterable[epath.Path], first: int) -> list[CommittedStep]:
+    """Returns the committed steps among a run's folders, from step number ``first`` on."""
+    named = [(child, m) for child in children if (m := _STEP.fullmatch(child.name))]
+    found = [(child, match) for child, match in named if int(match[2]) >= first]
+    # In parallel, because each read is a round trip to a bucket.
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        times = pool.map(time_or_none, (child for child, _ in found))
+        # A directory of any origin may have a number for a name; only a commit leaves a time.
+        return [
+            CommittedStep(int(match[2]), child, time, is_incoming=bool(match[1]))
+            for (child, match), time in zip(found, times, strict=True)
+            if time is not None
+        ]
 
-    def __init__(self) -> None:
-        self._warned: set[str] = set()
 
-    def steps_among(self, children: Iterable[epath.Path], first: int = 0) -> list[CommittedStep]:
-        """Returns the committed steps among a run's folders, from step number ``first`` on."""
-        named = [(child, m) for child in children if (m := _STEP.fullmatch(child.name))]
-        found = [(child, match) for child, match in named if int(match[2]) >= first]
-        # In parallel, because each read is a round trip to a bucket.
-        with concurrent.futures.ThreadPoolExecutor() as pool:
-            times = pool.map(self.read, (child for child, _ in found))
-            # A directory of any origin may have a number for a name; only a commit leaves a time.
-            return [
-                CommittedStep(int(match[2]), child, time, is_incoming=bool(match[1]))
-                for (child, match), time in zip(found, times, strict=True)
-                if time is not None
-            ]
+def time_or_none(path: epath.Path) -> int | None:
+    """Returns a step's commit time; LOST for a damaged record; None if not committed."""
+    for _ in range(2):  # between the calls the step may have been moved or deleted
+        try:
+            return read_time(path)
+        except (FileNotFoundError, NotADirectoryError, ValueError):
+            if not _was_committed(path):
+                if not location.is_bucket(path) and (
+                    any(path.iterdir()) if path.is_dir() else path.exists()
+                ):
+                    _warn_once(path)
+                return None
+    return LOST
 
-    def read(self, path: epath.Path) -> int | None:
-        """Returns a step's commit time; LOST for a damaged record; None if not committed."""
-        for _ in range(2):  # between the calls the step may have been moved or deleted
-            try:
-                return read_time(path)
-            except (FileNotFoundError, NotADirectoryError, ValueError):
-                if not _was_committed(path):
-                    self._warn_once(path)
-                    return None
-        return LOST
 
-    def _warn_once(self, path: epath.Path) -> None:
-        is_doubtful = not location.is_bucket(path) and (
-            (path.is_dir() and any(path.iterdir())) or (path.exists() and not path.is_dir())
-        )
-        if is_doubtful and path.name not in self._warned:
-            self._warned.add(path.name)
-            logger.warning(
-                "%s looks like a step, but its commit record cannot be read: ignoring it", path
-            )
+@functools.cache
+def _warn_once(path: epath.Path) -> None:
+    logger.warning("%s looks like a step, but its commit record cannot be read: ignoring it", path)
 
 
 def read_time(path: epath.Path) -> int:

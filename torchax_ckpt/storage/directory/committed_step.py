@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from etils import epath
 
-from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError
+from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
 from torchax_ckpt.storage.medium import permissions
 
 logger = logging.getLogger(__name__)
@@ -75,6 +75,20 @@ def described(steps: Iterable[CommittedStep]) -> list[list[Any]]:
 def named(described: Iterable[Sequence[Any]], directory: epath.Path) -> list[CommittedStep]:
     """Rebuilds steps from what the function ``described`` returned in this or another process."""
     return [CommittedStep(n, directory / name, *rest) for n, name, *rest in described]
+
+
+def chosen(
+    found: Sequence[CommittedStep], step: int | None, directories: Sequence[epath.Path]
+) -> list[CommittedStep]:
+    """Returns all steps found, or those of one number; StepNotFoundError if there are none."""
+    if steps := [s for s in found if step is None or s.step == step]:
+        return steps
+    text = "there are no checkpoints"
+    if step is not None:
+        there = ", ".join(map(str, sorted({s.step for s in found}))) or "none"
+        text = f"no checkpoint at step {step}; there are: {there}"
+    where = " and ".join(map(str, directories))
+    raise StepNotFoundError(f"{where}: {text}", step=step, path=directories[0])
 
 
 class Verified:

@@ -40,8 +40,8 @@ from typing import Any
 from etils import epath
 
 from torchax_ckpt import policies
-from torchax_ckpt.errors import DirectoryError, StepNotFoundError
-from torchax_ckpt.storage.directory import commit_record, lease, run_identity
+from torchax_ckpt.errors import DirectoryError
+from torchax_ckpt.storage.directory import commit_record, committed_step, lease, run_identity
 from torchax_ckpt.storage.directory.abandonment import Abandonment, Branches, Key
 from torchax_ckpt.storage.directory.committed_step import CommittedStep, Verified
 from torchax_ckpt.storage.directory.run_identity import RunName
@@ -91,7 +91,6 @@ class RunDirectory:
                 text = "expected a directory, found a file. Give each run a directory of its own."
                 raise DirectoryError(f"{self.path}: {text}", path=self.path)
         self._summaries = Summaries()
-        self._commit_times = commit_record.CommitTimes()
         self.verified = Verified()
         self.abandonment: Abandonment = Abandonment(
             self.path, self.found, self._summaries, None if durable is None else durable.abandonment
@@ -130,21 +129,9 @@ class RunDirectory:
         """Lists of this step only what is ``known``, because storage may keep a failed save's."""
         self._left_out[step] = {s.key for s in known}
 
-    def find(self, step: int) -> CommittedStep:
-        """Returns the committed step with the number ``step``, or raises StepNotFoundError."""
-        steps = {committed.step: committed for committed in self.steps()}
-        if step in steps:
-            return steps[step]
-        there = ", ".join(map(str, steps)) or "none"
-        text = f"{self.path}: no checkpoint at step {step}; there are: {there}"
-        raise StepNotFoundError(text, step=step, path=self.path)
-
     def candidates(self, step: int | None) -> list[CommittedStep]:
-        """Returns the step of this number or, for None, all, oldest first; raises without any."""
-        found = self.steps() if step is None else [self.find(step)]
-        if not found:
-            raise StepNotFoundError(f"{self.path}: there are no checkpoints", path=self.path)
-        return found
+        """Returns all steps, oldest first, or the one of a number; else StepNotFoundError."""
+        return committed_step.chosen(self.steps(), step, [self.path])
 
     def metrics(self, committed: CommittedStep) -> dict[str, Any]:
         """Returns the metrics saved with a step; {} if there are none."""
@@ -156,7 +143,7 @@ class RunDirectory:
         return checkpoint_info(committed, self.metrics(committed))
 
     def _visible(self, first: int = 0) -> list[CommittedStep]:
-        return self._commit_times.steps_among(self._children(), first)
+        return commit_record.steps_among(self._children(), first)
 
     def _children(self) -> list[epath.Path]:
         try:
@@ -263,7 +250,7 @@ class RunDirectory:
             if not self._is_bucket:
                 written.rename(path)
                 fsync.sync(self.path)
-            if not (commit_time := self._commit_times.read(path)):
+            if not (commit_time := commit_record.time_or_none(path)):
                 raise DirectoryError(
                     f"{path}: this step was written, but its commit record cannot be read: another "
                     "program removes or changes files in this directory. End that program.",
@@ -361,15 +348,6 @@ class RunDirectory:
         path.rename(doomed)
         fsync.sync(self.path)  # else a loss of power could leave the step's name without its files
         doomed.rmtree()
-
-    def prune(self, keep: Sequence[bool], steps: Sequence[CommittedStep]) -> list[int]:
-        """Deletes steps that are not kept, but no durable tier's newest verified one."""
-        if self._durable is None:  # a local tier has no room for another step
-            keep = self.verified.sparing_newest(keep, steps)
-        doomed = [s for s, kept in zip(steps, keep, strict=True) if not kept]
-        for committed in doomed:
-            self.delete(committed)
-        return [s.step for s in doomed]
 
     def require_writable(self) -> None:
         """Raises DirectoryError if this was opened with ``read_only``, or is a mounted bucket."""

@@ -126,18 +126,9 @@ class RunHistory:
             self.branches = dataclasses.replace(self.branches, committed=committed_steps)
             self._checkpoints = (*self._checkpoints[:-1], checkpoint_info(durable))
 
-    def clear_unwanted(self) -> None:
-        """Removes from memory the abandoned and incomplete steps, after they were set aside."""
-        self.branches = Branches(self.branches.committed)
-
     def refresh(self, steps: Iterable[CommittedStep]) -> None:
         """Takes the steps' new paths from ``steps``; forgets each step that is not in ``steps``."""
         self._replace(self.branches.moved(steps))
-
-    def forget(self, steps: Iterable[int]) -> None:
-        """Removes the steps with these numbers from memory, after they were deleted."""
-        if gone := set(steps):
-            self.refresh(s for s in self.branches.in_place if s.step not in gone)
 
     def has(self, step: int) -> bool:
         """Returns whether the run's branch has a step of this number, committed or being saved."""
