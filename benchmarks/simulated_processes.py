@@ -115,12 +115,12 @@ class Simulated:
         is_lost = self._index >= self._count - num_lost
         told = b"[[], []]" if is_lost else b"[[[1, 1]], []]"
         with self._calls.round("comparing local steps"):
-            self._hosts.combine(told, Abandonment.compared)
+            self._calls.combine(told, Abandonment.compared)
         path: Any = SimpleNamespace(exists=lambda: not is_lost, parent="a local tier")
         with self._calls.round("reading step 1"):
             step = CommittedStep(1, path, 1)
             options, verified = CheckpointOptions(), _IGNORING
-            source = local_tier.HostSteps(step, options, self._hosts, "replica", verified)
+            source = local_tier.HostSteps(step, options, self._calls, "replica", verified)
             source.require_plausible(_READS)
             assert source.read_leaves(_READS).keys() == _READS.keys()
             self._calls.meet()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import agreement
 from support.group import Group
 
 from torchax_ckpt.processes.coordination import Processes
-from torchax_ckpt.processes.per_host import Keepers, PerHostProcesses, keeper_distances
+from torchax_ckpt.processes.per_host import Keepers, keeper_distances
 
 
 def test_requests_and_bytes_of_every_call_grow_in_proportion_to_the_processes() -> None:
@@ -38,22 +36,20 @@ def test_only_messages_that_a_keeper_lacks_are_sent() -> None:
     group, sent = Group(), set[tuple[int, int]]()
     keepers = [Keepers() for _ in group.members]
     messages = [[b"0", b"1", b"2"], [b"0", b"new", b"2"], [b"0", b"0", b"2"]]
-    post = PerHostProcesses.post
 
     def act(member: Processes) -> list[dict[int, bytes]]:
         found = []
         for save, of_all in enumerate(messages):
-            hosts = PerHostProcesses(member)
 
-            def posting(topic: str, value: bytes, save: int = save, hosts: Any = hosts) -> None:
+            def posting(topic: str, value: bytes, save: int = save) -> None:
                 sent.add((save, member.index))
-                post(hosts, topic, value)
+                Processes.post(member, topic, value)
 
-            hosts.post = posting  # type: ignore[method-assign]
+            member.post = posting  # type: ignore[method-assign]
             group_name = str(member.index == 2)
             with member.round(f"saving step {save}"):
                 keeper = keepers[member.index]
-                found.append(keeper.exchange(hosts, of_all[member.index], group_name))
+                found.append(keeper.exchange(member, of_all[member.index], group_name))
         return found
 
     assert group(act) == [

@@ -15,7 +15,6 @@ from torchax_ckpt.errors import CorruptCheckpointError
 from torchax_ckpt.layout.manifest import array_nodes
 from torchax_ckpt.layout.names import of_process
 from torchax_ckpt.processes.coordination import Processes
-from torchax_ckpt.processes.per_host import PerHostProcesses
 from torchax_ckpt.restoring import local_tier
 from torchax_ckpt.snapshot.sharding import Local
 from torchax_ckpt.state import per_process_state
@@ -73,11 +72,11 @@ def restored(
             index=member.index,
             damaged=damaged.get(member.index, ()),
         )
-        hosts, options = PerHostProcesses(member), CheckpointOptions()
+        options = CheckpointOptions()
         verified = Verified()
         with member.round("reading step 1"):
             step = local_tier.HostSteps(
-                CommittedStep(1, path, 1), options, hosts, "replica", verified
+                CommittedStep(1, path, 1), options, member, "replica", verified
             )
             # In the message of another host, the leaf has the name that it has in that host's copy.
             (node,) = array_nodes(step.document["rng"])

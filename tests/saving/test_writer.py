@@ -39,7 +39,7 @@ def committed(group: Group, commit: Callable[[int], None]) -> tuple[list[Any], s
         hosts = PerHostProcesses(member)
         writer = Writer(directory, history, CheckpointOptions(), hosts, FailureLog())
         with member.round("saving step 1"):
-            writer._commit_part(hosts, 1, "writing-1")
+            writer._commit_part(member, 1, "writing-1")
 
     return group(act), have, lose
 

@@ -78,6 +78,8 @@ class Processes(Messages):
         self.timeout_secs = timeout_secs
         self.log = CallLog()
         self.liveness = Liveness()
+        # The channel between all processes, if each of several writes its own directory.
+        self.hosts: Processes | None = None
         if self.count == 1:
             return
         self._client = client
@@ -106,7 +108,7 @@ class Processes(Messages):
     @property
     def is_per_host(self) -> bool:
         """Whether the run has several processes, each of which writes its own directory."""
-        return False
+        return self.hosts is not None
 
     @contextlib.contextmanager
     def round(
@@ -225,16 +227,26 @@ class Processes(Messages):
             for index, message in found.items()
         }
 
-    def scatter(self, values: Sequence[bytes] = ()) -> bytes:
-        """Returns ``values[i]`` of process 0 on process i."""
-        if self.count == 1:
-            return values[0]
-        place = self._next_message()
+    # The bytes of all values to all processes would grow with the square of their number.
+
+    def combine(self, value: bytes, combined: Callable[[list[bytes]], bytes]) -> bytes:
+        """Returns, on all processes, what process 0 makes of their values, in order."""
+        values = self.gather(value)
+        return self.share(combined(values) if self.is_first else b"")
+
+    def any(self, *, flag: bool) -> bool:
+        """Returns True on all processes if ``flag`` is set on at least one process."""
+        return self.combine(bytes([flag]), max) == b"\1"
+
+    def answer(self, value: bytes, answers: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
+        """Returns what process 0 answers to this process, given the values of all, in order."""
+        values, place = self.gather(value), self._next_message()
         if not self.is_first:
             return self._from_first(f"{place} to/{self.index}", place)
-        for index in range(1, self.count):
-            self._set(f"{place} to/{index}", values[index])
-        return values[0]
+        mine, *others = answers(values)
+        for index, other in enumerate(others, start=1):
+            self._set(f"{place} to/{index}", other)
+        return mine
 
     def post(self, topic: str, value: bytes) -> None:
         """Sends a value to the processes that call ``posted`` in the same round."""

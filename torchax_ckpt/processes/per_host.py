@@ -6,8 +6,7 @@ import collections
 import contextlib
 import hashlib
 import json
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from torchax_ckpt.processes.call_log import Call
 from torchax_ckpt.processes.coordination import Outcome, Processes
@@ -21,21 +20,14 @@ class PerHostProcesses(Processes):
     """A channel on which each process does the work of process 0, in its own directory.
 
     ``count`` is 1 and ``index`` is 0 on each process, so that every process does what process 0
-    would do, and ``host_index`` of ``num_hosts`` is the process in the run. The processes still
-    enter the same rounds. No method sends the values of all processes to all processes, because the
-    bytes would grow with the square of their number.
+    would do. The processes still enter the same rounds, of the channel ``hosts``.
     """
 
     def __init__(self, processes: Processes) -> None:
         super().__init__("", 0, None, index=0, count=1)
         self._processes = processes
-        self.host_index, self.num_hosts = processes.index, processes.count
+        self.hosts = processes if processes.count > 1 else None
         self.log = processes.log
-
-    @property
-    def is_per_host(self) -> bool:
-        """Whether the run has several processes, so that each process writes its own directory."""
-        return self._processes.count > 1
 
     @contextlib.contextmanager
     def round(
@@ -56,35 +48,9 @@ class PerHostProcesses(Processes):
         """Makes the round ``what`` fail on the other processes; does not wait for them."""
         self._processes.refuse(what, error, call)
 
-    def combine(self, value: bytes, combined: Callable[[list[bytes]], bytes]) -> bytes:
-        """Returns, on all processes, what process 0 makes of their values, in order."""
-        values = self._processes.gather(value)
-        return self._processes.share(combined(values) if self._processes.is_first else b"")
-
-    def answer(self, value: bytes, answers: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
-        """Returns what process 0 answers to this process, given the values of all, in order."""
-        values = self._processes.gather(value)
-        return self._processes.scatter(answers(values) if self._processes.is_first else ())
-
-    def any(self, *, flag: bool) -> bool:
-        """Returns True on all processes if ``flag`` is set on at least one process."""
-        return self.combine(bytes([flag]), max) == b"\1"
-
-    def post(self, topic: str, value: bytes) -> None:
-        """See ``Processes.post``."""
-        self._processes.post(topic, value)
-
-    def posted(self, topic: str, index: int) -> bytes:
-        """See ``Processes.posted``; ``index`` is that of the process in the run."""
-        return self._processes.posted(topic, index)
-
     def meet(self) -> None:
         """Waits until all processes have called ``meet``."""
         self._processes.meet()
-
-    def agreed_time(self) -> int:
-        """Waits until all processes have called ``agreed_time``; returns the time of process 0."""
-        return int.from_bytes(self.combine(b"", lambda _: time.time_ns().to_bytes(8)))
 
 
 class Keepers:
@@ -99,7 +65,7 @@ class Keepers:
     def __init__(self) -> None:
         self._known: dict[str, bytes] = {}  # digest -> message, of the exchange before
 
-    def exchange(self, processes: PerHostProcesses, message: bytes, group: str) -> dict[int, bytes]:
+    def exchange(self, processes: Processes, message: bytes, group: str) -> dict[int, bytes]:
         """Returns, within a round, the messages that this process keeps for others, by index."""
         mine = hashlib.sha256(message).hexdigest()
         known = {**self._known, mine: message}

@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding
 from torchax_ckpt.errors import CorruptCheckpointError, StepNotFoundError
 from torchax_ckpt.layout.manifest import Node, array_nodes
 from torchax_ckpt.options import CheckpointOptions
-from torchax_ckpt.processes.per_host import PerHostProcesses
+from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.restoring import host_shards
 from torchax_ckpt.restoring.host_shards import Answer, StateSenders, rounds_of, routes, runs
 from torchax_ckpt.saving import host_parts
@@ -59,7 +59,7 @@ class HostSteps:
         self,
         committed: CommittedStep,
         options: CheckpointOptions,
-        processes: PerHostProcesses,
+        processes: Processes,
         replica_axis: str,
         verified: Verified,
     ) -> None:
@@ -87,7 +87,7 @@ class HostSteps:
 
     def _opened(self) -> tuple[Mapping[str, Node], Mapping[str, Any]]:
         """Returns the document for this process, and the shardings of leaves at the save."""
-        index, content, states = self._processes.host_index, "", None
+        index, content, states = self._processes.index, "", None
         if self._copy is not None:
             document = self._copy.document
             with self._ignoring_damage():
@@ -168,7 +168,7 @@ class HostSteps:
                 assert states is not None
                 self._processes.post(f"state {index}", self._state(states.of_process(index)))
             if sender is not None:
-                state_bytes = self._processes.posted(f"state {self._processes.host_index}", sender)
+                state_bytes = self._processes.posted(f"state {self._processes.index}", sender)
             is_lacking = sender is not None and not state_bytes
             reply = self._processes.answer(bytes([is_lacking]), self._next_answers)
             sender, posts, is_any = json.loads(reply)
@@ -243,7 +243,7 @@ class HostSteps:
         """Returns the leaves that do not span hosts, which each host's copy has, or sends."""
         flags = bytes([values is not None, values is None and bool(reads)])
         sender, is_asked = json.loads(self._processes.combine(flags, self._sender))
-        if is_asked and sender == self._processes.host_index:
+        if is_asked and sender == self._processes.index:
             assert self._copy is not None
             found = self._copy.read_leaves(host_shards.on_host(self._copy.document, reads))
             self._processes.post("leaves", PerProcessState({}, found).to_bytes())
@@ -275,7 +275,7 @@ class HostSteps:
             "their parts from other hosts",
             self.committed.step,
             num_own,
-            self._processes.num_hosts,
+            self._processes.count,
         )
         if rounds:
             found = {} if values is None else {name: values[name] for name in reads}

@@ -19,7 +19,6 @@ from torchax_ckpt.layout import names
 from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.options import CheckpointOptions, TierName
 from torchax_ckpt.processes.coordination import Processes
-from torchax_ckpt.processes.per_host import PerHostProcesses
 from torchax_ckpt.restoring.fallback import newest_readable, reading
 from torchax_ckpt.restoring.local_tier import HostSteps
 from torchax_ckpt.restoring.restore import restore_attached
@@ -168,8 +167,8 @@ class ReadCalls:
         return state
 
     def _opened(self, committed: CommittedStep, tier: RunTier) -> StoredStep | HostSteps:
-        options, hosts = self._options, tier.processes
-        if isinstance(hosts, PerHostProcesses) and hosts.is_per_host:
+        options, hosts = self._options, tier.processes.hosts
+        if hosts is not None:
             axis, verified = self._tiers.replica_axis, tier.directory.verified
             return HostSteps(committed, options, hosts, axis, verified)
         stored = StoredStep(committed, options, self._tiers.processes.meet)

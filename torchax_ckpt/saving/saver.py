@@ -263,9 +263,10 @@ class Saver:
         """Renames abandoned steps (deletes them in a local tier); deletes what no policy keeps."""
 
         def tidy() -> list[Any]:
-            *steps, newest = self._history.branches.committed
+            steps = list(self._history.branches.committed)
             aside = self._directory.set_aside(self._history.branches.unwanted)
-            steps.append(self._directory.settle(newest) if newest.is_incoming else newest)
+            if durable.is_incoming:
+                steps[-1] = self._directory.settle(durable)
             self._telemetry.steps_gone("set_aside", aside, steps)
             keep = self._preserving.kept(steps)
             self._directory.verified.mark(steps)

@@ -105,13 +105,12 @@ class Tiers:
                 )
             saves = self._connect(f"local saves {durable.path}")
             self.replica_axis = local.replica_axis
-            self._hosts = PerHostProcesses(self.processes)
             self.local = self._tier(
                 "local",
                 RunDirectory(local.path, read_only=options.read_only, durable=durable),
                 local.save_decision_policy,
                 policies.LatestN(local.keep),
-                self._hosts,
+                PerHostProcesses(self.processes),
                 PerHostProcesses(saves),
             )
             self._tiers.append(self.local)
@@ -199,7 +198,7 @@ class Tiers:
         with self.processes.round("comparing local steps"):
             here = {s.key: s for s in directory.steps()}
             told = directory.abandonment.told(here.values())
-            compared = self._hosts.combine(told, directory.abandonment.compared)
+            compared = self.processes.combine(told, directory.abandonment.compared)
         # The keys of the steps that all hosts have, and of those that any host has.
         self._on_all, on_any = directory.abandonment.learn(compared)
         # A step that this host lacks gets a path that does not exist, because this host may have

@@ -21,7 +21,7 @@ from torchax_ckpt.layout.manifest import Digests, Manifest, Node, installed_vers
 from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.processes.coordination import Processes
-from torchax_ckpt.processes.per_host import Keepers, PerHostProcesses
+from torchax_ckpt.processes.per_host import Keepers
 from torchax_ckpt.runtime.failure_log import FailureLog
 from torchax_ckpt.runtime.save_in_flight import SaveInFlight
 from torchax_ckpt.saving import host_parts
@@ -135,9 +135,7 @@ class Writer:
         self._history = history
         self._options = options
         self._processes = processes
-        self._hosts: PerHostProcesses | None = None  # if each host writes its own directory
-        if isinstance(processes, PerHostProcesses) and processes.is_per_host:
-            self._hosts = processes
+        self._hosts = processes.hosts
         self._keepers = Keepers()
         self._failures = failures
         self._versions = installed_versions()
@@ -170,7 +168,10 @@ class Writer:
         progress.enter("transferring the arrays from the devices")
         digests = self._write_arrays(draft, progress)
         progress.enter("writing and committing")
-        at_nsecs = time.time_ns() if self._hosts is None else self._hosts.agreed_time()
+        at_nsecs = time.time_ns()
+        if self._hosts is not None:  # equal on all, when all have written
+            agreed_time = self._hosts.combine(b"", lambda _: time.time_ns().to_bytes(8))
+            at_nsecs = int.from_bytes(agreed_time)
         self._complete(capture, metrics, draft, digests, began_nsecs, at_nsecs)
         if self._reuse:
             self._pending = self._reuse.pending(
@@ -351,7 +352,7 @@ class Writer:
         if self._hosts is not None:
             state = capture.state(document)
             kept = self._keepers.exchange(self._hosts, state, host_parts.parts(document))
-            return joined_on_host(self._hosts.host_index, self._hosts.num_hosts, state, kept)
+            return joined_on_host(self._hosts.index, self._hosts.count, state, kept)
         if capture.per_process is None or not self._processes.is_first:
             return {}, {}
         return joined(states)
@@ -379,7 +380,7 @@ class Writer:
             durable = self._commit_part(self._hosts, step, path)
         return [committed_step.described([durable]), self._pending.still if self._pending else None]
 
-    def _commit_part(self, hosts: PerHostProcesses, step: int, path: epath.Path) -> CommittedStep:
+    def _commit_part(self, hosts: Processes, step: int, path: epath.Path) -> CommittedStep:
         """Commits this host's part of a step; deletes it if another host reports a failure."""
         try:
             durable = self._directory.commit(step, path)
