@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchax_ckpt import errors
 from torchax_ckpt.options import CheckpointOptions, LocalTier
+from torchax_ckpt.runtime.lazily import attributes
 
 if TYPE_CHECKING:
     from torchax_ckpt import planning, policies
@@ -33,26 +33,21 @@ __all__ = [
     "warm_start",
 ]
 
-# These names and ``_MODULES`` are loaded at first use, because most import JAX, Orbax or torchax.
+# Loaded at first use, because most import JAX, Orbax or torchax.
 _LAZY = {
-    "Event": "torchax_ckpt.telemetry.events",
-    "RandomState": "torchax_ckpt.state.random_state",
-    "RestoreReport": "torchax_ckpt.restoring.restore_report",
-    "Stats": "torchax_ckpt.telemetry.stats",
-    "TorchaxCheckpointer": "torchax_ckpt.checkpointer",
-    "load_torch_state_dict": "torchax_ckpt.formats.state_dict",
-    "warm_start": "torchax_ckpt.restoring.warm_start",
+    "Event": "telemetry.events",
+    "RandomState": "state.random_state",
+    "RestoreReport": "restoring.restore_report",
+    "Stats": "telemetry.stats",
+    "TorchaxCheckpointer": "checkpointer",
+    "load_torch_state_dict": "formats.state_dict",
+    "planning": "planning",
+    "policies": "policies",
+    "warm_start": "restoring.warm_start",
 }
-_MODULES = {name: f"torchax_ckpt.{name}" for name in ("planning", "policies")}
 
 
-def __getattr__(name: str) -> Any:
-    if name not in {**_LAZY, **_MODULES}:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module({**_LAZY, **_MODULES}[name])
-    value = module if name in _MODULES else getattr(module, name)
-    globals()[name] = value
-    return value
+__getattr__ = attributes(__name__, _LAZY)
 
 
 def __dir__() -> list[str]:

@@ -14,13 +14,12 @@ from torchax_ckpt.errors import AttachError, CheckpointError, ClosedError
 from torchax_ckpt.formats.huggingface.model_files import ModelFiles
 from torchax_ckpt.options import CheckpointOptions, LocalTier, TierName
 from torchax_ckpt.policies import preservation
-from torchax_ckpt.processes.call_log import Kind, called
+from torchax_ckpt.processes.call_log import Kind
 from torchax_ckpt.restoring.read_calls import ReadCalls
 from torchax_ckpt.restoring.restore_report import RestoreReport
-from torchax_ckpt.runtime.call_guard import Calls, guarded
+from torchax_ckpt.runtime.call_guard import Calls, as_step, guarded
 from torchax_ckpt.runtime.preemption import Preemption
-from torchax_ckpt.runtime.step_number import as_step
-from torchax_ckpt.runtime.tracebacks import brief
+from torchax_ckpt.runtime.user_messages import brief
 from torchax_ckpt.saving.loop import Loop
 from torchax_ckpt.saving.save_calls import SaveCalls
 from torchax_ckpt.saving.tiers import Tiers
@@ -130,8 +129,7 @@ class TorchaxCheckpointer:
 
     # --- attaching and restoring ---------------------------------------------------------------
 
-    @guarded(trains=True)
-    @called(Kind.CALL)
+    @guarded(trains=True, kind=Kind.CALL)
     def attach(
         self,
         model: Any = None,
@@ -226,8 +224,7 @@ class TorchaxCheckpointer:
             self._preemption.listen()
         return self._loop.position or 0
 
-    @guarded(trains=True)
-    @called(Kind.CALL)
+    @guarded(trains=True, kind=Kind.CALL)
     def restore(
         self,
         step: int | None = None,
@@ -286,8 +283,7 @@ class TorchaxCheckpointer:
     def _kind_of_read(self) -> Kind:
         return Kind.LOAD if self._calls.is_training_thread else Kind.READ
 
-    @guarded(trains=_reads_over_devices)
-    @called(_kind_of_read)
+    @guarded(trains=_reads_over_devices, kind=_kind_of_read)
     def load(
         self,
         step: int | None = None,
@@ -315,8 +311,7 @@ class TorchaxCheckpointer:
         """
         return self._reads.load(step, abstract_state, tier)
 
-    @guarded(trains=False)
-    @called(_kind_of_read)
+    @guarded(trains=False, kind=_kind_of_read)
     def verify(self, step: int | None = None, *, tier: TierName | None = None) -> int:
         """Compares every byte of a step with what was saved; returns the step's number.
 
@@ -448,8 +443,7 @@ class TorchaxCheckpointer:
         committed = self._tiers.find(as_step(step))
         return self._tiers.holding(committed).directory.metrics(committed)
 
-    @guarded(trains=True)
-    @called(Kind.CALL)
+    @guarded(trains=True, kind=Kind.CALL)
     def delete(self, step: int, *, tier: TierName | None = None) -> None:
         """Deletes a step, whatever the preservation policy says.
 
@@ -493,8 +487,7 @@ class TorchaxCheckpointer:
         """
         self._tiers.check_for_errors()
 
-    @guarded(trains=False)
-    @called(Kind.END)
+    @guarded(trains=False, kind=Kind.END)
     def close(self) -> None:
         """Waits for saves in flight, then releases the directory's lease. May be called twice.
 

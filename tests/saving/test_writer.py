@@ -16,7 +16,7 @@ from torchax_ckpt import CheckpointOptions
 from torchax_ckpt.errors import ProcessError, ProcessTimeoutError
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.processes.per_host import PerHostProcesses
-from torchax_ckpt.runtime.failure_log import FailureLog
+from torchax_ckpt.runtime.save_in_flight import FailureLog
 from torchax_ckpt.saving.writer import Writer
 
 

@@ -24,7 +24,7 @@ from torchax_ckpt.errors import DirectoryError, UnsupportedLeafError
 from torchax_ckpt.formats.tensor_files import writing
 from torchax_ckpt.formats.weights import Weights, weights_at
 from torchax_ckpt.options import CheckpointOptions
-from torchax_ckpt.runtime.tracebacks import brief
+from torchax_ckpt.runtime.user_messages import brief
 from torchax_ckpt.storage.arrays import read_arrays
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import permissions

@@ -25,19 +25,14 @@ import collections
 import contextlib
 import dataclasses
 import enum
-import functools
-import inspect
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Iterator, Sequence
 
 from torchax_ckpt.errors import ProcessError
 from torchax_ckpt.processes.messages import POLL_SECS, Messages
 from torchax_ckpt.runtime.lazily import jax
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 # How many calls of each lane are published. A lane has one call at a time, so a call that is still
 # carried out is among them.
@@ -257,28 +252,6 @@ class CallLog:
         if other.kind in (Kind.SAVE, Kind.AT) and other.step is not None:
             return other.step <= max([call.step or -1 for call in in_vain], default=-1)
         return other.before in in_vain
-
-
-def called(kind: Kind | Callable[[Any], Kind]) -> Callable[[F], F]:
-    """Returns a decorator: the method publishes its calls, of ``kind`` or ``kind(self)``.
-
-    The object has a ``_call_log``.
-    """
-
-    def decorate(method: F) -> F:
-        name = getattr(method, "__name__", "a method")
-        has_step = "step" in inspect.signature(method).parameters
-
-        @functools.wraps(method)
-        def logged(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-            step = args[0] if args and has_step else kwargs.get("step")
-            text = f"{name}({'' if step is None else repr(step)[:40]})"
-            with self._call_log.calling(text, kind(self) if callable(kind) else kind):
-                return method(self, *args, **kwargs)
-
-        return cast(F, logged)
-
-    return decorate
 
 
 def different(index: int, call: str, other_index: int, other: str) -> ProcessError:

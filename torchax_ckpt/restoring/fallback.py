@@ -14,7 +14,7 @@ from torchax_ckpt.errors import (
     UnusableStateError,
 )
 from torchax_ckpt.processes.coordination import Processes
-from torchax_ckpt.runtime import user_warnings
+from torchax_ckpt.runtime import user_messages
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.stored import shared_files
@@ -45,7 +45,7 @@ def newest_readable(
             if left == 0:
                 break
             skipped.append(committed.step)
-            user_warnings.warn(f"skipping an unreadable checkpoint: {error}", stacklevel=6)
+            user_messages.warn(f"skipping an unreadable checkpoint: {error}", stacklevel=6)
     assert first_error is not None, "called with no candidates"
     raise first_error
 

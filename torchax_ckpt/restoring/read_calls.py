@@ -24,7 +24,7 @@ from torchax_ckpt.restoring.local_tier import HostSteps
 from torchax_ckpt.restoring.restore import restore_attached
 from torchax_ckpt.restoring.restore_report import RestoreReport
 from torchax_ckpt.runtime import progress
-from torchax_ckpt.runtime.step_number import as_step
+from torchax_ckpt.runtime.call_guard import as_step
 from torchax_ckpt.saving.tiers import RunTier, Tiers
 from torchax_ckpt.snapshot.move_shards import put
 from torchax_ckpt.snapshot.sharding import Local

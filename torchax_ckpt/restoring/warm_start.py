@@ -27,8 +27,8 @@ from torchax_ckpt.restoring.fallback import newest_readable, reading
 from torchax_ckpt.restoring.file_weights import FileWeights
 from torchax_ckpt.restoring.restore import carry_out
 from torchax_ckpt.restoring.restore_report import RestoreReport
-from torchax_ckpt.runtime.step_number import as_step
-from torchax_ckpt.runtime.tracebacks import brief
+from torchax_ckpt.runtime.call_guard import as_step
+from torchax_ckpt.runtime.user_messages import brief
 from torchax_ckpt.state.component import Restoration
 from torchax_ckpt.state.modules.module import ModuleComponent
 from torchax_ckpt.state.stored_entries import StoredModule

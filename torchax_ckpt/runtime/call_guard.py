@@ -1,4 +1,4 @@
-"""The guard of a checkpointer's methods: raises CallError for a call that cannot work.
+"""The guard of a checkpointer's methods: refuses calls that cannot work, and invalid steps.
 
 Without this guard, a call on a wrong thread, in a forked process, inside a traced function or in a
 signal handler would hang or save wrong values. The library torchax keeps its random key and its
@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
+import operator
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -20,8 +22,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import jax
 from jax.extend.core import get_opaque_trace_state
 
-from torchax_ckpt.errors import CallError
-from torchax_ckpt.runtime.tracebacks import brief
+from torchax_ckpt.errors import CallError, StepError, StepTypeError
+from torchax_ckpt.runtime.user_messages import brief
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -104,24 +106,52 @@ class Calls:
 
 
 def guarded(
-    *, trains: bool | Callable[[Any], bool]
+    *, trains: bool | Callable[[Any], bool], kind: Any = None
 ) -> Callable[[Callable[Concatenate[Any, P], R]], Callable[Concatenate[Any, P], R]]:
     """Decorates a method: it raises CallError where it cannot work, and shortens tracebacks.
 
-    The object has its ``Calls`` in ``_calls``.
+    The object has its ``Calls`` in ``_calls``. With a ``kind``, or a function that returns it, the
+    object's ``_call_log`` publishes the call for the other processes.
     """
 
     def decorate(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+        name = getattr(method, "__name__", "a method")
+        has_step = "step" in inspect.signature(method).parameters
+
         @brief
         @functools.wraps(method)
         def checked(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
-            name = getattr(method, "__name__", "a method")
             with self._calls.running(name, trains=trains(self) if callable(trains) else trains):
-                return method(self, *args, **kwargs)
+                if kind is None:
+                    return method(self, *args, **kwargs)
+                step = args[0] if args and has_step else kwargs.get("step")
+                text = f"{name}({'' if step is None else repr(step)[:40]})"
+                with self._call_log.calling(text, kind(self) if callable(kind) else kind):
+                    return method(self, *args, **kwargs)
 
         return checked
 
     return decorate
+
+
+def as_step(step: Any) -> int:
+    """Returns the step as an int; ``step`` may be an integer array or tensor without dims.
+
+    Raises:
+      StepTypeError: the step is not an integer, such as a bool or an array with dims.
+      StepError: the step is negative.
+    """
+    # operator.index alone takes True, tensor(True) and tensor([3]).
+    kind = str(getattr(step, "dtype", type(step).__name__)).removeprefix("torch.")
+    try:
+        if kind.startswith("bool") or getattr(step, "shape", ()) != ():
+            raise TypeError
+        number = operator.index(step)
+    except TypeError:
+        raise StepTypeError(f"step: expected an int, found {step!r:.80}") from None
+    if number < 0:
+        raise StepError(f"step: expected 0 or more, found {number}", step=number)
+    return number
 
 
 def _name(thread: threading.Thread) -> str:

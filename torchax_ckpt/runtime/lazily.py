@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 
 def attributes(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """Returns a package's ``__getattr__`` that loads names at first use, from name -> module."""
+    """Returns a package's ``__getattr__``, which imports names, or modules: name -> module."""
 
     def get(name: str) -> Any:
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(f"{package}.{modules[name]}"), name)
+        module = importlib.import_module(f"{package}.{modules[name]}")
+        value = module if name == modules[name] else getattr(module, name)
         setattr(sys.modules[package], name, value)
         return value
 

@@ -13,8 +13,8 @@ from torchax_ckpt.formats.huggingface.model_files import ModelFiles
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.policies import preservation
 from torchax_ckpt.processes.call_log import Kind
+from torchax_ckpt.runtime.call_guard import as_step
 from torchax_ckpt.runtime.preemption import Preemption
-from torchax_ckpt.runtime.step_number import as_step
 from torchax_ckpt.saving import step_metrics
 from torchax_ckpt.saving.loop import Loop
 from torchax_ckpt.saving.tiers import RunTier, Tiers

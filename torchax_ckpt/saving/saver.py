@@ -20,8 +20,7 @@ from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.processes.call_log import Call, Kind
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.runtime import progress
-from torchax_ckpt.runtime.failure_log import FailureLog
-from torchax_ckpt.runtime.save_in_flight import SaveCost, SaveInFlight
+from torchax_ckpt.runtime.save_in_flight import FailureLog, SaveCost, SaveInFlight
 from torchax_ckpt.saving.preserving import Preserving
 from torchax_ckpt.saving.unchanged.reuse import Reuse
 from torchax_ckpt.saving.writer import Capture, Writer

@@ -22,8 +22,7 @@ from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.processes.per_host import Keepers
-from torchax_ckpt.runtime.failure_log import FailureLog
-from torchax_ckpt.runtime.save_in_flight import SaveInFlight
+from torchax_ckpt.runtime.save_in_flight import FailureLog, SaveInFlight
 from torchax_ckpt.saving import host_parts
 from torchax_ckpt.saving.unchanged.division import Division
 from torchax_ckpt.saving.unchanged.identities import Skipped

@@ -19,7 +19,7 @@ from torchax_ckpt import torchax_backend
 from torchax_ckpt.errors import AttachError, UnsupportedLeafError
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node, array_nodes
-from torchax_ckpt.runtime import user_warnings
+from torchax_ckpt.runtime import user_messages
 from torchax_ckpt.snapshot.sharding import Local, Placement, placement_of, replicated_like
 from torchax_ckpt.state import node_checks
 from torchax_ckpt.state.component import (
@@ -217,7 +217,7 @@ class OptimizerComponent:
         (stored_class,) = node_checks.texts([node["class"]], where)
         stored = StoredOptimizer.of_node(node, where)
         if groupless := stored.state.keys() - stored.group_of:
-            user_warnings.warn(
+            user_messages.warn(
                 f"{where}: not restored: the state of {len(groupless)} parameters that were in no "
                 f"group when the step was saved, such as {min(groupless)}. To keep such state, "
                 "leave the group in the optimizer, and give its parameters no gradients"

@@ -27,7 +27,7 @@ import numpy as np
 
 from torchax_ckpt.layout.manifest import Node, array_nodes
 from torchax_ckpt.layout.names import PROCESSES, of_process
-from torchax_ckpt.runtime import user_warnings
+from torchax_ckpt.runtime import user_messages
 from torchax_ckpt.runtime.lazily import jax
 from torchax_ckpt.state import node_checks
 
@@ -234,7 +234,7 @@ def _warn(where: str, affected: Sequence[str], saved: int, count: int) -> None:
             "f(states, count) returns the states for the new number of processes, or use a loader "
             "whose state holds for any number, such as Grain's ElasticIterator."
         )
-    user_warnings.warn(
+    user_messages.warn(
         f"{where} was saved by {saved} process{'es' * (saved > 1)} and is restored by {count}. "
         f"Each process takes the per-process state ({', '.join(affected)}) of the process with its "
         f"index modulo {saved}: {result}.{remedy}",

@@ -14,7 +14,7 @@ import torch
 from torchax_ckpt.errors import AttachError
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node
-from torchax_ckpt.runtime import user_warnings
+from torchax_ckpt.runtime import user_messages
 from torchax_ckpt.state.component import Captured, Restoration, encoded, restore_by_call
 from torchax_ckpt.state.findings import type_name
 from torchax_ckpt.state.functional import PytreeCapture
@@ -132,7 +132,7 @@ def _warn_of_workers(value: Any, key_path: tuple[str, ...]) -> None:
     has_init = getattr(value, "worker_init_fn", None) is not None
     if not workers or has_init or collate is not torch.utils.data.default_collate:
         return
-    user_warnings.warn(
+    user_messages.warn(
         f"{names.join(key_path)}: {type(value).__name__} has {workers} workers, in which torchax "
         f"is enabled as it is here. There torch's default_collate hangs or fails. {_REMEDY}",
         stacklevel=2,

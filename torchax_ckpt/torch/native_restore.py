@@ -19,8 +19,8 @@ from torchax_ckpt.layout.manifest import Node, array_nodes
 from torchax_ckpt.layout.nodes import decode
 from torchax_ckpt.restoring.fallback import newest_readable
 from torchax_ckpt.restoring.restore_report import RestoreReport
-from torchax_ckpt.runtime.tracebacks import brief
 from torchax_ckpt.runtime.undoing import undone_on_failure
+from torchax_ckpt.runtime.user_messages import brief
 from torchax_ckpt.state import generators, node_checks, per_process_state
 from torchax_ckpt.state.findings import Findings, type_name
 from torchax_ckpt.state.stored_entries import EXTRA_STATE, StoredOptimizer

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 from torchax_ckpt.errors import CorruptCheckpointError
 from torchax_ckpt.restoring.fallback import newest_readable
-from torchax_ckpt.runtime import user_warnings
+from torchax_ckpt.runtime import user_messages
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.stored.foreign_step import opened
@@ -130,7 +130,7 @@ class StorageReader(dcp.StorageReader):
         if step.committed.key != plan.storage_data:
             (chosen,) = (c for c in self._candidates if c.key == plan.storage_data)
             other = step.committed.step
-            user_warnings.warn(f"loading step {chosen.step}: another rank cannot read step {other}")
+            user_messages.warn(f"loading step {chosen.step}: another rank cannot read step {other}")
             step, parts = self._read_of(chosen, plan)
         step.fill(plan.items, planner, parts)
         done: torch.futures.Future[None] = torch.futures.Future()

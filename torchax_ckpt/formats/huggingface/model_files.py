@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from torchax_ckpt.errors import AttachError
-from torchax_ckpt.runtime import user_warnings
+from torchax_ckpt.runtime import user_messages
 from torchax_ckpt.storage.medium import assets
 from torchax_ckpt.storage.medium.assets import Assets
 
@@ -123,7 +123,7 @@ class _Collected:
 
     def warn(self) -> None:
         """Warns about the files that were left out."""
-        user_warnings.warn(
+        user_messages.warn(
             "the steps of this run are saved without these files of the model, so that a "
             f"folder exported from them may lack them: {'; '.join(self.left_out)}",
             stacklevel=4,

@@ -21,7 +21,7 @@ import torch
 
 from torchax_ckpt import torchax_backend
 from torchax_ckpt.layout import names
-from torchax_ckpt.runtime import user_warnings
+from torchax_ckpt.runtime import user_messages
 from torchax_ckpt.state.component import Change
 from torchax_ckpt.state.modules.module_tensors import Slot
 from torchax_ckpt.state.stored_entries import StoredModule
@@ -59,7 +59,7 @@ def warn_of_lost_ties(module: torch.nn.Module, key_path: tuple[str, ...]) -> Non
         return
     more = f" and {len(lost) - _MAX_LISTED} more" if len(lost) > _MAX_LISTED else ""
     root, _ = torchax_backend.unwrap_jittable(module)
-    user_warnings.warn(
+    user_messages.warn(
         f"{names.join(key_path)}: {type(root).__name__} declares tied weights that are separate "
         f"tensors: {', '.join(lost[:_MAX_LISTED])}{more}. They train apart and are stored apart. "
         "model.to('jax') unties weights: call model.tie_weights() after it, and build the "

@@ -30,7 +30,7 @@ from typing import Any
 from etils import epath
 
 from torchax_ckpt.errors import DirectoryError
-from torchax_ckpt.runtime import user_warnings
+from torchax_ckpt.runtime import user_messages
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.compare_and_swap import AtomicRecord, Conflict, Seen, record_at
 from torchax_ckpt.storage.directory.step_files import Summaries
@@ -169,7 +169,7 @@ class RunName:
     def _warn(self, what: str) -> None:
         if not self._has_warned:
             self._has_warned = True
-            user_warnings.warn(
+            user_messages.warn(
                 f"{self._directory / NAME}: expected the name of a run, found "
                 f"{_text(self._directory)!r:.80}, as a loss of power may leave it. {what} The next "
                 "save writes the file again.",

@@ -29,7 +29,7 @@ from typing import Any
 from etils import epath
 
 from torchax_ckpt.errors import DirectoryError
-from torchax_ckpt.runtime import user_warnings
+from torchax_ckpt.runtime import user_messages
 from torchax_ckpt.storage.medium import fsync, location
 
 PROBE = "probe"
@@ -163,7 +163,7 @@ def _probe(folder: epath.Path, mount: _Mount) -> None:
         shutil.rmtree(old, ignore_errors=True)
         shutil.rmtree(new, ignore_errors=True)
     if lacking:
-        user_warnings.warn(
+        user_messages.warn(
             f"{folder}: expected a file system that commits and leases can rely on, found that of "
             f"{mount.point} (type fuse, source {mount.source}): {'; '.join(lacking)}. If it is a "
             "mounted bucket, give gs://bucket/prefix, else a path on another file system."

@@ -1,18 +1,34 @@
-"""Ends the tracebacks of this package's errors at the public function that the user called."""
+"""Warnings, which no filter can turn into errors, and the tracebacks of errors, for users."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import logging
 import traceback
+import warnings
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 from torchax_ckpt.errors import CheckpointError
 
+logger = logging.getLogger(__name__)
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _OWN = frozenset({__name__.partition(".")[0], "asyncio", "concurrent", "contextlib"})
+
+
+def warn(message: str, stacklevel: int = 1) -> None:
+    """Logs a message as a warning, and issues it as a UserWarning too, at ``stacklevel``.
+
+    The log reaches the log files of a job; the UserWarning reaches programs that collect warnings.
+    It is never raised as an error, because a run must resume under ``python -W error`` too.
+    """
+    logger.warning("%s", message)
+    with contextlib.suppress(UserWarning):  # raised if a filter turns warnings into errors
+        warnings.warn(message, stacklevel=stacklevel + 1)
 
 
 def brief(function: Callable[P, R]) -> Callable[P, R]:
