@@ -89,11 +89,11 @@ class DecisionWindows:
 
     @property
     def has_begun(self) -> bool:
-        """Whether ``ask`` was called at least once, so that the background thread was started."""
+        """Whether the background thread was started, which a run of one process does not need."""
         return self._num_windows > 0
 
     def ask(self, step: int) -> bool:
-        """Returns whether to save this step; the answer is the same on all processes.
+        """Returns whether to save this step: equal on all processes, which ask for equal steps.
 
         Raises what ``decide`` raised on process 0; ProcessError if that made another call;
         PolicyError if it has not decided in time; ClosedError after ``close``.
@@ -103,6 +103,8 @@ class DecisionWindows:
                 f"step {step}: the processes cannot agree whether to save it, because this "
                 "checkpointer is closed; call save before close()"
             )
+        if self._processes.count == 1:
+            return self._decide(step, ())
         restores = self._processes.log.num_restores
         if (restores, step) == (self._num_restores, self._asked):
             return self._answer

@@ -33,7 +33,7 @@ import socket
 import threading
 import time
 import weakref
-from typing import Any, Protocol
+from typing import Any
 
 from torchax_ckpt.errors import BackendError
 from torchax_ckpt.processes import connections
@@ -56,17 +56,12 @@ _speaking = threading.Lock()
 threading._register_atexit(lambda: _speaking.acquire(timeout=1))  # type: ignore[attr-defined]
 
 
-class _Log(Protocol):
-    """The calls of one open checkpointer."""
-
-    def tell_step(self) -> None: ...
-
-
 class Liveness:
     """Tells which processes have ended. This base class knows of none, and connects nobody."""
 
     def __init__(self) -> None:
-        self._logs: weakref.WeakSet[_Log] = weakref.WeakSet()
+        # The ``CallLog`` of each open checkpointer.
+        self._logs: weakref.WeakSet[Any] = weakref.WeakSet()
         self._changing = threading.Lock()
 
     def connect(self) -> None:
@@ -79,13 +74,13 @@ class Liveness:
     def ask(self) -> None:
         """Makes process 0 publish the step that it is at; see ``CallLog.tell_step``."""
 
-    def add(self, log: _Log) -> None:
+    def add(self, log: Any) -> None:
         """Records that a checkpointer of this process was opened."""
         with self._changing:
             self._logs.add(log)
             self._tell(_OPENS)
 
-    def remove(self, log: _Log) -> None:
+    def remove(self, log: Any) -> None:
         """Records that a checkpointer of this process was closed."""
         with self._changing:
             self._logs.discard(log)

@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torchax_ckpt.errors import SaveTimeoutError
+from torchax_ckpt.processes.decision_windows import DecisionWindows
 from torchax_ckpt.runtime import background
-from torchax_ckpt.saving.decisions import Decisions
 from torchax_ckpt.saving.saver import Saver
 from torchax_ckpt.telemetry.recorder import Hook
 
@@ -36,7 +36,7 @@ class Closing:
     def __init__(
         self,
         savers: Sequence[Saver],
-        decisions: Sequence[Decisions],
+        decisions: Sequence[DecisionWindows],
         last: Callable[[], None],
     ) -> None:
         self._savers = savers

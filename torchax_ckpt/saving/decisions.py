@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class Decisions:
-    """Decides which steps to save to one tier; ``processes`` is a channel for this only."""
+    """Decides, in ``windows``, which steps to save to one tier, on a channel for this only."""
 
     def __init__(
         self,
@@ -32,11 +32,7 @@ class Decisions:
         self._history = history
         self._saver = saver
         self._is_first = processes.is_first
-        self._windows = DecisionWindows(processes, self._ask) if processes.count > 1 else None
-
-    def should_save(self, step: int) -> bool:
-        """Returns the same on all processes, which must ask for the same steps in one order."""
-        return self._ask(step) if self._windows is None else self._windows.ask(step)
+        self.windows = DecisionWindows(processes, self._ask)
 
     def tell_preemption(self, step: int) -> None:
         """Tells the policy, on process 0, that a step is saved because of a preemption."""
@@ -51,21 +47,6 @@ class Decisions:
                 step,
                 exc_info=True,
             )
-
-    def begun(self) -> None:
-        """Records that the step of the last ``should_save`` is being saved: now it is False."""
-        if self._windows is not None:
-            self._windows.keep()
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether the background thread that receives decisions may be running."""
-        return self._windows is not None and self._windows.has_begun
-
-    def close(self) -> None:
-        """Ends the background thread that receives decisions; may be called more than once."""
-        if self._windows is not None:
-            self._windows.close()
 
     def _ask(
         self, step: int, coming: Sequence[int] = (), *, reached_preemption: bool = False

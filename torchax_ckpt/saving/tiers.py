@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,7 +26,7 @@ from torchax_ckpt.saving.decisions import Decisions
 from torchax_ckpt.saving.preserving import Preserving
 from torchax_ckpt.saving.saver import Saver
 from torchax_ckpt.saving.unchanged.reuse import Reuse
-from torchax_ckpt.storage.directory import committed_step, run_identity
+from torchax_ckpt.storage.directory import committed_step
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.run_history import RunHistory
@@ -95,7 +96,7 @@ class Tiers:
         self._tiers.append(self.durable)
         self.local: RunTier | None = None
         self._is_open = self._is_named = False
-        self._name = run_identity.new()
+        self._name = uuid.uuid4().hex
         if local is not None:
             if options.restore_in_budget and self.processes.count > 1:
                 raise TierError(
@@ -242,7 +243,7 @@ class Tiers:
     def prepare(self, step: int) -> None:
         """Acquires leases and stores the run's name, unless done, on all processes or on none."""
         if not all(tier.saver.is_claimed for tier in self._tiers):
-            self._name, self._is_named = run_identity.new(), False
+            self._name, self._is_named = uuid.uuid4().hex, False
         self.claim(step)
         if not self._is_named:
             self._name_run()
@@ -316,5 +317,5 @@ class Tiers:
             watch.remove(log)
 
         return Closing(
-            [tier.saver for tier in self._tiers], [tier.decisions for tier in self._tiers], end
+            [t.saver for t in self._tiers], [t.decisions.windows for t in self._tiers], end
         )

@@ -94,24 +94,15 @@ class Branches:
         incomplete = (s for s in self.incomplete if step is None or s.step > step)
         return [*list(newer)[::-1], *incomplete]
 
-    def leaving(self, steps: Iterable[CommittedStep]) -> Branches:
-        """Returns new branches in which ``steps``, perhaps of a failed save, are abandoned."""
-        left = tuple(steps)
-        rest = self._without(left)
-        return dataclasses.replace(rest, abandoned=(*rest.abandoned, *left))
-
-    def with_incomplete(self, steps: Iterable[CommittedStep]) -> Branches:
-        """Returns new branches in which the committed ``steps`` are incomplete."""
-        left = tuple(steps)
-        rest = self._without(left)
-        return dataclasses.replace(rest, incomplete=(*rest.incomplete, *left))
-
-    def _without(self, steps: Iterable[CommittedStep]) -> Branches:
-        """Returns new branches in which ``steps`` are neither committed nor incomplete."""
-        keys = {s.key for s in steps}
-        committed = tuple(s for s in self.committed if s.key not in keys)
-        incomplete = tuple(s for s in self.incomplete if s.key not in keys)
-        return Branches(committed, self.abandoned, incomplete)
+    def leaving(
+        self, abandoned: Sequence[CommittedStep] = (), incomplete: Sequence[CommittedStep] = ()
+    ) -> Branches:
+        """Returns new branches in which these steps, perhaps of a failed save, do not count."""
+        keys = {s.key for s in (*abandoned, *incomplete)}
+        committed, lacking = (
+            [s for s in steps if s.key not in keys] for steps in (self.committed, self.incomplete)
+        )
+        return Branches(tuple(committed), (*self.abandoned, *abandoned), (*lacking, *incomplete))
 
     def moved(self, now: Iterable[CommittedStep]) -> Branches:
         """Returns new branches of the steps that exist ``now``, with their present paths."""

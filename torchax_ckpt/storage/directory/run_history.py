@@ -87,7 +87,7 @@ class RunHistory:
     def keep_only(self, keys: set[Key]) -> None:
         """Marks as incomplete each step whose key is not in ``keys``, those that all hosts have."""
         missing = [s for s in self.branches.committed if s.key not in keys]
-        self._replace(self.branches.with_incomplete(missing))
+        self._replace(self.branches.leaving(incomplete=missing))
 
     def begin(self, step: int) -> None:
         """Begins a save of ``step``; newer steps in both tiers of the run become abandoned."""

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -43,11 +42,6 @@ _RUN = re.compile(rf"(?P<local>{_LOCAL})?(?P<names>[0-9a-f]{{32}}( [0-9a-f]{{32}
 _TORN = re.compile(r"(local |local|loca|loc|lo|l)?[0-9a-f \0]{0,71}")
 # The field of a step's summary that repeats the content of the file.
 SUMMARY_FIELD = "run"
-
-
-def new() -> str:
-    """Returns a new, unique name."""
-    return uuid.uuid4().hex
 
 
 def names(directory: epath.Path, *, is_local: bool = False) -> list[str]:
