@@ -136,7 +136,7 @@ class _Copy:
     def __init__(self, index: int, count: int) -> None:
         state = _state(bytes(STATE_BYTES)).to_bytes()
         kept = {(index - far) % count: state for far in keeper_distances(count)}
-        nodes, _ = per_process_state.joined_on_host(index, count, state, kept)
+        nodes, _ = per_process_state.joined(state, kept, (count, index))
         self.document = {**_DOCUMENT, **nodes}
 
     def require_plausible(self, reads: Any) -> None:

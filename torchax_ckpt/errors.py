@@ -1,36 +1,9 @@
-"""The error classes of this package, which form one tree::
+"""The error classes of this package, all of which derive from ``CheckpointError``.
 
-    CheckpointError                 base of all of them
-    ├── AttachError                 a call in the wrong order, or objects that cannot be attached
-    ├── BackendError                the installed torchax or JAX lacks expected internals
-    ├── CallError                   a call that cannot work, such as on a wrong thread or in jit
-    ├── ClosedError                 a call after close()
-    ├── CorruptCheckpointError      a committed step that is damaged
-    ├── DirectoryError              a directory that cannot be read or written
-    ├── DonatedBufferError          a buffer that was donated before it was saved
-    ├── ForeignCheckpointError      a step that was not written by this package
-    ├── LeaseError                  a directory that another program writes to
-    ├── MetricsError                metrics that cannot be stored or ranked
-    ├── MismatchError               a checkpoint that does not match the attached objects
-    ├── OutOfMemoryError            a host or device without enough memory
-    ├── PlanError                   a plan from impossible numbers
-    ├── PolicyError                 a missing or invalid policy
-    ├── ProcessError                a failure of another process of the run
-    │   └── ProcessTimeoutError     another process that did not arrive in time
-    ├── SaveError                   a background save that failed
-    ├── SaveTimeoutError            a save that took longer than the caller's timeout
-    ├── SelectionError              patterns that match nothing, or names that collide
-    ├── StepError                   a step number that cannot be used
-    │   ├── StepNotFoundError       no checkpoint at that step
-    │   └── StepTypeError           a step that is not an int
-    ├── TierError                   a tier that the checkpointer does not have, or cannot restore
-    ├── UninitializedLeafError      a meta tensor that nothing fills
-    ├── UnsupportedLeafError        a value that cannot be stored
-    └── UnusableStateError          a restore that failed after it freed the old state
-
-Each class also derives from the matching builtin exception (``ValueError``, ``FileNotFoundError``
-and so on). Each error has the attributes ``step``, ``path`` and ``key_path``; an attribute
-that does not apply is None.
+``ProcessTimeoutError`` is a ``ProcessError``; ``StepNotFoundError`` and ``StepTypeError`` are a
+``StepError``. Each class also derives from the matching builtin exception (``ValueError``,
+``FileNotFoundError`` and so on). Each error has the attributes ``step``, ``path`` and ``key_path``;
+an attribute that does not apply is None.
 """
 
 from __future__ import annotations

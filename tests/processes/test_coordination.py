@@ -414,11 +414,11 @@ def test_what_each_process_has_for_itself_goes_into_one_document() -> None:
 
     assert per_process_state.split(captured(0))[0] == ["model/w"]
     sent = [per_process_state.split(captured(seed))[2].to_bytes() for seed in (4, 5, 4)]
-    document, leaves = per_process_state.joined(sent)
+    document, leaves = per_process_state.joined(sent[0], dict(enumerate(sent[1:], 1)))
     expected = {"rng/torch": [4, 4], "processes/1/rng/torch": [5, 5]}
     assert {name: leaf.tolist() for name, leaf in leaves.items()} == expected
     nodes = [per_process_state.document_of(document, i, 3, "step 1")["rng"] for i in range(3)]
     stored = [dict(node["dict"])["state"]["array"] for node in nodes]
     assert stored == ["rng/torch", "processes/1/rng/torch", "rng/torch"]  # 2 has what 0 has
     # If they are all alike, nothing is said of processes, and any number of them may restore it.
-    assert per_process_state.joined(sent[::2])[0].keys() == {"rng"}
+    assert per_process_state.joined(sent[0], {1: sent[2]})[0].keys() == {"rng"}

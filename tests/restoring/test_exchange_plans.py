@@ -38,7 +38,7 @@ class Copy:
     def __init__(self, committed: Any, *args: Any, **settings: Any) -> None:
         index, damaged = committed.path.index, committed.path.damaged
         others = {i: state_of(i) for i in range(3) if i != index}
-        nodes, self._leaves = per_process_state.joined_on_host(index, 3, state_of(index), others)
+        nodes, self._leaves = per_process_state.joined(state_of(index), others, (3, index))
         self.document: Mapping[str, Any] = {"model": {"dict": []}, **nodes}
         self._damaged = {LEAF if i == index else of_process(i, LEAF) for i in damaged}
 

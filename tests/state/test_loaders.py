@@ -123,7 +123,7 @@ def saved(loaders: Sequence[Any]) -> Document:
     """What the processes of these loaders store together."""
     parts = [TrainingState(dataloader=loader, rng=False).capture() for loader in loaders]
     sent = [per_process_state.split(part)[2].to_bytes() for part in parts]
-    return per_process_state.joined(sent)
+    return per_process_state.joined(sent[0], dict(enumerate(sent[1:], 1)))
 
 
 def resumed(document: Document, loaders: Sequence[Any], redistribute: Any = None) -> None:

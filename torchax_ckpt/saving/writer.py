@@ -30,7 +30,7 @@ from torchax_ckpt.saving.unchanged.reuse import Pending, Reuse
 from torchax_ckpt.snapshot.planner import with_host_leaves
 from torchax_ckpt.snapshot.sharding import to_host_part
 from torchax_ckpt.snapshot.snapshotter import Snapshot, Stored
-from torchax_ckpt.state.per_process_state import PerProcessState, joined, joined_on_host
+from torchax_ckpt.state.per_process_state import PerProcessState, joined
 from torchax_ckpt.storage.arrays import block_digests
 from torchax_ckpt.storage.directory import committed_step
 from torchax_ckpt.storage.directory.abandonment import SUMMARY_FIELD
@@ -351,10 +351,10 @@ class Writer:
         if self._hosts is not None:
             state = capture.state(document)
             kept = self._keepers.exchange(self._hosts, state, host_parts.parts(document))
-            return joined_on_host(self._hosts.index, self._hosts.count, state, kept)
+            return joined(state, kept, (self._hosts.count, self._hosts.index))
         if capture.per_process is None or not self._processes.is_first:
             return {}, {}
-        return joined(states)
+        return joined(states[0], dict(enumerate(states[1:], start=1)))
 
     def _here(self, arrays: Mapping[str, Stored]) -> dict[str, Stored]:
         """Returns the arrays that this process writes, given those over the devices of all."""

@@ -91,30 +91,15 @@ def split(captured: Mapping[str, Captured]) -> tuple[list[str], list[Array], Per
     return list(shared), list(shared.values()), PerProcessState(nodes, local)
 
 
-def joined(sent: Sequence[bytes]) -> tuple[dict[str, Node], dict[str, np.ndarray]]:
-    """Returns component -> node, and leaf name -> host array, from all processes' ``to_bytes``."""
-    document, leaves, others = _joined(sent[0], dict(enumerate(sent[1:], start=1)))
-    # The number of processes matters for loaders also if their states are equal.
-    if any(node is not None for _, node in others) or (others and LOADER in document):
-        document[PROCESSES] = {"dict": others}
-    return document, leaves
-
-
-def joined_on_host(
-    index: int, count: int, state: bytes, copies: Mapping[int, bytes]
+def joined(
+    first: bytes, others: Mapping[int, bytes], host: tuple[int, int] | None = None
 ) -> tuple[dict[str, Node], dict[str, np.ndarray]]:
-    """As ``joined``, for one host's step in a local tier; ``copies`` are of other processes."""
-    document, leaves, others = _joined(state, copies)
-    document[PROCESSES] = {"dict": [[_COUNT, count], [_INDEX, index], *others]}
-    return document, leaves
+    """Returns component -> node, and leaf name -> host array, from processes' ``to_bytes``.
 
-
-def _joined(
-    first: bytes, others: Mapping[int, bytes]
-) -> tuple[dict[str, Node], dict[str, np.ndarray], list[Any]]:
-    """Returns the nodes of a state, the leaves of all states, and the entries of the others."""
+    ``host``: number of processes and index, for the step of one host in a local tier.
+    """
     local = PerProcessState.of_bytes(first)
-    leaves: dict[str, np.ndarray] = dict(local.leaves)
+    document, leaves = dict(local.nodes), dict(local.leaves)
     entries: list[Any] = []
     for index, message in sorted(others.items()):
         node = None
@@ -124,7 +109,12 @@ def _joined(
             node = {"dict": [list(pair) for pair in renamed.items()]}
             leaves.update({of_process(index, name): leaf for name, leaf in state.leaves.items()})
         entries.append([str(index), node])
-    return dict(local.nodes), leaves, entries
+    if host is not None:
+        entries = [*map(list, zip((_COUNT, _INDEX), host, strict=True)), *entries]
+    # The number of processes matters for loaders also if their states are equal.
+    if any(node is not None for _, node in entries) or (entries and LOADER in document):
+        document[PROCESSES] = {"dict": entries}
+    return document, leaves
 
 
 @dataclasses.dataclass(frozen=True)
