@@ -36,11 +36,11 @@ class Closing:
     def __init__(
         self,
         savers: Sequence[Saver],
-        decisions: Sequence[DecisionWindows],
+        windows: Sequence[DecisionWindows],
         last: Callable[[], None],
     ) -> None:
         self._savers = savers
-        self._decisions = decisions
+        self._windows = windows
         self._last = last
         self._pid = os.getpid()
         self._lock = threading.RLock()  # reentrant: the collector may call drop() at any point
@@ -61,7 +61,7 @@ class Closing:
         self._end()
 
     def _close_parts(self) -> None:
-        for each in self._decisions:
+        for each in self._windows:
             each.close()
         with contextlib.ExitStack() as closing:  # closes every saver, even if one raises
             for saver in self._savers:
@@ -74,7 +74,7 @@ class Closing:
         if hook is not None:
             hook.outlive()
         self._is_dropped = self.is_asked = True
-        if any(s.has_begun for s in self._savers) or any(d.has_begun for d in self._decisions):
+        if any(s.has_begun for s in self._savers) or any(d.has_begun for d in self._windows):
             _dropped.append(self)  # the collector has cleared the weak reference in _unfinished
             self._finish_later()
 
@@ -119,7 +119,7 @@ class Closing:
                     self._task.start()
 
     def _finish(self) -> None:
-        for each in self._decisions:
+        for each in self._windows:
             each.close()
         for saver in self._savers:
             saver.join()

@@ -155,12 +155,10 @@ class SaveCalls:
             if self._durable.history.has(step):
                 return []
             if is_preempted:
-                self._durable.decisions.tell_preemption(step)
+                self._durable.tell_preemption(step)
             return [self._durable]
         return [
-            tier
-            for tier in self._tiers
-            if not tier.history.has(step) and tier.decisions.windows.ask(step)
+            tier for tier in self._tiers if not tier.history.has(step) and tier.windows.ask(step)
         ]
 
     def _captures(
@@ -209,7 +207,7 @@ class SaveCalls:
 
     def _begin(self, captures: Sequence[Capture], tiers: Sequence[RunTier]) -> None:
         for number, (tier, capture) in enumerate(zip(tiers, captures, strict=True)):
-            tier.decisions.windows.keep()
+            tier.windows.keep()
             try:
                 tier.saver.begin(capture)
             except BaseException as error:
@@ -260,5 +258,5 @@ def _require_state(attached: TrainingState | None, state: Any, step: int) -> Non
 def _abstain(step: int, tiers: Sequence[RunTier], error: BaseException) -> None:
     """Makes the save of a step, which the other processes begin, fail on all of them."""
     for tier in tiers:
-        tier.decisions.windows.keep()
+        tier.windows.keep()
         tier.saver.abstain(step, error)

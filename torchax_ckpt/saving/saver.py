@@ -74,7 +74,7 @@ class Saver:
         self._failures = FailureLog()
         self._writer = Writer(directory, history, options, saves, self._failures, reuse)
         self.newest_failure: SaveError | None = None
-        # The costs of durable saves, for ``Decisions``, which removes none if each save is forced.
+        # The costs of durable saves, for the save policy; not asked, it removes none of them.
         self.finished: collections.deque[SaveCost] = collections.deque(maxlen=64)
 
     @property

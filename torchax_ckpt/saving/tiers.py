@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torchax_ckpt import policies
 from torchax_ckpt.errors import CheckpointError, PolicyError, TierError
 from torchax_ckpt.options import CheckpointOptions, LocalTier, TierName
-from torchax_ckpt.policies import described
+from torchax_ckpt.policies import described, save_decision
 from torchax_ckpt.processes import liveness
 from torchax_ckpt.processes.call_log import CallLog
 from torchax_ckpt.processes.coordination import Processes
+from torchax_ckpt.processes.decision_windows import DecisionWindows
 from torchax_ckpt.processes.per_host import PerHostProcesses
 from torchax_ckpt.saving.closing import Closing, close_others
-from torchax_ckpt.saving.decisions import Decisions
 from torchax_ckpt.saving.preserving import Preserving
 from torchax_ckpt.saving.saver import Saver
 from torchax_ckpt.saving.unchanged.reuse import Reuse
@@ -35,6 +36,8 @@ from torchax_ckpt.stored.stored_step import Compared
 from torchax_ckpt.telemetry.events import Event
 from torchax_ckpt.telemetry.recorder import Telemetry
 
+logger = logging.getLogger(__name__)
+
 
 @dataclasses.dataclass(frozen=True)
 class RunTier:
@@ -44,10 +47,61 @@ class RunTier:
     directory: RunDirectory
     history: RunHistory
     saver: Saver
-    decisions: Decisions
     telemetry: Telemetry
     processes: Processes
     reuse: Reuse | None
+    policy: policies.SaveDecisionPolicy
+    decisions: Processes  # a channel for save decisions only
+
+    @functools.cached_property
+    def windows(self) -> DecisionWindows:
+        """Decides which steps to save to this tier, with one answer for all processes."""
+        return DecisionWindows(self.decisions, self._ask)
+
+    @functools.cached_property
+    def _observers(self) -> list[Any]:
+        return save_decision.observers(self.policy)
+
+    def tell_preemption(self, step: int) -> None:
+        """Tells the policy, on process 0, that a step is saved because of a preemption."""
+        if not self.decisions.is_first:
+            return
+        try:
+            self._ask(step, reached_preemption=True)
+        except Exception:
+            logger.warning(
+                "step %d: the save decision policy failed at a preemption; the step is saved "
+                "whatever the policy says",
+                step,
+                exc_info=True,
+            )
+
+    def _ask(
+        self, step: int, coming: Sequence[int] = (), *, reached_preemption: bool = False
+    ) -> bool:
+        """Returns the policy's answer; the saves of steps ``coming`` are decided, not begun."""
+        while self.saver.finished:
+            cost = self.saver.finished.popleft()
+            for observer in self._observers:
+                observer.observe_save(
+                    blocking_secs=cost.blocking_secs, durable_secs=cost.durable_secs
+                )
+        info = functools.partial(
+            policies.CheckpointInfo,
+            path=self.history.path,
+            metadata=None,
+            commit_timestamp_nsecs=time.time_ns(),
+        )
+        # Not copied, because this runs at each step and there may be many checkpoints.
+        known = self.history.checkpoints()
+        return self.policy.should_save(
+            info(step),
+            (*known, *map(info, coming)) if coming else known,
+            context=save_decision.decision_context(
+                is_saving_in_progress=bool(coming) or self.saver.is_saving,
+                reached_preemption=reached_preemption,
+            ),
+        )
 
     def restored(
         self, committed: CommittedStep, compared: Compared | None, *, is_verified: bool
@@ -152,9 +206,9 @@ class Tiers:
         parts = directory, history, preserving, self._options, telemetry, calls, saves
         saver = Saver(*parts, self._on_donated, reuse)
         durable = self._tiers[0].directory if self._tiers else directory
-        processes = self._connect(f"{name} decisions {durable.path}")
-        decisions = Decisions(save_policy, history, saver, processes)
-        return RunTier(name, directory, history, saver, decisions, telemetry, calls, reuse)
+        decisions = self._connect(f"{name} decisions {durable.path}")
+        of_tier = directory, history, saver, telemetry, calls, reuse, save_policy, decisions
+        return RunTier(name, *of_tier)
 
     def __iter__(self) -> Iterator[RunTier]:
         return iter(self._tiers)
@@ -316,6 +370,4 @@ class Tiers:
             last()
             watch.remove(log)
 
-        return Closing(
-            [t.saver for t in self._tiers], [t.decisions.windows for t in self._tiers], end
-        )
+        return Closing([t.saver for t in self._tiers], [t.windows for t in self._tiers], end)

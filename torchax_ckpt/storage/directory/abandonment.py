@@ -35,8 +35,8 @@ changes nothing.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
-import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -89,10 +89,9 @@ class Branches:
 
     def newer_than(self, step: int | None) -> list[CommittedStep]:
         """Returns the steps that a run abandons if it continues from ``step`` (None: the start)."""
-        newest_first = reversed(self.committed)
-        newer = itertools.takewhile(lambda s: step is None or s.step > step, newest_first)
-        incomplete = (s for s in self.incomplete if step is None or s.step > step)
-        return [*list(newer)[::-1], *incomplete]
+        first = -1 if step is None else step
+        after = bisect.bisect_right(self.committed, first, key=lambda s: s.step)
+        return [*self.committed[after:], *(s for s in self.incomplete if s.step > first)]
 
     def leaving(
         self, abandoned: Sequence[CommittedStep] = (), incomplete: Sequence[CommittedStep] = ()

@@ -34,7 +34,7 @@ import itertools
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from etils import epath
@@ -223,16 +223,18 @@ class RunDirectory:
             # A unique name: no late write of a failed save or a stalled writer joins a later step.
             self._num_writes += 1
             return self.path / f"writing-{step}-{self._lease.token}-{self._num_writes}"
-        more = (f"incoming-{step}-{count}" for count in itertools.count(2))
-        for name in itertools.chain((str(step), f"incoming-{step}"), more):
-            path = self.path / name
-            # A late request of a failed save could overwrite what a later save writes under the
-            # same name.
-            if name not in self._used_names and not path.exists():
-                self._used_names.add(name)
-                self._uncommitted[path] = path
-                return path
-        raise AssertionError("unreachable: the count never ends")
+        # A late request of a failed save could overwrite what a later save writes under the same
+        # name.
+        path = self._free((str(step), f"incoming-{step}"), but=self._used_names)
+        self._used_names.add(path.name)
+        self._uncommitted[path] = path
+        return path
+
+    def _free(self, names: Sequence[str], but: Collection[str] = ()) -> epath.Path:
+        """Returns the path of the first free name, which may be the last one with a number."""
+        more = (f"{names[-1]}-{count}" for count in itertools.count(2))
+        paths = (self.path / name for name in itertools.chain(names, more) if name not in but)
+        return next(path for path in paths if not path.exists())
 
     def commit(self, step: int, written: epath.Path) -> CommittedStep:
         """Makes step N visible; on local storage as ``N``, or as ``incoming-N`` if ``N`` exists.
@@ -310,11 +312,7 @@ class RunDirectory:
             logger.warning("%s: removing step %d: abandoned, or not on all hosts", self.path, step)
             self._remove(path, step)
             return
-        target = self.path / f"abandoned-{step}"
-        count = 1
-        while target.exists():
-            count += 1
-            target = self.path / f"abandoned-{step}-{count}"
+        target = self._free((f"abandoned-{step}",))
         self.fence()
         logger.warning("setting aside step %d of an abandoned branch as %s", step, target)
         if not self._is_bucket:
