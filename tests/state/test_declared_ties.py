@@ -22,7 +22,7 @@ from torchax.interop import JittableModule
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, torchax_backend, warm_start
 from torchax_ckpt.errors import DirectoryError, MismatchError
 from torchax_ckpt.processes.coordination import Processes
-from torchax_ckpt.state.modules.ties import declared_ties
+from torchax_ckpt.state.modules.ties import lost_ties
 
 
 class Declaring(nn.Module):
@@ -78,15 +78,15 @@ def test_a_declared_tie_that_the_tensors_lack_is_said_once_with_its_remedy(
 def test_ties_are_declared_under_the_names_of_the_whole_model() -> None:
     tie = {"head.weight": "embed.weight"}
     for build in (Declaring, DeclaringAliases):
-        compiled: Any = torch.compile(build(), backend="eager")
-        assert declared_ties(compiled) == tie
-    assert declared_ties(DeclaringAliases(tie_word_embeddings=False)) == {}
-    outer = nn.ModuleDict({"base": nn.ModuleDict({"model": Declaring()})})
-    assert declared_ties(outer) == {"base.model.head.weight": "base.model.embed.weight"}
+        compiled: Any = torch.compile(build().to("jax"), backend="eager")
+        assert lost_ties(compiled) == tie
+    assert lost_ties(DeclaringAliases(tie_word_embeddings=False).to("jax")) == {}
+    outer = nn.ModuleDict({"base": nn.ModuleDict({"model": Declaring().to("jax")})})
+    assert lost_ties(outer) == {"base.model.head.weight": "base.model.embed.weight"}
     # As PEFT does to a layer that it adapts: the declared name is gone, and so is the tie.
     outer["base"]["model"].head = nn.ModuleDict({"base_layer": nn.Linear(4, 6)})  # type: ignore
-    assert declared_ties(outer) == {}
-    assert declared_ties(torch.nn.Linear(2, 2)) == {}
+    assert lost_ties(outer) == {}
+    assert lost_ties(torch.nn.Linear(2, 2)) == {}
 
 
 SOURCES = {

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchax_ckpt.options import CheckpointOptions
-from torchax_ckpt.policies import CheckpointInfo, preservation
+from torchax_ckpt.policies import preservation
 from torchax_ckpt.policies.preservation import preserved
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
-from torchax_ckpt.storage.directory.run_directory import RunDirectory
+from torchax_ckpt.storage.directory.run_directory import RunDirectory, checkpoint_info
 
 logger = logging.getLogger(__name__)
 
@@ -69,15 +69,9 @@ class Preserving:
         """
         if len(steps) < 2:
             return steps[-1] if steps else None
-        new = CheckpointInfo(
-            step,
-            self._directory.path / str(step),
-            metadata=None,
-            commit_timestamp_nsecs=time.time_ns(),
-            metrics=dict(metrics),
-        )
+        new = CommittedStep(step, self._directory.path / str(step), time.time_ns())
         try:
-            infos = [*map(self._directory.info, steps), new]
+            infos = [*map(self._directory.info, steps), checkpoint_info(new, dict(metrics))]
             keep = preserved(self._policy, infos, [*self._damaged(steps), False])[:-1]
             keep = keep if self._reads_back else self._spared(steps, keep)
         except Exception as error:  # the next call of ``kept`` raises it

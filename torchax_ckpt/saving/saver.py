@@ -12,7 +12,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torchax_ckpt.errors import CheckpointError, DonatedBufferError, LeaseError, SaveError
@@ -123,18 +123,16 @@ class Saver:
     def delete(self, step: int) -> None:
         """Deletes a step. Call ``delete`` only while no save is in flight."""
 
-        def delete() -> list[Any]:
+        def delete() -> Sequence[CommittedStep]:
             self._writer.recover()
             for committed in self._directory.steps():  # a local step may be on other hosts only
                 if committed.step == step:
                     self._directory.delete(committed)
             left = [s for s in self._history.branches.committed if s.step != step]
             self._telemetry.steps_gone("deleted", [step], left)
-            return committed_step.described(self._directory.branches().in_place)
+            return self._directory.branches().in_place
 
-        with self._calls.round(f"deleting step {step}"):
-            remaining = self._calls.first(delete)
-        self._history.refresh(committed_step.named(remaining, self._directory.path))
+        self._history.refresh(self._history.found(delete, f"deleting step {step}"))
 
     def announce(self, step: int) -> None:
         """Tells the other processes that ``begin`` or ``abstain`` follows, maybe after a wait."""

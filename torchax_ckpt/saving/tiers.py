@@ -29,7 +29,7 @@ from torchax_ckpt.saving.saver import Saver
 from torchax_ckpt.saving.unchanged.reuse import Reuse
 from torchax_ckpt.storage.directory import committed_step
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
-from torchax_ckpt.storage.directory.run_directory import RunDirectory
+from torchax_ckpt.storage.directory.run_directory import RunDirectory, checkpoint_info
 from torchax_ckpt.storage.directory.run_history import RunHistory
 from torchax_ckpt.storage.medium import location
 from torchax_ckpt.stored.stored_step import Compared
@@ -86,17 +86,15 @@ class RunTier:
                 observer.observe_save(
                     blocking_secs=cost.blocking_secs, durable_secs=cost.durable_secs
                 )
-        info = functools.partial(
-            policies.CheckpointInfo,
-            path=self.history.path,
-            metadata=None,
-            commit_timestamp_nsecs=time.time_ns(),
+        asked, *decided = (
+            checkpoint_info(CommittedStep(n, self.history.path, time.time_ns()))
+            for n in (step, *coming)
         )
         # Not copied, because this runs at each step and there may be many checkpoints.
         known = self.history.checkpoints()
         return self.policy.should_save(
-            info(step),
-            (*known, *map(info, coming)) if coming else known,
+            asked,
+            (*known, *decided) if decided else known,
             context=save_decision.decision_context(
                 is_saving_in_progress=bool(coming) or self.saver.is_saving,
                 reached_preemption=reached_preemption,

@@ -32,8 +32,9 @@ _MAX_LISTED = 3
 # --- declared ties -----------------------------------------------------------------------------
 
 
-def declared_ties(root: torch.nn.Module) -> dict[str, str]:
-    """Returns alias -> name for all live ties that a model or its submodules declare."""
+def lost_ties(module: torch.nn.Module) -> dict[str, str]:
+    """Returns alias -> name for all declared ties whose live tensors are separate tensors."""
+    root, _ = torchax_backend.unwrap_jittable(module)
     declared: dict[str, str] = {}
     for path, module in root.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
@@ -41,15 +42,11 @@ def declared_ties(root: torch.nn.Module) -> dict[str, str]:
             alias, name = (names.without_compile(f"{prefix}{n}") for n in (alias, name))
             declared[alias] = name
     live = _tensors(root) if declared else {}
-    return {alias: name for alias, name in declared.items() if alias in live and name in live}
-
-
-def lost_ties(module: torch.nn.Module) -> dict[str, str]:
-    """Returns the declared ties, alias -> name, whose live tensors are separate tensors."""
-    root, _ = torchax_backend.unwrap_jittable(module)
-    declared = declared_ties(root)
-    live = _tensors(root) if declared else {}
-    return {alias: name for alias, name in declared.items() if live[alias] is not live[name]}
+    return {
+        alias: name
+        for alias, name in declared.items()
+        if alias in live and name in live and live[alias] is not live[name]
+    }
 
 
 def warn_of_lost_ties(module: torch.nn.Module, key_path: tuple[str, ...]) -> None:

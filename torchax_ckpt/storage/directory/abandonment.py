@@ -2,35 +2,27 @@
 
 A run that goes back to an earlier step abandons the newer steps; a run that starts anew abandons
 all. The others count: they are the run's branch. Abandoned steps keep their names until a new step
-is durable. Then the run sets them aside: it renames them, or deletes them from a local tier, so
-that no run resumes from them. It also deletes a step whose save failed after its commit. If the
-run ends before a new step is committed, the newer steps still count when it is started again.
+is durable. Then the run sets them aside: it renames them, or deletes them from a local tier; it
+also deletes a step whose save failed after its commit. If the run ends before, they still count
+when it is started again.
 
-A step is first marked as abandoned in memory, in the ``Branches`` that ``run_history.py`` keeps for
-each tier (the run's durable directory, and its local directory if it has one): in both tiers, the
-steps newer than the step that the run continues from, or than the step that a save begins to write;
-and a step whose save failed after its commit.
+In memory, the ``Branches`` of each tier (``run_history.py``) have as abandoned: the steps of both
+tiers that are newer than the one that the run continues from, or that a save begins to write; and
+a step whose save failed after its commit. A step in a local tier that some host lacks is incomplete
+instead. The run removes it once a new step is on all hosts. Until then the hosts together may hold
+all parts of it, and a later start may need it, so no summary lists it.
 
-A step in a local tier that some host lacks is not abandoned but incomplete. The run removes it once
-a new step is on all hosts. Until then the hosts together may hold all parts of it, and a later
-start may need it, so no summary lists it.
+On storage, the summary of the next step lists, under ``abandons``, the keys (number and commit
+time, since a later branch may use the number again) of those in both tiers that were not set aside
+yet. A process that lists a directory later treats as abandoned:
 
-The next step that is saved records the abandoned steps durably: its summary lists, under
-``abandons``, the keys (number and commit time, since a later branch may use the number again) of
-those in both tiers that were not set aside yet. A process that lists a directory later treats as
-abandoned:
+    - the steps in the summaries of the 32 latest commits there, and of those in the other tier;
+    - the steps that other hosts report (each host reads its own local tier only);
+    - if the summary of an incoming step (see ``run_directory.py``) is damaged, all steps that were
+      committed before it and whose number is at least its own.
 
-    - the steps listed in the summaries of the 32 latest commits in the directory;
-    - the steps listed in the summaries of the run's other tier;
-    - the steps that other hosts report (each host reads the summaries in its own local tier only);
-    - if the summary of an incoming step is damaged, all steps that were committed earlier than the
-      incoming step and whose number is at least the incoming step's number.
-
-An incoming step is a committed step N in a folder named ``incoming-N``, because an older folder had
-the name ``N`` when step N was saved (``run_directory.py``). Of several steps of one number that are
-not abandoned, only one counts: the incoming step that was committed last; if there is none, the
-step that was. A local tier of another run contributes no steps (``run_identity.py``). Listing
-changes nothing.
+Of several steps of one number that are not abandoned, only one counts: the incoming step that was
+committed last; if there is none, the step that was.
 """
 
 from __future__ import annotations

@@ -55,9 +55,11 @@ class RunHistory:
             self._replace(Branches.named(found, self.path))
             self._is_open = True
 
-    def found(self, find: Callable[[], Sequence[CommittedStep]]) -> list[CommittedStep]:
+    def found(
+        self, find: Callable[[], Sequence[CommittedStep]], what: str = "looking for steps"
+    ) -> list[CommittedStep]:
         """Calls ``find`` on process 0 only; returns the steps that it finds on every process."""
-        with self._processes.round("looking for steps"):
+        with self._processes.round(what):
             found = self._processes.first(lambda: committed_step.described(find()))
         return committed_step.named(found, self.path)
 
