@@ -65,7 +65,11 @@ class SaveCalls:
         *,
         force: bool,
     ) -> bool:
-        """Saves a step to each tier whose policy wants it; see ``TorchaxCheckpointer.save``."""
+        """Saves a step to each tier whose policy wants it; see ``TorchaxCheckpointer.save``.
+
+        A process that cannot save the step takes part in all that the others do before they begin
+        the save, and then makes their saves fail.
+        """
         try:
             self._log.step = number = as_step(step)
             self._loop.require_not_passed(number, self._durable.directory.path)
@@ -73,78 +77,58 @@ class SaveCalls:
             self._log.refuse(f"save({step!r:.40})", None)
             raise
         with self._log.calling(f"save({number})", Kind.SAVE):
-            return self._save(number, attached, state, metrics, force=force)
-
-    def _save(
-        self,
-        step: int,
-        attached: TrainingState | None,
-        state: Any,
-        metrics: Mapping[str, Any],
-        *,
-        force: bool,
-    ) -> bool:
-        """Implements ``save`` for a step that the run has not passed.
-
-        A process that cannot save the step takes part in all that the others do before they begin
-        the save, and then makes their saves fail.
-        """
-        self._preemption.listen()
-        is_preempted = self._preemption.decide(step)
-        must_save = force or is_preempted
-        # Several processes could notice a failure at different steps here, so they check it after
-        # prepare().
-        if self._raises and self._is_alone:
-            self._tiers.check_for_errors(SaveError)
-        refusal = _Refusal(is_alone=self._is_alone)
-        pending: Mapping[str, Any] = {}
-        if must_save:
-            self._durable.saver.announce(step)
-        with refusal:
-            _require_state(attached, state, step)
-            pending = self._loop.take_metrics(metrics)
+            self._preemption.listen()
+            is_preempted = self._preemption.decide(number)
+            must_save = force or is_preempted
+            # Several processes could notice a failure at different steps here, so they check it
+            # after prepare().
+            if self._raises and self._is_alone:
+                self._tiers.check_for_errors(SaveError)
+            refusal = _Refusal(is_alone=self._is_alone)
+            pending: Mapping[str, Any] = {}
             if must_save:
-                self._durable.saver.wait()  # a save of this step may be in flight, and may fail
-        due = self._due(step, is_forced=force, is_preempted=is_preempted)
-        if not due:
-            refusal.raise_error()
-            if not must_save:  # otherwise the step is not skipped but saved already
-                self._durable.telemetry.skipped(step)
-            return False
-        for tier in due:
-            if not must_save:
-                tier.saver.announce(step)
-        began = time.perf_counter()
-        fetch_metrics: Callable[[], Any] = dict
-        with refusal:
-            ranked = [rule.metric for rule in preservation.best_rules(self._keep_policy)]
-            fetch_metrics = step_metrics.fetching(pending, ranked, step, must_save=must_save)
-        self._tiers.prepare(step)
-        if self._raises:
-            self._raise_failures(step, due)
-        try:
-            refusal.raise_error()
+                self._durable.saver.announce(number)
+            with refusal:
+                _require_state(attached, state, number)
+                pending = self._loop.take_metrics(metrics)
+                if must_save:
+                    self._durable.saver.wait()  # a save of this step may be in flight, and may fail
+            due = self._due(number, is_forced=force, is_preempted=is_preempted)
+            if not due:
+                refusal.raise_error()
+                if not must_save:  # otherwise the step is not skipped but saved already
+                    self._durable.telemetry.skipped(number)
+                return False
             for tier in due:
-                tier.saver.wait()
-            parts = attached or self._unattached
-            captures = self._captures(step, due, parts, state, fetch_metrics, began)
-        except BaseException as error:
-            if not self._is_alone:
-                self._loop.position = step  # the processes that begin the save do the same
-                # At a preemption, those processes save to the durable tier a second time.
-                again = [self._durable] if is_preempted else []
-                _abstain(step, [*due, *again], error)
-            raise
-        self._loop.position = step  # set first, because the rest may raise or be interrupted
-        self._begin(captures, due)
-        return self._finish(captures[0]) if is_preempted else True
-
-    def _raise_failures(self, step: int, due: Sequence[RunTier]) -> None:
-        """Raises the oldest unraised failure of a save: on all processes at the same step."""
-        with self._tiers.processes.round(f"raising failures before step {step}"):
-            for tier in due:
-                tier.saver.wait()
-            self._tiers.check_for_errors(SaveError)
+                if not must_save:
+                    tier.saver.announce(number)
+            began = time.perf_counter()
+            fetch_metrics: Callable[[], Any] = dict
+            with refusal:
+                ranked = [rule.metric for rule in preservation.best_rules(self._keep_policy)]
+                fetch_metrics = step_metrics.fetching(pending, ranked, number, must_save=must_save)
+            self._tiers.prepare(number)
+            if self._raises:  # the oldest failure, on all processes at the same step
+                with self._tiers.processes.round(f"raising failures before step {number}"):
+                    for tier in due:
+                        tier.saver.wait()
+                    self._tiers.check_for_errors(SaveError)
+            try:
+                refusal.raise_error()
+                for tier in due:
+                    tier.saver.wait()
+                parts = attached or self._unattached
+                captures = self._captures(number, due, parts, state, fetch_metrics, began)
+            except BaseException as error:
+                if not self._is_alone:
+                    self._loop.position = number  # the processes that begin the save do the same
+                    # At a preemption, those processes save to the durable tier a second time.
+                    again = [self._durable] if is_preempted else []
+                    _abstain(number, [*due, *again], error)
+                raise
+            self._loop.position = number  # set first, because the rest may raise or be interrupted
+            self._begin(captures, due)
+            return self._finish(captures[0]) if is_preempted else True
 
     def _due(
         self, step: int, *, is_forced: bool = False, is_preempted: bool = False
