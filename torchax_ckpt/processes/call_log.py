@@ -87,7 +87,7 @@ class CallLog:
         # call, or may have without this process being told.
         self.has_differed = False
         self.num_restores = 0  # of all processes together, from a step or from the start
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._numbers: collections.Counter[tuple[str, str]] = collections.Counter()
         self._made: collections.deque[Call] = collections.deque(maxlen=_REMEMBERED)
         self._told_step: int | None = None  # the step at the newest published call
@@ -123,23 +123,18 @@ class CallLog:
         if self._channel is None:  # nobody reads it, and the texts of a long run would pile up
             return Call(lane, text, 1, kind, step)
         with self._lock:
-            return self._publish(self._channel, lane, text, kind, step)
-
-    def _publish(
-        self, channel: Messages, lane: str, text: str, kind: Kind, step: int | None
-    ) -> Call:
-        # A process that left a call out may not know that the others made it in vain.
-        is_asked = self.has_differed or kind is not Kind.SAVE or self.num_restores > 1
-        if is_asked and kind is not Kind.AT:
-            self._numbers[lane, text] = self._made_by_any(channel, lane, text, kind)
-        self._numbers[lane, text] += 1
-        call = Call(lane, text, self._numbers[lane, text], kind, step)
-        if kind is Kind.AT and self._made and self._made[-1].kind is Kind.AT:
-            self._made.pop()  # only the newest counts, and many would displace the other calls
-        self._made.append(call)
-        self._told_step = self.step
-        self._put_latest(channel)
-        return call
+            # A process that left a call out may not know that the others made it in vain.
+            is_asked = self.has_differed or kind is not Kind.SAVE or self.num_restores > 1
+            if is_asked and kind is not Kind.AT:
+                self._numbers[lane, text] = self._made_by_any(self._channel, lane, text, kind)
+            self._numbers[lane, text] += 1
+            call = Call(lane, text, self._numbers[lane, text], kind, step)
+            if kind is Kind.AT and self._made and self._made[-1].kind is Kind.AT:
+                self._made.pop()  # only the newest counts, and many would displace the other calls
+            self._made.append(call)
+            self._told_step = self.step
+            self._put_latest(self._channel)
+            return call
 
     def _put_latest(self, channel: Messages) -> None:
         message = json.dumps([channel.index, *map(dataclasses.astuple, self._latest)])
@@ -175,7 +170,7 @@ class CallLog:
             # A later call of another kind, once published, has told the step too.
             if self._channel is not None and self.step not in (None, self._told_step):
                 self.has_differed = True
-                self._publish(self._channel, "at", f"save({self.step})", Kind.AT, self.step)
+                self.publish("at", f"save({self.step})", Kind.AT, self.step)
 
     def at(self, step: int) -> Call:
         """Publishes that this process called ``save`` for a step, unless it did so just before."""

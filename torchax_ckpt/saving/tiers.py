@@ -297,11 +297,9 @@ class Tiers:
         if not all(tier.saver.is_claimed for tier in self._tiers):
             self._name, self._is_named = uuid.uuid4().hex, False
         self.claim(step)
-        if not self._is_named:
-            self._name_run()
-
-    def _name_run(self) -> None:
-        """Stores a new name of the run in both tiers: see ``storage/directory/run_identity.py``."""
+        if self._is_named:
+            return
+        # In both tiers: see ``storage/directory/run_identity.py``.
         with self.processes.round("naming the run"):
             durable = self.durable.directory
             if self.local is None:
