@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated
 
 import typer
@@ -32,12 +32,15 @@ Step = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]?)(i?)B?", re.IGNORECASE)
-_PREFIXES = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-_SECS = re.compile(r"([0-9]+(?:\.[0-9]+)?(?:e[0-9]{1,2})?) ?(ms|s|min|h|d|)")
-_UNITS = {"ms": 1e-3, "s": 1.0, "": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
-_COUNT = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?(?:e[0-9]{1,2})?) ?([KMBT]?)", re.IGNORECASE)
-_POWERS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_NUMBER = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?(?:e[0-9]{1,2})?) ?([a-z]*)", re.IGNORECASE)
+_SIZES = {
+    f"{prefix}{binary}{unit}": (1024 if binary else 1000) ** power
+    for power, prefix in enumerate(("", "k", "m", "g", "t"))
+    for binary in ("", "i")
+    for unit in ("", "b")
+}
+_TIMES = {"": 1.0, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
+_COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
 def existing(directory: str, *, read_only: bool = True) -> RunDirectory:
@@ -144,11 +147,7 @@ def _run_at(directory: str, *, read_only: bool = True) -> RunDirectory:
 
 def parsed_size(text: str, option: str) -> int:
     """Parses a size such as ``5GB``, ``500 MiB`` or a plain number of bytes, at least one byte."""
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise UsageError(f"{option}: expected a size such as 5GB or 500MiB, found {text!r}")
-    number, prefix, binary = match.groups()
-    nbytes = int(float(number) * (1024 if binary else 1000) ** _PREFIXES[prefix.upper()])
+    nbytes = int(_parsed(text, option, _SIZES, "a size such as 5GB or 500MiB"))
     if nbytes < 1:
         raise UsageError(f"{option}: expected a size of at least one byte, found {text!r}")
     return nbytes
@@ -156,17 +155,17 @@ def parsed_size(text: str, option: str) -> int:
 
 def parsed_secs(text: str, option: str) -> float:
     """Parses a time such as ``90``, ``5min`` or ``12h`` into seconds."""
-    match = _SECS.fullmatch(text.strip())
-    if match is None:
-        raise UsageError(
-            f"{option}: expected a time such as 90, 90s, 5min, 12h or 365d, found {text!r}"
-        )
-    return float(match[1]) * _UNITS[match[2]]
+    return _parsed(text, option, _TIMES, "a time such as 90, 90s, 5min, 12h or 365d")
 
 
 def parsed_count(text: str, option: str) -> int:
     """Parses a number such as ``70B`` or ``124e6``."""
-    match = _COUNT.fullmatch(text.strip())
-    if match is None:
-        raise UsageError(f"{option}: expected a number such as 70B or 124e6, found {text!r}")
-    return int(float(match[1].replace("_", "")) * _POWERS[match[2].upper()])
+    return int(_parsed(text, option, _COUNTS, "a number such as 70B or 124e6"))
+
+
+def _parsed(text: str, option: str, units: Mapping[str, float], expected: str) -> float:
+    match = _NUMBER.fullmatch(text.strip())
+    unit = units.get(match[2].lower()) if match else None
+    if match is None or unit is None:
+        raise UsageError(f"{option}: expected {expected}, found {text!r}")
+    return float(match[1].replace("_", "")) * unit
