@@ -229,10 +229,6 @@ _LEFT, _RIGHT, _TOP, _BOTTOM, _LANE = 96, WIDTH - 12, 14, 170, 26
 _LANES = ("program", "saving", "durable", "deleted", "restored", "failed")
 _MAX_TITLED = 120
 _NUM_BINS = 16
-_TIME_STEPS = (
-    *(1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10_800, 21_600, 43_200),
-    *(86_400 * days for days in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)),
-)
 
 _count = "{:,.0f}".format
 _Place: TypeAlias = Callable[[float], float]  # of a value along an axis
@@ -250,37 +246,28 @@ class Chart:
     texts: list[tuple[float, float, str, str]] = dataclasses.field(default_factory=list)
 
     def add_times(self, runs: Sequence[RecordedRun], now_secs: float, bottom: float) -> _Place:
-        """Adds vertical grid lines, each with its time below; returns the horizontal axis."""
+        """Adds vertical grid lines with their times at both ends and between; returns the axis."""
         begin = min(run.began_secs for run in runs)
         end = max(begin + 1, *(now_secs if run.is_running else run.ended_secs for run in runs))
         across = _axis(begin, end, _LEFT, _RIGHT)
-        tick_secs = next((s for s in _TIME_STEPS if (end - begin) / s <= 3), (end - begin) / 3)
-        form = "%H:%M:%S" if tick_secs < 60 else "%H:%M"
-        if end - begin > 86_400:
-            form = "%b %d" if tick_secs >= 86_400 else "%b %d %H:%M"
-        secs = math.ceil(begin / tick_secs) * tick_secs
-        while secs <= end:
-            x = across(secs)
-            self.shapes.append(("g", f"M{x} {_TOP}V{bottom}", ""))
-            self.add_below(x, bottom, time.strftime(form, time.gmtime(secs)))
-            secs += tick_secs
+        form = "%b %d %H:%M" if end - begin > 86_400 else "%H:%M:%S"
+        for secs in (begin, (begin + end) / 2, end):
+            self.shapes.append(("g", f"M{across(secs)} {_TOP}V{bottom}", ""))
+            self.add_below(across(secs), bottom, time.strftime(form, time.gmtime(secs)))
         return across
 
     def add_below(self, x: float, bottom: float, text: str) -> None:
         """Adds a label below the plot."""
-        anchor = "end" if x > _RIGHT - 30 else "middle"
+        anchor = "end" if x > _RIGHT - 30 else "start" if x < _LEFT + 30 else "middle"
         self.texts.append((x, bottom + 18, anchor, text))
 
-    def add_values(
-        self, most: float, name: Callable[[float], str], *, whole: bool = True
-    ) -> _Place:
-        """Adds horizontal grid lines with values, or only ``whole`` ones; returns the axis."""
-        most = _nice(most)
+    def add_values(self, most: int, name: Callable[[int], str]) -> _Place:
+        """Adds horizontal grid lines with values, the last at least ``most``; returns the axis."""
+        most = max(2, most + most % 2)  # so that half of it is a whole number too
         up = _axis(0, most, _BOTTOM, _TOP)
-        for value in (most * part / 4 for part in range(5)):
-            if not whole or value == int(value):
-                self.shapes.append(("g", f"M{_LEFT} {up(value)}H{_RIGHT}", ""))
-                self.texts.append((_LEFT - 8, up(value), "end", name(value)))
+        for value in (0, most // 2, most):
+            self.shapes.append(("g", f"M{_LEFT} {up(value)}H{_RIGHT}", ""))
+            self.texts.append((_LEFT - 8, up(value), "end", name(value)))
         return up
 
 
@@ -316,10 +303,10 @@ def timeline(runs: Sequence[RecordedRun], now_secs: float) -> Chart:
         placed = [(across(begin), across(end), title) for begin, end, title in marks]
         if len(placed) > _MAX_TITLED:
             different = sorted({(round(begin), round(end)) for begin, end, _ in placed})
-            path = "".join(_mark(name, begin, end, y) for begin, end in different)
+            path = "".join(_mark(begin, end, y) for begin, end in different)
             chart.shapes.append((name, path, f"{len(marks):,} of them, too close to tell apart"))
         else:
-            chart.shapes += [(name, _mark(name, a, b, y), title) for a, b, title in placed]
+            chart.shapes += [(name, _mark(a, b, y), title) for a, b, title in placed]
     return chart
 
 
@@ -331,7 +318,7 @@ def storage(
     label = f"Storage over time: at most {size(most)}, now {size(curve[-1][1])}"
     chart = Chart(_BOTTOM + 30, label)
     across = chart.add_times(runs, now_secs, _BOTTOM)
-    up = chart.add_values(most, lambda value: size(int(value)), whole=False)
+    up = chart.add_values(most, size)
     points = _thinned((across(secs), up(nbytes)) for secs, nbytes in curve)
     path = "".join(f"H{x}V{y}" for x, y in points)
     chart.shapes.append(("area", f"M{points[0][0]} {_BOTTOM}{path}V{_BOTTOM}Z", ""))
@@ -346,7 +333,7 @@ def histogram(values: Sequence[float]) -> Chart:
     chart = Chart(_BOTTOM + 30, label)
     p95 = ordered[min(len(ordered) - 1, math.ceil(0.95 * len(ordered)))]
     has_rest = ordered[-1] > 1.5 * p95
-    most = _nice(p95 if has_rest else ordered[-1])
+    most = max(1e-9, p95 if has_rest else ordered[-1])  # floats underflow near 0
     counts = [0] * (_NUM_BINS + has_rest)
     for value in ordered:
         counts[min(len(counts) - 1, int(value / most * _NUM_BINS))] += 1
@@ -364,15 +351,8 @@ def histogram(values: Sequence[float]) -> Chart:
     return chart
 
 
-def _mark(lane: str, begin: float, end: float, y: float) -> str:
-    """Returns the path of a mark: a bar, a triangle, a cross or a line."""
-    if lane in ("program", "saving"):
-        return f"M{begin} {y - 6}H{max(end, begin + 1.5):g}V{y + 6}H{begin}Z"
-    if lane == "restored":
-        return f"M{begin:g} {y - 6:g}l6 12h-12Z"
-    if lane == "failed":
-        return f"M{begin - 5:g} {y - 5:g}l10 10m-10 0l10-10"
-    return f"M{begin - 1:g} {y - 8}h2v16h-2Z"
+def _mark(begin: float, end: float, y: float) -> str:
+    return f"M{begin} {y - 6}H{max(end, begin + 1.5):g}V{y + 6}H{begin}Z"
 
 
 def _lanes(runs: Sequence[RecordedRun]) -> dict[str, _Marks]:
@@ -396,15 +376,6 @@ def _lanes(runs: Sequence[RecordedRun]) -> dict[str, _Marks]:
             lane = "restored" if event.name == "restored" else "deleted"
             lanes[lane].append((event.time_secs, event.time_secs, title))
     return lanes
-
-
-def _nice(most: float) -> float:
-    """Returns a round number, at least ``most``, to end a scale that is divided into quarters."""
-    if most < 1e-9:  # Only a damaged journal has times this small; floats underflow near them.
-        return 1.0
-    power = 10 ** math.floor(math.log10(most))
-    nice = next(n for n in (1, 1.2, 1.6, 2, 3, 4, 5, 6, 8, 10) if most <= n * power * 1.0001)
-    return max(nice * power, 4.0) if 1 <= most <= 4 else nice * power
 
 
 def _thinned(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
