@@ -163,7 +163,7 @@ def test_what_was_exported_as_dcp_is_imported_again(directory: Path, tmp_path: P
         "import", directory, tmp_path / "x", "--at", "model", code=exit_codes.USAGE
     )
     said = run("import", tmp_path / "dcp", tmp_path / "x", "--at", "ema", code=exit_codes.USAGE)
-    assert "found them at model" in said
+    assert "expected tensors at 'ema', found 'model'" in said
 
 
 @pytest.mark.slow

@@ -28,8 +28,9 @@ from torchax_ckpt.formats.tensor_files import (
     FilePart,
     FileTensor,
     TensorFiles,
+    by_name,
     in_folder,
-    reading_file,
+    reading,
     require_stored,
 )
 from torchax_ckpt.formats.torch_files import Section, load, members
@@ -51,7 +52,7 @@ class _Chunk(FilePart):
 
     def located(self, dtype: np.dtype[Any]) -> FilePart:
         """Returns the chunk's elements in the archive; raises ValueError if it has others."""
-        with reading_file(self.path, _EXPECTED), open(self.path, "rb") as file:
+        with reading(self.path, _EXPECTED), open(self.path, "rb") as file:
             section = Section(file, self.offset, self.length, _MAX_DESCRIPTION_BYTES)
             info = members(section)["data/0"]
             # On "meta", torch takes no memory, whatever sizes the archive states.
@@ -202,20 +203,9 @@ def open_dcp(path: Path, at: str | None = None) -> TensorFiles:
         place = names.split(at)
     else:
         place = (_MODEL,) if any(keys[0] == _MODEL and keys[1:] for keys in every) else ()
-    tensors: dict[str, FileTensor] = {}
-    for keys, tensor in every.items():
-        if keys[: len(place)] == place:
-            name = ".".join(keys[len(place) :]) or keys[-1]
-            if name in tensors:
-                raise UnsupportedLeafError(f"{path}: two tensors would be called {name!r}")
-            tensors[name] = tensor
-    if not tensors:
-        found = ", ".join(sorted({keys[0] for keys in every})[:10]) or "nowhere"
-        raise MismatchError(
-            f"{path}: expected tensors under the keys at={at!r}, found them at {found}. Pass at= "
-            "with keys that lead to tensors",
-            path=path,
-        )
+    depth = len(place)
+    below = ((k[depth:] or k[-1:], t) for k, t in every.items() if k[:depth] == place)
+    tensors = by_name(path, below, at, sorted({keys[0] for keys in every}))
     _require_stored(path, tensors)
     return TensorFiles(tensors, {}, (path / METADATA,))
 
@@ -233,7 +223,7 @@ def open_optimizer(path: Path, at: str) -> tuple[dict[str, dict[str, FileTensor]
             state.setdefault(keys[2], {})[keys[3]] = tensor
     for keys, (file, offset, length) in values.items():
         if keys[:2] == (at, "param_groups") and len(keys) == 4 and keys[2].isdecimal():
-            with reading_file(file, _EXPECTED), open(file, "rb") as opened:
+            with reading(file, _EXPECTED), open(file, "rb") as opened:
                 section = Section(opened, offset, length, _MAX_DESCRIPTION_BYTES)
                 members(section)
                 groups.setdefault(keys[2], {})[keys[3]] = load(section, file)
@@ -249,7 +239,7 @@ def open_optimizer(path: Path, at: str) -> tuple[dict[str, dict[str, FileTensor]
 
 def _read(path: Path) -> tuple[dict[tuple[str, ...], FileTensor], dict[tuple[str, ...], Any]]:
     """Returns the place of each tensor -> the tensor, and of each other value -> its archive."""
-    with reading_file(path / METADATA, _EXPECTED, max_bytes=MAX_METADATA_BYTES):
+    with reading(path / METADATA, _EXPECTED, max_bytes=MAX_METADATA_BYTES):
         root = _MetadataReader(io.BytesIO((path / METADATA).read_bytes())).load()
         metadata = _state(root, "Metadata")
         planner_data = metadata.get("planner_data") or {}

@@ -32,7 +32,7 @@ from torchax_ckpt.formats.tensor_files import (
     FileTensor,
     TensorFiles,
     in_folder,
-    reading_file,
+    reading,
     writing,
 )
 from torchax_ckpt.formats.weights import Weights, as_dtype
@@ -221,7 +221,7 @@ def _files(path: Path) -> tuple[list[Path], dict[str, set[str]] | None]:
     if index.name.endswith(".index.json") and index.exists():
         expected: dict[str, set[str]] = {}
         expects = "an index of safetensors"
-        with reading_file(index, expects, may_be_link=True, max_bytes=MAX_METADATA_BYTES):
+        with reading(index, expects, may_be_link=True, max_bytes=MAX_METADATA_BYTES):
             for name, file in json.loads(index.read_text())["weight_map"].items():
                 expected.setdefault(in_folder(index.parent, file).name, set()).add(name)
         return [index.parent / file for file in sorted(expected)], expected
@@ -238,7 +238,7 @@ def _open(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
             "reading safetensors needs the safetensors library: pip install safetensors"
         ) from error
     # Hugging Face's cache contains links.
-    with reading_file(path, "a file of safetensors", may_be_link=True):
+    with reading(path, "a file of safetensors", may_be_link=True):
         with safetensors.safe_open(path, "np") as checked:  # checks header, offsets and sizes
             metadata = checked.metadata() or {}
         with open(path, "rb") as file:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import mmap
 import os
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from etils import epath
@@ -24,6 +25,7 @@ from torchax_ckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,
     DirectoryError,
+    MismatchError,
     UnsupportedLeafError,
 )
 from torchax_ckpt.storage.arrays.assembly import Index, empty
@@ -87,14 +89,17 @@ def writing(paths: Sequence[Path]) -> Iterator[list[Path]]:
         is_of_disk = isinstance(error, (OSError, RuntimeError))
         if is_of_disk and not isinstance(error, CheckpointError):
             out = paths[0]
-            raise DirectoryError(f"cannot write {out.name}: {error!s:.300}", path=out) from error
+            raise DirectoryError(f"cannot write {out}: {error!s:.300}", path=out) from error
         raise
 
 
 @contextlib.contextmanager
-def reading(path: Path, expected: str) -> Iterator[None]:
+def reading(
+    path: Path, expected: str, *, may_be_link: bool = False, max_bytes: int | None = None
+) -> Iterator[None]:
     """Turns an OSError of the block into a DirectoryError (not now), others into corruption."""
     try:
+        require_regular(path, may_be_link=may_be_link, max_bytes=max_bytes)
         yield
     except (CheckpointError, MemoryError):
         raise
@@ -104,16 +109,6 @@ def reading(path: Path, expected: str) -> Iterator[None]:
         raise CorruptCheckpointError(
             f"{path}: expected {expected}: {error!s:.200}", path=path
         ) from error
-
-
-@contextlib.contextmanager
-def reading_file(
-    path: Path, expected: str, *, may_be_link: bool = False, max_bytes: int | None = None
-) -> Iterator[None]:
-    """``reading`` after a check with ``require_regular``."""
-    with reading(path, expected):
-        require_regular(path, may_be_link=may_be_link, max_bytes=max_bytes)
-        yield
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -218,7 +213,7 @@ class FileTensor:
             where: Any = (*in_result, ...)  # with it, a tensor without dims gives a view too
             region = result[where]
             missing -= region.size
-            with reading(part.path, "all bytes of its tensors"):
+            with reading(part.path, "all bytes of its tensors", may_be_link=True):
                 located = part.located(result.dtype)
                 if not located.read_into(region, in_part):
                     region[...] = located.mapped(result.dtype)[in_part]
@@ -230,7 +225,7 @@ class FileTensor:
     def mapped(self) -> np.ndarray:
         """Returns the whole tensor: mapped if it is one part of a file, else copied into memory."""
         if self.is_one_part:
-            with reading(self.parts[0].path, "all bytes of its tensors"):
+            with reading(self.parts[0].path, "all bytes of its tensors", may_be_link=True):
                 dtype = np.dtype(self.dtype)
                 return self.parts[0].located(dtype).mapped(dtype)
         return self.read(tuple(slice(0, n) for n in self.shape))
@@ -243,6 +238,33 @@ class TensorFiles:
     tensors: Mapping[str, FileTensor]
     ties: Mapping[str, str]
     paths: tuple[Path, ...]
+
+
+_Tensor = TypeVar("_Tensor")
+
+
+def by_name(
+    path: Path,
+    tensors: Iterable[tuple[Sequence[str], _Tensor]],
+    at: str | None,
+    keys: Iterable[str],
+) -> dict[str, _Tensor]:
+    """Returns tensors by their joined keys; ``keys`` are those of the file, for the error."""
+    found: dict[str, _Tensor] = {}
+    for parts, tensor in tensors:
+        name = ".".join(parts)
+        if name in found:
+            raise UnsupportedLeafError(f"{path}: two tensors would be called {name!r}")
+        found[name] = tensor
+    if not found:
+        listed = ", ".join(f"{key!r:.80}" for key in itertools.islice(keys, 10)) or "no keys"
+        where = f"at {at!r}" if at else "in a dict"
+        raise MismatchError(
+            f"{path}: expected tensors {where}, found {listed}. Pass at= with keys that lead to "
+            "tensors",
+            path=path,
+        )
+    return found
 
 
 def require_stored(path: Path, tensors: Mapping[str, FileTensor], stored_bytes: int) -> None:

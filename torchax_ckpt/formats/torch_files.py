@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 
-from torchax_ckpt.errors import MismatchError, UnsupportedLeafError
+from torchax_ckpt.errors import UnsupportedLeafError
 from torchax_ckpt.formats.state_dict import array_of, native_torch
 from torchax_ckpt.formats.tensor_files import (
     FilePart,
     FileTensor,
     TensorFiles,
-    reading_file,
+    by_name,
+    reading,
     require_stored,
 )
 from torchax_ckpt.layout import names
@@ -128,15 +129,14 @@ def is_torch_file(path: Path) -> bool:
 
 def open_torch_file(path: Path, at: str | None = None) -> TensorFiles:
     """Opens a file of ``torch.save`` without reading a tensor; ties tensors that are one."""
-    with reading_file(path, "a file of torch.save", may_be_link=True):
+    with reading(path, "a file of torch.save", may_be_link=True):
         root = _loaded(path)
         tensors: dict[str, FileTensor] = {}
         ties: dict[str, str] = {}
         named: dict[Any, str] = {}
-        for keys, tensor in _tensors(_place(path, root, at)):
-            name = ".".join(keys)
-            if name in tensors or name in ties:
-                raise UnsupportedLeafError(f"{path}: two tensors would be called {name!r}")
+        keys = map(_key, root if isinstance(root, dict) else ())
+        found = by_name(path, _tensors(_place(root, at)), at, (key for key in keys if key))
+        for name, tensor in found.items():
             with native_torch():
                 array = _array(path, name, tensor)
                 identity = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
@@ -145,8 +145,6 @@ def open_torch_file(path: Path, at: str | None = None) -> TensorFiles:
                 continue
             part = FilePart(path, (0,) * array.ndim, array.shape, array=array)
             tensors[name] = FileTensor(array.dtype.name, array.shape, (part,))
-        if not tensors:
-            raise _no_tensors(path, root, at)
         require_stored(path, tensors, path.stat().st_size)
     return TensorFiles(tensors, ties, (path,))
 
@@ -187,7 +185,7 @@ def _array(path: Path, name: str, tensor: torch.Tensor) -> Any:
     return array_of(tensor)
 
 
-def _place(path: Path, root: Any, at: str | None) -> Any:
+def _place(root: Any, at: str | None) -> Any:
     """Returns what the keys ``at`` lead to; for None, the dict of the weights or ``root``."""
     if at is None:
         dicts = (inner for key in _MODELS if isinstance(inner := _under(root, key), dict))
@@ -195,8 +193,6 @@ def _place(path: Path, root: Any, at: str | None) -> Any:
     found = root
     for key in names.split(at):
         found = _under(found, key)
-    if found is None:
-        raise _no_tensors(path, root, at)
     return found
 
 
@@ -228,10 +224,3 @@ def _tensors(root: Any) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
 
 def _key(key: Any) -> str | None:
     return str(key) if type(key) in (str, int) else None
-
-
-def _no_tensors(path: Path, root: Any, at: str | None) -> MismatchError:
-    keys = [_key(key) for key in root] if isinstance(root, dict) else []
-    found = ", ".join(repr(key)[:80] for key in keys[:10] if key) or "no dict"
-    where = f"at {at!r}" if at else "in a dict that torch.save wrote"
-    return MismatchError(f"{path}: expected tensors {where}, found {found}", path=path)
