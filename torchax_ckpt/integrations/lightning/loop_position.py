@@ -14,7 +14,7 @@ import contextlib
 import copy
 import enum
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -36,13 +36,9 @@ class Moment(enum.StrEnum):
 class CompletedStep:
     """What a save needs of a completed step until the next step begins; no copies of tensors."""
 
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        optimizers: Sequence[torch.optim.Optimizer],
-        schedulers: Sequence[Any],
-    ) -> None:
-        self._module, self._optimizers, self._schedulers = module, optimizers, schedulers
+    def __init__(self, trainer: Any) -> None:
+        self._module, self._optimizers = trainer.lightning_module, trainer.optimizers
+        self._schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         # Tensors are not copied: a change of one is detected. The others may change before the next
         # step, such as a scheduler in a batch that only accumulates gradients.
         self._versions = [(weakref.ref(value), number) for value, number in self._present_tensors()]
@@ -94,7 +90,7 @@ class CompletedStep:
         )
         for tensor in (*self._module.parameters(), *self._module.buffers(), *of_optimizers):
             if tensor.device.type == "jax":
-                yield tensor.jax(), 0  # type: ignore[attr-defined]  # arrays are immutable
+                yield tensor.jax(), 0  # arrays are immutable
             else:
                 yield tensor, tensor._version
 
@@ -123,11 +119,9 @@ class LoopPosition:
         self._trainer: Any = trainer  # Type checkers do not see many of its attributes.
         self.step = trainer.global_step
         self.moment = Moment.START
-        self._loops: dict[str, Any] = {}
-        self._others: dict[str, Any] = {}
+        self._recorded: dict[str, Any] = {}
         # The state of loaders and random generators before the prefetched batch was fetched.
         self._before_fetch: dict[str, Any] = {}
-        self._restored: dict[str, Any] = {}
         self._completed: CompletedStep | None = None
 
     # --- recording -----------------------------------------------------------------------------
@@ -152,62 +146,48 @@ class LoopPosition:
         trainer = self._trainer
         self.step = trainer.global_step
         self.moment = moment
-        self._loops = trainer.fit_loop.state_dict()
-        self._fetched_ahead = self._before_fetch
-        self._completed = self._completed_step()
-        self._others = self._other_states()
-
-    def _completed_step(self) -> CompletedStep:
-        trainer = self._trainer
-        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-        return CompletedStep(trainer.lightning_module, trainer.optimizers, schedulers)
+        self._completed = CompletedStep(trainer)
+        module: dict[str, Any] = {}
+        trainer.lightning_module.on_save_checkpoint(module)
+        datamodule = getattr(trainer, "datamodule", None)
+        self._recorded = {
+            "moment": str(moment),
+            "loops": trainer.fit_loop.state_dict(),
+            "fetched_ahead": self._before_fetch,
+            # Metrics are included, because EarlyStopping may read metrics of earlier steps.
+            "metrics": dict(trainer.callback_metrics),
+            # Copied, because callbacks, datamodule and module may later change what they return.
+            **copy.deepcopy(
+                {
+                    "callbacks": {
+                        c.state_key: s for c in trainer.callbacks if (s := c.state_dict())
+                    },
+                    "datamodule": {} if datamodule is None else datamodule.state_dict(),
+                    "module": module,
+                }
+            ),
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the recorded or resumed position; {} without one."""
-        if self.moment is Moment.START:
-            return {}
-        return {
-            "moment": str(self.moment),
-            "loops": self._loops,
-            "fetched_ahead": self._fetched_ahead,
-            **self._others,
-        }
+        return self._recorded
 
     def as_recorded(self) -> contextlib.AbstractContextManager[None]:
         """In the block, the live objects that a save reads have their recorded state."""
         assert self._completed is not None
         return self._completed.restored()
 
-    def _other_states(self) -> dict[str, Any]:
-        trainer = self._trainer
-        datamodule = getattr(trainer, "datamodule", None)
-        module: dict[str, Any] = {}
-        trainer.lightning_module.on_save_checkpoint(module)
-        # Copied, because callbacks, datamodule and module may later change what they return.
-        others = copy.deepcopy(
-            {
-                "callbacks": {c.state_key: s for c in trainer.callbacks if (s := c.state_dict())},
-                "datamodule": {} if datamodule is None else datamodule.state_dict(),
-                "module": module,
-            }
-        )
-        # Metrics are included, because EarlyStopping may read metrics of earlier steps.
-        return {**others, "metrics": dict(trainer.callback_metrics)}
-
     # --- resuming ------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Stores a saved position in this object; ``resume`` then moves the Trainer to it."""
-        self._restored = state_dict
+        self._recorded = state_dict
 
     def resume(self) -> None:
         """Moves the Trainer to the restored position, when Lightning would restore its loops."""
-        trainer, restored = self._trainer, self._restored
-        self._completed = self._completed_step()
+        trainer, restored = self._trainer, self._recorded
+        self._completed = CompletedStep(trainer)
         self.moment = Moment(restored["moment"])
-        self._loops = restored["loops"]
-        self._fetched_ahead = restored["fetched_ahead"]
-        self._others = {n: restored[n] for n in ("callbacks", "datamodule", "module", "metrics")}
         trainer.fit_loop.load_state_dict(restored["loops"])
         self.step = trainer.global_step
         # Because of this flag, Lightning restores the loaders and skips the sanity check. Lightning
@@ -235,20 +215,18 @@ class LoopPosition:
             validation = fit.epoch_loop.val_loop
             validation.restarting = False
             validation._restart_stage = "restarted_mid_evaluation"
-        if self._fetched_ahead and self.moment is not Moment.AFTER_EPOCH:
-            self._fetch_ahead(fit._data_fetcher)
+        fetched_ahead = self._recorded["fetched_ahead"]
+        if fetched_ahead and self.moment is not Moment.AFTER_EPOCH:
+            # Fetches again the batch that Lightning had prefetched at the recorded position.
+            loaders = fit._data_fetcher.combined_loader
+            loaders._load_state_dicts(fetched_ahead["loaders"])
+            # A restored loader draws from the random state when it is first asked for its state;
+            # see ``attach``.
+            loaders._state_dicts()
+            RandomState().load_state_dict(fetched_ahead["random_state"])
+            iter(fit._data_fetcher)
         # This late, because Lightning's set-up draws random numbers.
         RandomState().load_state_dict(self._completed.random_state)
-
-    def _fetch_ahead(self, fetcher: Any) -> None:
-        """Fetches again the batch that Lightning had prefetched when the position was recorded."""
-        loaders = fetcher.combined_loader
-        loaders._load_state_dicts(self._fetched_ahead["loaders"])
-        # A restored loader draws from the random state when it is first asked for its state; see
-        # ``attach``.
-        loaders._state_dicts()
-        RandomState().load_state_dict(self._fetched_ahead["random_state"])
-        iter(fetcher)
 
     def _note_fetch(self, fetcher: Any) -> None:
         """Records the state of loaders and random generators before a batch is prefetched."""
@@ -257,12 +235,6 @@ class LoopPosition:
                 "loaders": fetcher.combined_loader._state_dicts(),
                 "random_state": RandomState().state_dict(),
             }
-
-    def _start_epoch(self) -> None:
-        if self.moment is Moment.WITHIN_EPOCH:
-            # The counters are already restored. If the loop were still restarting, Lightning would
-            # run the validation of the last batch again.
-            self._trainer.fit_loop.epoch_loop.restarting = False
 
     # --- wrapping Lightning's loops ------------------------------------------------------------
 
@@ -278,7 +250,10 @@ class LoopPosition:
 
         def epoch_started(original: Callable[[Any], None], fetcher: Any) -> None:
             original(fetcher)
-            self._start_epoch()
+            if self.moment is Moment.WITHIN_EPOCH:
+                # The counters are already restored. If the loop were still restarting, Lightning
+                # would run the validation of the last batch again.
+                epoch.restarting = False
             self._note_fetch(fetcher)
 
         def batch_done(fetcher: Any) -> None:
