@@ -91,7 +91,7 @@ def test_runs_and_saves_are_found_in_events(three_runs: Path) -> None:
     assert "No space left" in first[400].error
     assert first[1000].outcome == "cut off"
     assert first[975].outcome == "durable"
-    assert first[50].interval_steps == 25
+    assert first[50].values["num_steps"] == 25
 
 
 def test_what_a_later_run_goes_back_to_is_no_loss_of_the_one_before() -> None:

@@ -121,7 +121,7 @@ def page(
 ) -> str:
     """Returns the page as HTML; ``steps`` and ``num_bytes`` are what ``steps_of`` returns."""
     saves = [save for run in runs for save in run.saves]
-    intervals = [save.interval_secs for save in saves if save.interval_secs is not None]
+    intervals = _measured(saves, "interval_secs")
     curve = bytes_over_time(runs)
     if curve:
         curve.append((now_secs, num_bytes))
@@ -212,14 +212,18 @@ def _figures_of_saves(saves: Sequence[Save], num_lost: int) -> list[_Figure]:
         figures.append(
             ("new in a save", size(int(new.p50)), f"of {size(int(whole.p50))} in a step")
         )
-    if (found := quantiles(saves, "interval_steps")) is not None:
+    if (found := quantiles(saves, "num_steps")) is not None:
         figures.append(("steps between", f"{found.p50:,.0f}", f"p90 {found.p90:,.0f}"))
     return figures
 
 
 def quantiles(saves: Sequence[Save], name: str) -> Quantiles | None:
-    """Returns the quantiles of an attribute of saves; None if no save has it."""
-    return Quantiles.of([v for save in saves if (v := getattr(save, name)) is not None])
+    """Returns the quantiles of a value of saves; None if no save has it."""
+    return Quantiles.of(_measured(saves, name))
+
+
+def _measured(saves: Sequence[Save], name: str) -> list[float]:
+    return [save.values[name] for save in saves if name in save.values]
 
 
 WIDTH = 640

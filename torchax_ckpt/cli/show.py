@@ -28,6 +28,7 @@ from torchax_ckpt.cli.step_arguments import (
 )
 from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
 from torchax_ckpt.policies import described
+from torchax_ckpt.policies.preservation import with_newest
 from torchax_ckpt.runtime import progress
 from torchax_ckpt.storage.directory import lease, run_identity
 from torchax_ckpt.storage.directory.committed_step import VERIFIED, CommittedStep
@@ -182,23 +183,17 @@ def _kept_by(run: RunDirectory, steps: Sequence[CommittedStep]) -> list[list[str
     if started is None or "keeps" not in started.values or not steps:
         return None
     infos = step_infos(run, steps)
-    found: list[list[str]] = [[] for _ in steps]
     damaged = [run.verified.is_damaged(committed) for committed in steps]
+    kept: list[tuple[str, Sequence[bool]]] = []
     for rule in started.values["keeps"]:
         text, keep = described.rule_text(rule), described.kept_by(rule, infos, damaged)
-        if keep is None:  # a custom policy, which only its own program can evaluate
-            text, keep = f"{text}?", [True] * len(steps)
-        for reasons, is_kept in zip(found, keep, strict=True):
-            if is_kept:
-                reasons.append(text)
-    newest_sound = max((i for i, is_damaged in enumerate(damaged) if not is_damaged), default=-1)
-    for index in {newest_sound % len(steps), len(steps) - 1}:
-        found[index].append(described.NEWEST)
-    for reasons, committed in zip(reversed(found), reversed(steps), strict=True):
-        if committed in run.verified and not run_identity.names(run.path, is_local=True):
-            reasons.append(described.VERIFIED)
-            break
-    return found
+        # Only its own program can evaluate a custom policy.
+        kept.append((f"{text}?", [True] * len(steps)) if keep is None else (text, keep))
+    none = [False] * len(steps)
+    kept.append((described.NEWEST, with_newest(none, damaged)))
+    if not run_identity.names(run.path, is_local=True):
+        kept.append((described.VERIFIED, run.verified.sparing_newest(none, steps)))
+    return [[text for text, keep in kept if keep[index]] for index in range(len(steps))]
 
 
 def show(

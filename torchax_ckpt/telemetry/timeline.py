@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from torchax_ckpt.telemetry.events import Event
 
@@ -18,20 +18,15 @@ class Save:
     """One save, as the recorded events describe it; times are in seconds since the epoch.
 
     A save that was cut off (its program ended) or is in flight ends with the last event of its run.
-    The intervals are since the previous snapshot of the same run.
+    ``values`` are those of the event ``saving`` and, of a durable save, of ``durable``.
     """
 
     step: int
     began_secs: float
     ended_secs: float
     outcome: SaveOutcome
-    blocking_secs: float | None = None
-    durable_secs: float | None = None
-    num_bytes: int | None = None
-    new_bytes: int | None = None
-    interval_secs: float | None = None
-    interval_steps: int | None = None
-    error: str = ""
+    values: Mapping[str, Any]
+    error: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,16 +126,13 @@ def _saves(events: Sequence[Event], unended: SaveOutcome) -> list[Save]:
 
 
 def _save(begun: Event, ended: Event, outcome: SaveOutcome) -> Save:
-    costs = ("blocking_secs", "durable_secs", "num_bytes", "new_bytes")
     return Save(
         step=begun.step or 0,
         began_secs=begun.time_secs,
         ended_secs=ended.time_secs,
         outcome=outcome,
-        interval_secs=begun.values.get("interval_secs"),
-        interval_steps=begun.values.get("num_steps"),
+        values={**begun.values, **(ended.values if outcome == "durable" else {})},
         error=str(ended.values.get("error", "")) if outcome == "failed" else "",
-        **({name: ended.values.get(name) for name in costs} if outcome == "durable" else {}),
     )
 
 
