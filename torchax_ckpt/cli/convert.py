@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -124,7 +123,7 @@ def export(
             rename=dict(text.partition("=")[::2] for text in rename or ()),
         )
     except ValueError as error:
-        raise UsageError(f"export: {in_options(str(error))}") from error
+        raise UsageError(f"export: --{error}") from error  # it begins with an argument's name
     stored = StoredStep(step_named(existing(directory), step[0] if step else None))
     try:
         weights = form.weights_of(stored)
@@ -186,19 +185,6 @@ def _print_export(
         f"step {step}: {len(leaves)} tensors{tied}, {output.size(num_bytes)}, in "
         f"{', '.join(map(str, paths))}"
     )
-
-
-# Arguments of FolderForm, and the options that state them.
-_OPTIONS = {"max_shard_bytes": "max-shard-size"} | {
-    name: name for name in ("at", "config", "dtype", "exclude", "format", "include", "rename")
-}
-# "at: ..." or "(config=)" in a sentence, but no part of a tensor's name or of an option.
-_ARGUMENT = re.compile(rf"(?<![\w./%-])({'|'.join(_OPTIONS)})(?:=(?!\w)|(?=: ))")
-
-
-def in_options(message: str) -> str:
-    """Returns a message about arguments in Python as one about the options of a command."""
-    return _ARGUMENT.sub(lambda found: f"--{_OPTIONS[found[1]]}", message)
 
 
 def _require_consistent(out: Path, format: str, given: Set[str]) -> None:

@@ -35,9 +35,12 @@ class Weights:
 def weights_at(stored: StoredStep, at: str | None = None) -> Weights:
     """Returns the leaves at or below a key path of a step; None for the one attached model."""
     place = at or MODEL
-    node = _node_at(stored, place)
+    component, *keys = names.split(place)
+    attached = node_checks.members(stored.manifest.document.get(component), component)
+    node: Any = attached.get("/".join(keys))
     is_module = isinstance(node, dict) and "ties" in node
-    if node is None or (at is None and not is_module):
+    below = [name for name in stored.leaves if name == place or name.startswith(f"{place}/")]
+    if not below or (at is None and not is_module):
         raise MismatchError(
             f"step {stored.committed.step} in {stored.committed.path}: expected one attached model "
             f"at {place!r}, but no single model is there; found leaves at "
@@ -46,13 +49,11 @@ def weights_at(stored: StoredStep, at: str | None = None) -> Weights:
             step=stored.committed.step,
             path=stored.committed.path,
         )
-    below = [name for name in stored.leaves if name == place or name.startswith(f"{place}/")]
     chosen: dict[str, StoredLeaf] = {}
-    depth = len(names.split(place))
     ties = node_checks.named(node["ties"], f"{place}/ties") if is_module else {}
     node_checks.texts([*ties.values()], f"{place}/ties")
     for name in below:
-        parts = names.split(name)[depth:]
+        parts = names.split(name)[1 + len(keys) :]
         if is_module and len(parts) != 1:
             continue
         torch_name = ".".join(parts) or place
@@ -110,21 +111,6 @@ def as_dtype(content: np.ndarray, dtype: np.dtype[Any], name: str) -> np.ndarray
             key_path=name,
         )
     return changed
-
-
-def _node_at(stored: StoredStep, place: str) -> Any:
-    """Returns the node at a key path, {} if it has none; None if no leaf is there or below."""
-    if not any(name == place or name.startswith(f"{place}/") for name in stored.leaves):
-        return None
-    component, *rest = names.split(place)
-    node: Any = stored.manifest.document.get(component)
-    for part in rest:
-        pairs = node.get("dict") if isinstance(node, dict) else None
-        if not isinstance(pairs, list):
-            return {}
-        found = [p[1] for p in pairs if isinstance(p, list) and len(p) == 2 and p[0] == part]
-        node = found[0] if found else {}
-    return node if node is not None else {}
 
 
 def _places(stored: StoredStep) -> list[str]:
