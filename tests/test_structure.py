@@ -21,6 +21,7 @@ ROOMS: dict[str, set[str]] = {
     "options": set(),
     "layout": set(),
     "runtime": {JAX, ORBAX},
+    "plain_torch": {TORCH},
     "torchax_backend": {TOP, TORCH, JAX},
     "snapshot": {JAX},
     "planning": {TORCH, JAX},  # names of torch for the type checker; JAX loaded at first use

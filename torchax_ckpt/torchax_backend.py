@@ -8,19 +8,17 @@ Source: torchax 0.0.13, ``tensor.py``, ``view.py`` and ``interop.py``.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import ml_dtypes
 import numpy as np
 import torch
-import torch.utils._mode_utils
 import torchax
 
+from torchax_ckpt import plain_torch
 from torchax_ckpt.errors import BackendError
 
 _lacking: list[str] = []
@@ -38,19 +36,13 @@ JittableModule, call_jax = _find("interop", "JittableModule"), _find("interop", 
 Environment, RuntimeProperty = _find("tensor", "Environment"), _find("tensor", "RuntimeProperty")
 Tensor, View = _find("tensor", "Tensor"), _find("view", "View")
 
-# torch dtype that numpy lacks -> (torch's integer dtype of the same width, ml_dtypes' same dtype).
-_BIT_TWINS: Mapping[torch.dtype, tuple[torch.dtype, np.dtype[Any]]] = {
-    torch.bfloat16: (torch.int16, np.dtype(ml_dtypes.bfloat16)),
-    torch.float8_e4m3fn: (torch.uint8, np.dtype(ml_dtypes.float8_e4m3fn)),
-    torch.float8_e5m2: (torch.uint8, np.dtype(ml_dtypes.float8_e5m2)),
-    torch.float8_e4m3fnuz: (torch.uint8, np.dtype(ml_dtypes.float8_e4m3fnuz)),
-    torch.float8_e5m2fnuz: (torch.uint8, np.dtype(ml_dtypes.float8_e5m2fnuz)),
-}
-_NATIVE = {
+_STORABLE = {
     torch.float16, torch.float32, torch.float64, torch.int8, torch.int16, torch.int32, torch.int64,
     torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.complex64,
-    torch.complex128,
+    torch.complex128, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
 }  # fmt: skip
+native_torch, numpy_dtype = plain_torch.native_torch, plain_torch.numpy_dtype
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
@@ -78,15 +70,6 @@ def check_internals() -> None:
             f"torchax {torchax.__version__} does not work as torchax_ckpt expects: {error}. "
             "Install a release that was tried: pip install 'torchax>=0.0.12,<=0.0.13'."
         ) from error
-
-
-@contextlib.contextmanager
-def native_torch() -> Iterator[None]:
-    """Lets torch itself compute on CPU tensors in a ``with`` block, even if torchax is enabled."""
-    # torchax.disable_temporarily has no effect after env.enabled was reset, as the first torch
-    # operation does.
-    with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
-        yield
 
 
 # --- tensors on devices ------------------------------------------------------------------------
@@ -165,27 +148,16 @@ def why_unsupported(tensor: torch.Tensor) -> str | None:
         return f"is quantized ({tensor.dtype}); store its int_repr(), scale and zero point instead"
     if tensor.layout != torch.strided:
         return f"has layout {tensor.layout}; store a dense tensor, or its indices and values"
-    if tensor.dtype not in _NATIVE and tensor.dtype not in _BIT_TWINS:
+    if tensor.dtype not in _STORABLE:
         return f"has dtype {tensor.dtype}, which has no counterpart in storage"
     if tensor.device.type not in ("cpu", "meta"):
         return f"is on {tensor.device}; move it to 'jax' or to the CPU"
     return None
 
 
-def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
-    """Returns the numpy or ml_dtypes dtype of a torch dtype that ``why_unsupported`` accepts."""
-    if dtype in _BIT_TWINS:
-        return _BIT_TWINS[dtype][1]
-    return np.dtype(str(dtype).removeprefix("torch."))
-
-
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
     """Copies a CPU tensor bit for bit into numpy; call it in a ``with native_torch()`` block."""
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    if tensor.dtype in _BIT_TWINS:
-        integers, dtype = _BIT_TWINS[tensor.dtype]
-        return np.array(tensor.contiguous().view(integers).numpy().view(dtype))
-    return np.array(tensor.numpy())
+    return np.array(plain_torch.array_of(tensor))
 
 
 def scalars_to_numpy(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
@@ -205,12 +177,7 @@ def scalars_to_numpy(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
 
 def from_numpy(array: np.ndarray) -> torch.Tensor:
     """Returns a CPU tensor with a bitwise copy of the array."""
-    with native_torch():
-        for torch_type, (integers, numpy_type) in _BIT_TWINS.items():
-            if numpy_type == array.dtype:
-                bits = np.array(array).view(numpy_dtype(integers))
-                return torch.from_numpy(bits).view(torch_type)
-        return torch.from_numpy(np.array(array))
+    return plain_torch.tensor_of(np.array(array), getattr(torch, array.dtype.name))
 
 
 def copy_into(tensor: torch.Tensor, array: np.ndarray) -> None:

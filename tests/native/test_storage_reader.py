@@ -16,7 +16,7 @@ from support.models import Box
 from support.native import run_native, run_ranks, save_net
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
-from torchax_ckpt.formats.state_dict import native_torch
+from torchax_ckpt.plain_torch import native_torch
 
 INTEGERS = ["uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"]
 FLOATS = ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"]

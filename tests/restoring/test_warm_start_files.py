@@ -302,7 +302,7 @@ def test_what_is_no_source_and_no_model_is_named(
         (model, directory, {}, StepNotFoundError, "found none of them"),
         (model, paths["hub"], {"step": 3}, SelectionError, "files of weights have no steps"),
         (model, paths["hub"], {"at": "model"}, SelectionError, "neither by torch.save nor"),
-        (model, paths["dcp"], {"at": "ema"}, MismatchError, "expected tensors at 'ema', found 'model'"),
+        (model, paths["dcp"], {"at": "ema"}, MismatchError, "at 'ema', found 'model'"),
         (model, paths["hub"], {"init": 3}, AttachError, "init: expected a callable"),
         (gpt(), paths["hub"], {}, AttachError, "on the CPU"),
         ({"g": model}, paths["hub"], {}, AttachError, r"expected a torch\.nn\.Module"),

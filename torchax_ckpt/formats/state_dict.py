@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.utils._mode_utils
 from etils import epath
 
 from torchax_ckpt.errors import DirectoryError, UnsupportedLeafError
 from torchax_ckpt.formats.tensor_files import writing
 from torchax_ckpt.formats.weights import Weights, weights_at
 from torchax_ckpt.options import CheckpointOptions
+from torchax_ckpt.plain_torch import native_torch, tensor_of
 from torchax_ckpt.runtime.user_messages import brief
 from torchax_ckpt.storage.arrays import read_arrays
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
@@ -94,31 +94,6 @@ def torch_dtype(dtype: str, name: str) -> torch.dtype:
     if not isinstance(found, torch.dtype) or dtype == "int4":
         raise UnsupportedLeafError(f"{name}: torch has no dtype {dtype}", key_path=name)
     return found
-
-
-def tensor_of(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-    """Returns a plain CPU tensor that shares the memory of a numpy array."""
-    # As bytes, because torch does not know the dtypes of ml_dtypes, such as bfloat16.
-    octets = array.reshape(-1).view(np.uint8)
-    with native_torch():
-        return torch.from_numpy(octets).view(dtype).reshape(array.shape)
-
-
-def array_of(tensor: torch.Tensor) -> np.ndarray:
-    """Returns a numpy array that shares the memory of a plain CPU tensor."""
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    dtype = np.dtype(str(tensor.dtype).removeprefix("torch."))
-    if dtype.isbuiltin == 1:  # numpy's own; those of ml_dtypes have 2
-        return np.asarray(tensor.numpy())
-    integers = torch.int16 if dtype.itemsize == 2 else torch.uint8
-    return np.asarray(tensor.view(integers).numpy()).view(dtype)
-
-
-@contextlib.contextmanager
-def native_torch() -> Iterator[None]:
-    """Makes torch create plain CPU tensors in the ``with`` block, even if torchax is enabled."""
-    with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
-        yield
 
 
 # --- files of torch ---

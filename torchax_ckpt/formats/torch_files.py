@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from torchax_ckpt.errors import UnsupportedLeafError
-from torchax_ckpt.formats.state_dict import array_of, native_torch
 from torchax_ckpt.formats.tensor_files import (
     FilePart,
     FileTensor,
@@ -29,6 +28,7 @@ from torchax_ckpt.formats.tensor_files import (
 )
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import STORABLE_DTYPES
+from torchax_ckpt.plain_torch import array_of, native_torch
 
 _LOCAL_HEADER = struct.Struct("<26xHH")  # the lengths of the name and of the extra field
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from torchax_ckpt.errors import SelectionError, UnsupportedLeafError
-from torchax_ckpt.formats.state_dict import native_torch, tensor_of
 from torchax_ckpt.layout.manifest import Node
+from torchax_ckpt.plain_torch import native_torch, tensor_of
 from torchax_ckpt.state import per_process_state
 from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.storage.arrays.assembly import Bounds, bounds_of

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from torchax_ckpt.errors import AttachError, CheckpointError, MismatchError
-from torchax_ckpt.formats.state_dict import native_torch
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node, array_nodes
 from torchax_ckpt.layout.nodes import decode
+from torchax_ckpt.plain_torch import native_torch
 from torchax_ckpt.restoring.fallback import newest_readable
 from torchax_ckpt.restoring.restore_report import RestoreReport
 from torchax_ckpt.runtime.undoing import undone_on_failure

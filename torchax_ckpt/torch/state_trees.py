@@ -9,9 +9,10 @@ import numpy as np
 import torch
 
 from torchax_ckpt.formats.optimizer_state import state_dict_of
-from torchax_ckpt.formats.state_dict import native_torch, tensor_of, torch_dtype
+from torchax_ckpt.formats.state_dict import torch_dtype
 from torchax_ckpt.layout.manifest import Node
 from torchax_ckpt.layout.nodes import decode
+from torchax_ckpt.plain_torch import native_torch, tensor_of
 from torchax_ckpt.state import node_checks
 from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.state.stored_entries import StoredModule, extra_state_key

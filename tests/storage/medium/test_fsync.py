@@ -18,7 +18,8 @@ from support.training import mlp
 
 from torchax_ckpt import TorchaxCheckpointer
 from torchax_ckpt.errors import SaveError
-from torchax_ckpt.formats.state_dict import native_torch, save_dcp, save_torch_file
+from torchax_ckpt.formats.state_dict import save_dcp, save_torch_file
+from torchax_ckpt.plain_torch import native_torch
 from torchax_ckpt.storage.directory import commit_record
 from torchax_ckpt.storage.medium import fsync
 from torchax_ckpt.storage.writing import array_writer
