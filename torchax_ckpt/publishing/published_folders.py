@@ -31,7 +31,6 @@ import os
 import shutil
 import socket
 import time
-import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -124,7 +123,8 @@ class PublishedFolders:
     def writing(self, committed: CommittedStep, metrics: dict[str, Any]) -> Iterator[Path]:
         """Publishes the folder that the block writes to the yielded path, unless it raises."""
         step = committed.step
-        draft = self._unique(f"writing-step-{step}")
+        draft = self._control / f"writing-step-{step}"
+        _remove(draft)  # if that has failed before
         try:
             yield draft
             with self._translated("publish in"):
@@ -157,7 +157,8 @@ class PublishedFolders:
             self._point_to_newest()
             for folder in doomed:
                 if folder.path.exists():
-                    deleting = self._unique(f"deleting-{folder.path.name}")
+                    deleting = self._control / f"deleting-{folder.path.name}"
+                    _remove(deleting)
                     folder.path.rename(deleting)
                     # Else a loss of power could leave the folder's name with a part of its files.
                     self._sync_names()
@@ -261,9 +262,6 @@ class PublishedFolders:
         names = itertools.chain((name,), (f"{name}-{count}" for count in itertools.count(2)))
         used_names = {folder.path.name for folder in self.published}
         return next(p for n in names if n not in used_names and not (p := self.path / n).exists())
-
-    def _unique(self, name: str) -> Path:
-        return self._control / f"{name}-{uuid.uuid4().hex[:8]}"
 
     def _sync_names(self) -> None:
         fsync.sync(self.path)
