@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from torchax_ckpt import TorchaxCheckpointer, policies, torchax_backend
 from torchax_ckpt.errors import MismatchError
-from torchax_ckpt.formats.optimizer_state import optimizers_of
+from torchax_ckpt.formats.optimizer_state import optimizers_of, state_dict_of
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.stored.stored_step import StoredStep
 
@@ -408,7 +408,8 @@ def test_state_under_other_keys_than_parameters_comes_back_as_torch_keeps_it(
     got = {k: v for k, v in optimizer.state.items() if not isinstance(k, torch.Tensor)}
     assert_trees_identical(got, others)
     stored = StoredStep(RunDirectory(directory, read_only=True).candidates(1)[-1])
-    exported = optimizers_of(stored).state_dicts(lambda name: name, by_name=False)["state"]
+    node = optimizers_of(stored)[""]
+    exported = state_dict_of(node, "optimizer", lambda v: v["array"], by_name=False)["state"]
     assert [exported[key] for key in ("k", "rate")] == [3, "optimizer/other_state/rate"]
     assert set(exported) == {0, 1, 2, 3, *others}
     assert_trees_identical(state_by_name(fresh, optimizer), state_by_name(model, saved))

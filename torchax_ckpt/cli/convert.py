@@ -15,6 +15,7 @@ from torchax_ckpt.errors import DirectoryError, MismatchError, SelectionError
 from torchax_ckpt.formats.huggingface.model_folder import assets_of
 from torchax_ckpt.formats.tensor_files import require_new
 from torchax_ckpt.formats.weights import Weights
+from torchax_ckpt.layout.manifest import array_nodes
 from torchax_ckpt.publishing.folder_form import Dtype, FolderForm, Format
 from torchax_ckpt.runtime import progress
 from torchax_ckpt.storage.medium import location
@@ -251,17 +252,12 @@ def import_(
     The command holds the directory's lease while it writes.
     """
     from torchax_ckpt.formats.dcp import is_dcp, open_optimizer
-    from torchax_ckpt.formats.importing import (
-        ImportedOptimizer,
-        import_weights,
-        open_files,
-        parsed_ties,
-    )
+    from torchax_ckpt.formats.importing import ImportedOptimizer, import_weights, open_files
 
-    try:
-        tied = parsed_ties(tie or ())
-    except ValueError as error:
-        raise UsageError(f"import: --tie: {error}") from None
+    for text in tie or ():
+        if not all(text.partition("=")):
+            raise UsageError(f"import: --tie: expected ALIAS=NAME, found {text!r}")
+    tied = dict(text.partition("=")[::2] for text in tie or ())
     require_local(source)
     if not source.exists():
         raise UsageError(f"{source}: no such file or directory")
@@ -304,7 +300,7 @@ def _write_for_torch(
     stored: StoredStep, weights: Weights, out: Path, format: str, with_optimizer: bool
 ) -> Sequence[StoredLeaf]:
     """Writes weights with ``torch.save`` or DCP; returns the optimizers' leaves, if wanted."""
-    from torchax_ckpt.formats.optimizer_state import optimizers_of
+    from torchax_ckpt.formats.optimizer_state import OPTIMIZER, optimizers_of, state_dict_of
     from torchax_ckpt.formats.state_dict import (
         named_weights,
         read_tensors,
@@ -315,18 +311,23 @@ def _write_for_torch(
 
     require_new(out)  # before the command reads the step, which can take long
     try:
-        optimizers = optimizers_of(stored) if with_optimizer else None
+        optimizers = optimizers_of(stored) if with_optimizer else {}
     except MismatchError as error:
         raise UsageError(f"export: --optimizer: {error}") from error
-    more = () if optimizers is None else optimizers.leaves
+    more = [stored.leaves[leaf["array"]] for n in optimizers.values() for leaf in array_nodes(n)]
     leaves = [*weights.leaves.values(), *more]
     with about(stored.committed), room_for(leaves, out.parent, stored.options) as allocate:
         tensors = read_tensors(stored, leaves, allocate)
         state: dict[str, Any] = {"model": named_weights(weights, tensors)}
-        if optimizers is not None:
-            state["optimizer"] = optimizers.state_dicts(
-                tensors.__getitem__, by_name=format == "dcp"
-            )
+        if with_optimizer:
+            # DCP's readers expect parameters by name.
+            state_dicts = {
+                name: state_dict_of(
+                    node, OPTIMIZER, lambda leaf: tensors[leaf["array"]], by_name=format == "dcp"
+                )
+                for name, node in optimizers.items()
+            }
+            state[OPTIMIZER] = state_dicts.get("", state_dicts)
         if format == "dcp":
             save_dcp(state, out)
         else:

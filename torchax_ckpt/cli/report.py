@@ -200,20 +200,19 @@ def _figures_of_saves(saves: Sequence[Save], num_lost: int) -> list[_Figure]:
         return []
     num_durable = sum(save.outcome == "durable" for save in saves)
     figures = [("durable saves", f"{num_durable:,}", f"{num_lost:,} failed or cut off")]
-    for label, name in (
-        ("save blocks", "blocking_secs"),
-        ("durable after", "durable_secs"),
-        ("between snapshots", "interval_secs"),
+    for label, name, text in (
+        ("save blocks", "blocking_secs", duration),
+        ("durable after", "durable_secs", duration),
+        ("between snapshots", "interval_secs", duration),
+        ("steps between", "num_steps", _count),
     ):
         if (found := quantiles(saves, name)) is not None:
-            figures.append((label, duration(found.p50), f"p90 {duration(found.p90)}"))
+            figures.append((label, text(found.p50), f"p90 {text(found.p90)}"))
     new, whole = quantiles(saves, "new_bytes"), quantiles(saves, "num_bytes")
     if new is not None and whole is not None and new != whole:
         figures.append(
             ("new in a save", size(int(new.p50)), f"of {size(int(whole.p50))} in a step")
         )
-    if (found := quantiles(saves, "num_steps")) is not None:
-        figures.append(("steps between", f"{found.p50:,.0f}", f"p90 {found.p90:,.0f}"))
     return figures
 
 

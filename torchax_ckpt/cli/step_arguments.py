@@ -10,10 +10,10 @@ from typing import Annotated
 
 import typer
 
-from torchax_ckpt import policies
 from torchax_ckpt.cli.exit_codes import UsageError
 from torchax_ckpt.errors import DirectoryError, StepNotFoundError
 from torchax_ckpt.policies.described import StepInfo
+from torchax_ckpt.policies.preservation import ranking
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import location
@@ -74,16 +74,15 @@ def step_named(run: RunDirectory, text: str | None) -> CommittedStep:
     if text.isdecimal():
         return run.candidates(int(text))[-1]
     kind, _, rest = text.partition(":")
-    metric, _, mode = rest.partition(":")
-    if kind != "best" or not metric or mode not in ("", "min", "max"):
+    rule = ranking(rest) if kind == "best" else None
+    if rule is None:
         raise UsageError(
             f"STEP: expected a number, best:METRIC or best:METRIC:max, found {text!r:.80}"
         )
-    rule = policies.BestN(n=1, metric=metric, mode="max" if mode == "max" else "min")
     sound = {s.step: s for s in all_of(run) if not run.verified.is_damaged(s)}
     ranked = rule.ranked(step_infos(run, sound.values()))
     if not ranked:
-        raise UsageError(f"{run.path}: no step has the metric {metric!r:.80}")
+        raise UsageError(f"{run.path}: no step has the metric {rule.metric!r:.80}")
     return sound[ranked[0].step]
 
 

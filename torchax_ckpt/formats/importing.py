@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +80,6 @@ def import_weights(
     optimizer: ImportedOptimizer | None = None,
 ) -> CommittedStep:
     """Writes weights as the first step of a directory; ``attach`` can then continue from the step.
-
-    The other attached objects start anew, the optimizer too unless it is given.
 
     64-bit integers become 32-bit ones, as with ``.to("jax")``; UnsupportedLeafError if one does not
     fit, or a tensor is float64. ``ties``, alias -> name, are added to those that the files state.
@@ -192,14 +190,3 @@ def _as_on_devices(name: str, array: np.ndarray) -> np.ndarray:
             "tensor out of the files"
         )
     return narrow
-
-
-def parsed_ties(texts: Iterable[str]) -> dict[str, str]:
-    """Parses texts of the form ``ALIAS=NAME``; raises ValueError if a text has another form."""
-    ties = {}
-    for text in texts:
-        alias, separator, name = text.partition("=")
-        if not (separator and alias and name):
-            raise ValueError(f"expected ALIAS=NAME, found {text!r}")
-        ties[alias] = name
-    return ties

@@ -2,40 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchax_ckpt.errors import MismatchError
-from torchax_ckpt.layout.manifest import Node, array_nodes
+from torchax_ckpt.layout.manifest import Node
 from torchax_ckpt.layout.nodes import decode
 from torchax_ckpt.state import node_checks
 from torchax_ckpt.state.stored_entries import StoredOptimizer
-from torchax_ckpt.stored.stored_step import StoredLeaf, StoredStep
+from torchax_ckpt.stored.stored_step import StoredStep
 
 OPTIMIZER = "optimizer"
 
 
-@dataclasses.dataclass(frozen=True)
-class Optimizers:
-    """The optimizers attached at the save, by name -> node; a single one has the name ""."""
-
-    nodes: Mapping[str, Node]
-    leaves: tuple[StoredLeaf, ...]
-
-    def state_dicts(self, tensor: Callable[[str], Any], *, by_name: bool) -> dict[str, Any]:
-        """Returns an optimizer's state dict, or dicts by name; DCP keys parameters by name."""
-        state_dicts = {
-            name: state_dict_of(
-                node, OPTIMIZER, lambda leaf: tensor(leaf["array"]), by_name=by_name
-            )
-            for name, node in self.nodes.items()
-        }
-        return state_dicts.get("", state_dicts)
-
-
-def optimizers_of(stored: StoredStep) -> Optimizers:
-    """Returns the optimizers of a step; raises MismatchError if none was attached."""
+def optimizers_of(stored: StoredStep) -> dict[str, Node]:
+    """Returns name -> node, "" for a single optimizer; MismatchError if none was attached."""
     node = stored.manifest.document.get(OPTIMIZER)
     if not isinstance(node, dict):
         raise MismatchError(
@@ -46,9 +27,7 @@ def optimizers_of(stored: StoredStep) -> Optimizers:
             step=stored.committed.step,
             path=stored.committed.path,
         )
-    nodes = node_checks.members(node, OPTIMIZER)
-    leaves = [stored.leaves[child["array"]] for n in nodes.values() for child in array_nodes(n)]
-    return Optimizers(nodes, tuple(leaves))
+    return node_checks.members(node, OPTIMIZER)
 
 
 def state_dict_of(

@@ -267,11 +267,11 @@ def module_state_bytes(
     for parameter in parameters:
         stored.pop(id(parameter), None)
     return StateBytes(
-        parameters_bytes=sum(_nbytes(p) for p in parameters),
+        parameters_bytes=sum(p.nbytes for p in parameters),
         optimizer_bytes=math.ceil(
             sum(p.numel() * num_moments * (moment_bytes or p.dtype.itemsize) for p in trained)
         ),
-        buffers_bytes=sum(map(_nbytes, stored.values())),
+        buffers_bytes=sum(t.nbytes for t in stored.values()),
     )
 
 
@@ -310,10 +310,6 @@ def _num_moments(optimizer: str | float) -> float:
         return MOMENTS[optimizer]
     at_least("optimizer", optimizer, 0, "give its name, or its number of values per parameter")
     return optimizer
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.dtype.itemsize
 
 
 def at_least(name: str, value: float, least: float, hint: str) -> None:

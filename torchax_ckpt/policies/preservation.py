@@ -54,6 +54,14 @@ class BestN:
         return value
 
 
+def ranking(text: Any) -> BestN | None:
+    """Returns the rule that ``METRIC``, ``METRIC:min`` or ``METRIC:max`` means; None for others."""
+    metric, _, mode = text.partition(":") if isinstance(text, str) else ("", "", "")
+    if not metric or mode not in ("", "min", "max"):
+        return None
+    return BestN(metric=metric, mode="max" if mode == "max" else "min")
+
+
 def with_children(policy: Any) -> Iterator[Any]:
     """Yields a policy and, recursively, all policies inside it."""
     yield policy

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchax_ckpt import policies
 from torchax_ckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -22,6 +21,7 @@ from torchax_ckpt.errors import (
     StepNotFoundError,
     UnsupportedLeafError,
 )
+from torchax_ckpt.policies.preservation import ranking
 from torchax_ckpt.publishing.folder_form import FolderForm
 from torchax_ckpt.publishing.published_folders import Published, PublishedFolders
 from torchax_ckpt.runtime.background import Flag
@@ -70,7 +70,9 @@ class Follower:
         if every is not None and best is not None:
             raise ValueError("every and best exclude each other: give one of them")
         self._every = _at_least_one("every", 1 if every is None else every)
-        self._best = None if best is None else _ranking(best)
+        self._best = ranking(best)
+        if best is not None and self._best is None:
+            raise ValueError(f"best: expected METRIC, METRIC:min or METRIC:max, found {best!r:.80}")
         self._keep = _at_least_one("keep", keep)
         self._path = location.resolve(run)
         self.out = _local_path(out)
@@ -210,13 +212,6 @@ def _at_least_one(name: str, value: Any) -> int:
     if value < 1:
         raise ValueError(f"{name}: expected at least 1, found {value}")
     return value
-
-
-def _ranking(best: Any) -> policies.BestN:
-    metric, _, mode = best.partition(":") if isinstance(best, str) else ("", "", "")
-    if not metric or mode not in ("", "min", "max"):
-        raise ValueError(f"best: expected METRIC, METRIC:min or METRIC:max, found {best!r:.80}")
-    return policies.BestN(metric=metric, mode="max" if mode == "max" else "min")
 
 
 def _local_path(out: str | os.PathLike[str]) -> Path:
