@@ -49,18 +49,15 @@ def prune(
     except PolicyError as error:
         raise UsageError(f"prune: --policy: {error}") from None
     run = existing(directory, read_only=not delete)
-    if delete:
-        try:
+    try:
+        if delete:
             run.claim()
-            steps = run.steps()  # listed under the lease, so that no other program changes them
-            to_delete, usage = _steps_to_delete(run, steps, rules)
-            for committed in to_delete:
-                run.delete(committed)
-        finally:
-            run.release()
-    else:
-        steps = run.steps()
+        steps = run.steps()  # listed under the lease, so that no other program changes them
         to_delete, usage = _steps_to_delete(run, steps, rules)
+        for committed in to_delete if delete else ():
+            run.delete(committed)
+    finally:
+        run.release()
     freed_bytes = usage.freed_bytes(to_delete)
     kept = [committed.step for committed in steps if committed not in to_delete]
     deleted = [committed.step for committed in to_delete]

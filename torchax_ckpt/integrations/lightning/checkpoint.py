@@ -193,14 +193,12 @@ class TorchaxCheckpoint(Checkpoint):
                 # The policy is asked after the validation, whose metrics rank the step.
                 position.record(moment)
         elif not trainer.fast_dev_run:
-            was_measured = moment is Moment.AFTER_EPOCH or self._is_validated
-            self._is_validated = False
-            self._save_if_due(trainer, position, moment, was_measured)
+            self._save_if_due(trainer, position, moment)
 
-    def _save_if_due(
-        self, trainer: Trainer, position: LoopPosition, moment: Moment, was_measured: bool
-    ) -> None:
+    def _save_if_due(self, trainer: Trainer, position: LoopPosition, moment: Moment) -> None:
         ckpt, is_due = self._open, position.is_due
+        was_measured = moment is Moment.AFTER_EPOCH or self._is_validated
+        self._is_validated = False
         if is_due:
             position.record(moment)
         # Metrics are read at every step. Otherwise a metric that an earlier step logged would be
@@ -235,14 +233,14 @@ class TorchaxCheckpoint(Checkpoint):
         """Returns the metrics that were logged since the last call."""
         logged = dict(trainer.callback_metrics)
         seen, self._seen = self._seen, logged
-        return {n: v for n, v in logged.items() if n not in seen or not _is_same(v, seen[n])}
+        return {n: v for n, v in logged.items() if n not in seen or _place(v) != _place(seen[n])}
 
     def _rankable(self, metrics: dict[str, Any], *, waits: bool = False) -> dict[str, Any]:
         """Returns the metrics without the monitored one if it is known to be NaN."""
         # Without ``waits``, the checkpointer fetches a metric on a device in the background, and
         # does not rank the step if it is NaN.
         monitored = metrics.get(self.monitor or "")
-        if monitored is None or (_is_on_device(monitored) and not waits):
+        if monitored is None or (_place(monitored)[0] == "jax" and not waits):
             return metrics
         if not math.isnan(float(monitored)):
             return metrics
@@ -294,24 +292,13 @@ def _one_or_several(optimizers: list[torch.optim.Optimizer]) -> Any:
     return {str(index): optimizer for index, optimizer in enumerate(optimizers)} or None
 
 
-def _is_on_device(value: Any) -> bool:
-    is_torchax = isinstance(value, torch.Tensor) and value.device.type == "jax"
-    return is_torchax or isinstance(value, jax.Array)
-
-
-def _is_same(value: Any, seen: Any) -> bool:
-    """Returns whether two values are the same logged object, or one tensor detached twice."""
-    if value is seen:
-        return True
-    if not (isinstance(value, torch.Tensor) and isinstance(seen, torch.Tensor)):
-        return False
-    return value.device == seen.device and _memory_of(value) == _memory_of(seen)
-
-
-def _memory_of(tensor: torch.Tensor) -> int:
-    if tensor.device.type == "jax":
-        return id(tensor.jax())  # type: ignore[attr-defined]
-    return tensor.data_ptr()
+def _place(value: Any) -> tuple[str, int]:
+    """Returns where a logged value is, and its identity, which a detached tensor keeps."""
+    if isinstance(value, torch.Tensor):
+        tensor: Any = value
+        is_on_device = tensor.device.type == "jax"
+        return tensor.device.type, id(tensor.jax()) if is_on_device else tensor.data_ptr()
+    return "jax" if isinstance(value, jax.Array) else "", id(value)
 
 
 # --- SIGTERM on several processes ------------------------------------------------------------
