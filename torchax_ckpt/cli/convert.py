@@ -11,7 +11,7 @@ import typer
 from torchax_ckpt.cli import output
 from torchax_ckpt.cli.exit_codes import OK, UsageError
 from torchax_ckpt.cli.step_arguments import Directory, Json, existing, parsed_size, step_named
-from torchax_ckpt.errors import DirectoryError, MismatchError, SelectionError
+from torchax_ckpt.errors import DirectoryError
 from torchax_ckpt.formats.huggingface.model_folder import assets_of
 from torchax_ckpt.formats.tensor_files import require_new
 from torchax_ckpt.formats.weights import Weights
@@ -126,12 +126,7 @@ def export(
     except ValueError as error:
         raise UsageError(f"export: --{error}") from error  # it begins with an argument's name
     stored = StoredStep(step_named(existing(directory), step[0] if step else None))
-    try:
-        weights = form.weights_of(stored)
-    except MismatchError as error:
-        raise UsageError(f"export: {error} with --at") from error
-    except SelectionError as error:
-        raise UsageError(f"export: {error}") from error
+    weights = form.weights_of(stored)
     has_config = None
     paths: Sequence[Path] = [out]
     leaves: Sequence[StoredLeaf] = list(weights.leaves.values())
@@ -141,11 +136,8 @@ def export(
         texts = form.texts_of(stored)
         has_config = None if texts is None else texts.has_config or format == "peft"
         total = sum(leaf.nbytes for leaf in leaves)
-        try:
-            with progress.bar("writing", lambda: total) as on_bytes:
-                paths, leaves = form.write(stored, weights, texts, out, on_bytes)
-        except MismatchError as error:
-            raise UsageError(f"export: step {stored.committed.step}: {error}") from error
+        with about(stored.committed), progress.bar("writing", lambda: total) as on_bytes:
+            paths, leaves = form.write(stored, weights, texts, out, on_bytes)
     _print_export(stored, weights, paths, leaves, has_config, as_json=as_json)
     return OK
 
@@ -261,15 +253,12 @@ def import_(
     require_local(source)
     if not source.exists():
         raise UsageError(f"{source}: no such file or directory")
-    try:
-        opened = open_files(source, at)
-        moments = None
-        if optimizer is not None:
-            if not is_dcp(source):
-                raise UsageError(f"import: --optimizer: {source} is not a directory of DCP")
-            moments = ImportedOptimizer(optimizer, *open_optimizer(source, "optimizer"))
-    except (MismatchError, SelectionError) as error:
-        raise UsageError(f"import: {error}") from error
+    opened = open_files(source, at)
+    moments = None
+    if optimizer is not None:
+        if not is_dcp(source):
+            raise UsageError(f"import: --optimizer: {source} is not a directory of DCP")
+        moments = ImportedOptimizer(optimizer, *open_optimizer(source, "optimizer"))
     try:
         assets = assets_of(source if source.is_dir() else source.parent)
     except DirectoryError as error:  # the weights can be imported all the same
@@ -310,10 +299,7 @@ def _write_for_torch(
     )
 
     require_new(out)  # before the command reads the step, which can take long
-    try:
-        optimizers = optimizers_of(stored) if with_optimizer else {}
-    except MismatchError as error:
-        raise UsageError(f"export: --optimizer: {error}") from error
+    optimizers = optimizers_of(stored) if with_optimizer else {}
     more = [stored.leaves[leaf["array"]] for n in optimizers.values() for leaf in array_nodes(n)]
     leaves = [*weights.leaves.values(), *more]
     with about(stored.committed), room_for(leaves, out.parent, stored.options) as allocate:

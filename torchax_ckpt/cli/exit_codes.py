@@ -14,7 +14,6 @@ from torchax_ckpt.errors import (
     CorruptCheckpointError,
     DirectoryError,
     LeaseError,
-    MismatchError,
     OutOfMemoryError,
 )
 
@@ -45,7 +44,7 @@ class UsageError(Exception):
 
 def code_of(error: BaseException) -> int:
     """Returns the exit code of a command that failed with ``error``."""
-    if isinstance(error, (CorruptCheckpointError, MismatchError)):
+    if isinstance(error, CorruptCheckpointError):
         return FOUND
     if isinstance(error, (DirectoryError, LeaseError, OutOfMemoryError)):
         return UNAVAILABLE

@@ -13,7 +13,7 @@ from torchax_ckpt.cli import output
 from torchax_ckpt.cli.convert import At, CastTo
 from torchax_ckpt.cli.exit_codes import INTERRUPTED, OK, TERMINATED, UsageError
 from torchax_ckpt.cli.step_arguments import existing
-from torchax_ckpt.errors import DirectoryError, MismatchError, OutOfMemoryError, SelectionError
+from torchax_ckpt.errors import DirectoryError, OutOfMemoryError
 from torchax_ckpt.publishing.folder_form import FolderForm, Format
 from torchax_ckpt.publishing.follower import Follower
 from torchax_ckpt.publishing.published_folders import Published
@@ -97,8 +97,6 @@ def follow(
                 show(new)
             for later in () if once else follower.follow(DirectoryError, OutOfMemoryError):
                 show(later)
-    except (MismatchError, SelectionError) as error:
-        raise UsageError(f"follow: {error}") from error
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

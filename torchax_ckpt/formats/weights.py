@@ -44,7 +44,8 @@ def weights_at(stored: StoredStep, at: str | None = None) -> Weights:
         raise MismatchError(
             f"step {stored.committed.step} in {stored.committed.path}: expected one attached model "
             f"at {place!r}, but no single model is there; found leaves at "
-            f"{', '.join(_places(stored))}. Choose one of these key paths with at=.",
+            f"{', '.join(_places(stored))}. Choose one of these key paths with at= (in a command, "
+            "with --at).",
             missing=(place,),
             step=stored.committed.step,
             path=stored.committed.path,
