@@ -12,6 +12,7 @@ from torchax_ckpt.errors import CorruptCheckpointError, MismatchError, Unsupport
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.state import node_checks
+from torchax_ckpt.state.stored_entries import StoredModule
 from torchax_ckpt.stored.stored_step import StoredLeaf, StoredStep
 
 MODEL = "model"
@@ -24,7 +25,7 @@ class Weights:
     """The weights of one model: torch's name -> leaf, in the model's order.
 
     A leaf may have another dtype than in the step; writers then cast it. ``ties`` is alias -> name
-    in ``leaves``; ``left_out`` names the model's other leaves, of a module's extra state.
+    in ``leaves``; ``left_out`` names the other leaves: unselected ones, and modules' extra state.
     """
 
     leaves: Mapping[str, StoredLeaf]
@@ -32,7 +33,9 @@ class Weights:
     left_out: tuple[str, ...]
 
 
-def weights_at(stored: StoredStep, at: str | None = None) -> Weights:
+def weights_at(
+    stored: StoredStep, at: str | None = None, selection: Selection | None = None
+) -> Weights:
     """Returns the leaves at or below a key path of a step; None for the one attached model."""
     place = at or MODEL
     component, *keys = names.split(place)
@@ -50,45 +53,30 @@ def weights_at(stored: StoredStep, at: str | None = None) -> Weights:
             step=stored.committed.step,
             path=stored.committed.path,
         )
-    chosen: dict[str, StoredLeaf] = {}
-    ties = node_checks.named(node["ties"], f"{place}/ties") if is_module else {}
-    node_checks.texts([*ties.values()], f"{place}/ties")
-    for name in below:
-        parts = names.split(name)[1 + len(keys) :]
-        if is_module and len(parts) != 1:
-            continue
-        torch_name = ".".join(parts) or place
-        if torch_name in chosen:
+    tensors: dict[str, Any] = {}
+    ties: Mapping[str, str] = {}
+    if is_module:
+        module = StoredModule.of_node(node, place)
+        tensors, ties = dict(module.tensors), module.ties
+    for name in () if is_module else below:
+        torch_name = ".".join(names.split(name)[1 + len(keys) :]) or place
+        if torch_name in tensors:
             raise UnsupportedLeafError(f"{name}: two leaves would be called {torch_name!r}")
-        chosen[torch_name] = stored.leaves[name]
+        tensors[torch_name] = {"array": name}
     for alias, name in ties.items():
-        if name not in chosen or alias in chosen:
+        if name not in tensors or alias in tensors:
             raise CorruptCheckpointError(
                 f"{place}: {alias!r} is tied to {name!r}: expected that {name!r} is stored and "
                 f"{alias!r} is not. The manifest is damaged: use another step",
                 key_path=place,
             )
-    kept = {leaf.name for leaf in chosen.values()}
-    return Weights(chosen, ties, tuple(name for name in below if name not in kept))
-
-
-def selected(weights: Weights, selection: Selection) -> Weights:
-    """Returns the weights that a selection takes, under the names that it gives them."""
-    taken = selection.taken((*weights.leaves, *weights.ties), weights.ties)
-    selection.require_used()
-    leaves: dict[str, StoredLeaf] = {}
-    ties: dict[str, str] = {}
-    left_out = list(weights.left_out)
-    for name, leaf in weights.leaves.items():
-        aliases = (alias for alias, other in weights.ties.items() if other == name)
-        # Names of one tensor may get the same new name.
-        targets = list(dict.fromkeys(taken[n] for n in (name, *aliases) if n in taken))
-        if not targets:
-            left_out.append(leaf.name)
-            continue
-        leaves[targets[0]] = leaf
-        ties |= dict.fromkeys(targets[1:], targets[0])
-    return Weights(leaves, ties, tuple(left_out))
+    module = StoredModule(tensors, ties)
+    if selection is not None:
+        module = module.selected(selection, ())
+        selection.require_used()
+    leaves = {name: stored.leaves[leaf["array"]] for name, leaf in module.tensors.items()}
+    kept = {leaf.name for leaf in leaves.values()}
+    return Weights(leaves, module.ties, tuple(name for name in below if name not in kept))
 
 
 def cast(weights: Weights, dtype: str) -> Weights:

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 from torchax_ckpt.formats.huggingface import model_folder
 from torchax_ckpt.formats.huggingface.model_folder import FolderFiles
 from torchax_ckpt.formats.safetensors_io import export_safetensors
-from torchax_ckpt.formats.weights import Weights, cast, selected, weights_at
+from torchax_ckpt.formats.weights import Weights, cast, weights_at
 from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.stored.stored_step import StoredLeaf, StoredStep
 
@@ -51,10 +51,7 @@ class FolderForm:
 
     def weights_of(self, stored: StoredStep) -> Weights:
         """Returns the weights of a step, selected, renamed and cast; may raise SelectionError."""
-        weights = weights_at(stored, self.at)
-        selection = self._selection()
-        if selection is not None:
-            weights = selected(weights, selection)
+        weights = weights_at(stored, self.at, self._selection())
         return weights if self.dtype is None else cast(weights, _DTYPES[self.dtype])
 
     def texts_of(self, stored: StoredStep) -> FolderFiles | None:

@@ -34,8 +34,8 @@ class StoredModule:
     @classmethod
     def of_node(cls, node: Mapping[str, Node], where: str) -> StoredModule:
         """Parses a module's node; raises CorruptCheckpointError if it is malformed."""
-        ties = node_checks.named(node["ties"], where)
-        node_checks.texts([*ties.values()], where)
+        ties = node_checks.named(node["ties"], f"{where}/ties")
+        node_checks.texts([*ties.values()], f"{where}/ties")
         extra = node_checks.named(node["extra_state"], where) if "extra_state" in node else None
         return cls(node_checks.leaves(node, where), ties, extra)
 
