@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
@@ -103,21 +103,16 @@ def export(
     require_local(out)
     if format is None:
         format = "pt" if out.suffix in _PICKLED else "safetensors"
-    given = {
-        "--max-shard-size": max_shard_size is not None,
-        "--optimizer": with_optimizer,
-        "--dtype": dtype is not None,
-    }
-    _require_consistent(out, format, {option for option, is_given in given.items() if is_given})
-    size = (
-        None if max_shard_size is None else parsed_size(max_shard_size, "export: --max-shard-size")
-    )
+    _require_consistent(out, format, max_shard_size, dtype, with_optimizer)
+    num_bytes = None
+    if max_shard_size is not None:
+        num_bytes = parsed_size(max_shard_size, "export: --max-shard-size")
     try:
         form = FolderForm(
             format=cast(Format, format) if format in _FOLDERS else "safetensors",
             dtype=dtype,
             config=config,
-            max_shard_bytes=size,
+            max_shard_bytes=num_bytes,
             at=at,
             include=include,
             exclude=exclude,
@@ -180,7 +175,9 @@ def _print_export(
     )
 
 
-def _require_consistent(out: Path, format: str, given: Set[str]) -> None:
+def _require_consistent(
+    out: Path, format: str, size: str | None, dtype: Dtype | None, with_optimizer: bool
+) -> None:
     """Raises UsageError if the format contradicts the name of the output, or a given option."""
     is_file = out.suffix in (".safetensors", *_PICKLED)
     if format == "safetensors" and out.suffix in _PICKLED:
@@ -188,7 +185,7 @@ def _require_consistent(out: Path, format: str, given: Set[str]) -> None:
             f"export: {out}: expected a directory, or a name that ends in .safetensors, for "
             "--format safetensors"
         )
-    if "--max-shard-size" in given and (format not in ("safetensors", "hf") or is_file):
+    if size is not None and (format not in ("safetensors", "hf") or is_file):
         raise UsageError(
             "export: --max-shard-size needs the format safetensors or hf, and a directory as "
             "OUT; omit --max-shard-size, or give --format safetensors and the name of a directory"
@@ -203,12 +200,12 @@ def _require_consistent(out: Path, format: str, given: Set[str]) -> None:
             f"export: {out}: expected the name of a directory for --format {format}, found the "
             f"name of a {out.suffix} file; give a name without this suffix"
         )
-    if "--optimizer" in given and format not in _FOR_TORCH:
+    if with_optimizer and format not in _FOR_TORCH:
         raise UsageError(
             "export: --optimizer needs --format pt or dcp; with safetensors, --at optimizer "
             "writes the moments to a separate file"
         )
-    if "--dtype" in given and format in _FOR_TORCH:
+    if dtype is not None and format in _FOR_TORCH:
         raise UsageError("export: --dtype needs --format safetensors, hf or peft")
 
 
