@@ -10,12 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-import jax
-import numpy as np
-from jax.sharding import Sharding
-
 from torchax_ckpt.errors import CorruptCheckpointError, ForeignCheckpointError
-from torchax_ckpt.layout import names
 from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.options import CheckpointOptions, TierName
 from torchax_ckpt.processes.coordination import Processes
@@ -26,16 +21,11 @@ from torchax_ckpt.restoring.restore_report import RestoreReport
 from torchax_ckpt.runtime import progress
 from torchax_ckpt.runtime.call_guard import as_step
 from torchax_ckpt.saving.tiers import RunTier, Tiers
-from torchax_ckpt.snapshot.move_shards import put
-from torchax_ckpt.snapshot.sharding import Local
 from torchax_ckpt.state import functional, per_process_state
-from torchax_ckpt.state.component import LeafRead, revive
 from torchax_ckpt.state.findings import Findings
-from torchax_ckpt.state.leaf import require_jax_dtype
-from torchax_ckpt.state.pytree import key_part
 from torchax_ckpt.state.training_state import FUNCTIONAL, TrainingState
-from torchax_ckpt.storage.arrays import foreign
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
+from torchax_ckpt.stored.foreign_step import ForeignStep
 from torchax_ckpt.stored.stored_step import StoredStep, about
 
 logger = logging.getLogger(__name__)
@@ -157,11 +147,11 @@ class ReadCalls:
     def _load(self, committed: CommittedStep, abstract_state: Any) -> Any:
         tier, processes = self._tiers.holding(committed), self._tiers.processes
         with reading(committed, tier.directory, tier.processes):
-            source = None
+            source: StoredStep | HostSteps | None = None
             with contextlib.suppress(ForeignCheckpointError):
                 source = self._opened(committed, tier)
-            if source is None:  # outside of the suppression, so that Orbax's errors are not hidden
-                return load_foreign(committed, abstract_state, self._options)
+            if source is None:
+                source = ForeignStep(committed, self._options, processes.meet)
             state = load_state(source, abstract_state, processes)
         tier.loaded(committed, source.compared)
         return state
@@ -186,8 +176,10 @@ def load_state(source: StoredStep | HostSteps, abstract_state: Any, processes: P
     committed = source.committed
     findings = Findings()
     prefix: tuple[str, ...] = ()
+    is_foreign = isinstance(source, ForeignStep)
     if FUNCTIONAL in source.document:
-        root, prefix = source.document[FUNCTIONAL], (FUNCTIONAL,)
+        root = source.document[FUNCTIONAL]
+        prefix = () if is_foreign else (FUNCTIONAL,)
     else:
         components = abstract_state.keys() if isinstance(abstract_state, Mapping) else None
         document = per_process_state.document_of(
@@ -197,61 +189,8 @@ def load_state(source: StoredStep | HostSteps, abstract_state: Any, processes: P
             "dict": [[n, d] for n, d in document.items() if components is None or n in components]
         }
     with about(committed):
-        request = functional.Request(root, abstract_state, prefix, findings)
+        request = functional.Request(root, abstract_state, prefix, findings, is_foreign=is_foreign)
         if findings:
             raise findings.error(committed.step, str(committed.path), "load")
         source.require_plausible(request.reads)
         return request.build(source.read_leaves(request.reads))
-
-
-def load_foreign(committed: CommittedStep, abstract_state: Any, options: CheckpointOptions) -> Any:
-    """Returns the state of a step that bare Orbax wrote, in the structure of ``abstract_state``."""
-    if abstract_state is None:
-        return foreign.load_foreign(committed, None, options)
-    _require_match(committed, abstract_state)
-    leaves, treedef = jax.tree_util.tree_flatten(abstract_state)
-    reads = {str(i): read for i, leaf in enumerate(leaves) if (read := functional.as_read(leaf))}
-    abstract_leaves = [
-        foreign.abstract_array(read.spec.shape, read.spec.dtype, _sharding(read))
-        if (read := reads.get(str(i)))
-        else leaf
-        for i, leaf in enumerate(leaves)
-    ]
-    state = jax.tree_util.tree_unflatten(treedef, abstract_leaves)
-    loaded = foreign.load_foreign(committed, state, options)
-    found = {str(i): leaf for i, leaf in enumerate(jax.tree_util.tree_leaves(loaded))}
-    arrays = put({n: found[n] for n in reads}, {n: read.placement for n, read in reads.items()})
-    revived = {n: revive(reads[n].spec.node(n), arrays[n]) for n in reads}
-    return jax.tree_util.tree_unflatten(treedef, {**found, **revived}.values())
-
-
-def _require_match(committed: CommittedStep, abstract_state: Any) -> None:
-    """Raises MismatchError unless the step has every leaf of ``abstract_state``, in its form.
-
-    Orbax would cast a leaf that differs, and return the abstract leaf for one that the step lacks.
-    """
-    stored = _by_name(foreign.foreign_metadata(committed))
-    findings = Findings()
-    for name, abstract in _by_name(abstract_state).items():
-        if name not in stored:
-            findings.missing.append(name)
-        elif (read := functional.as_read(abstract)) is not None:
-            if read.placement is not Local.HOST:
-                require_jax_dtype(read.spec.dtype, name)
-            found = stored[name]
-            shape, dtype = getattr(found, "shape", None), getattr(found, "dtype", None)
-            if (shape, dtype) != (read.spec.shape, np.dtype(read.spec.dtype)):
-                text = f"{dtype}{list(shape)}" if shape is not None else repr(found)
-                findings.mismatch(name, read.spec.content(), text)
-    if findings:
-        raise findings.error(committed.step, str(committed.path), "load")
-
-
-def _by_name(state: Any) -> dict[str, Any]:
-    """Returns the leaves of a pytree by the names of their places; None is a leaf here."""
-    found, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda node: node is None)
-    return {names.join(map(key_part, path)): leaf for path, leaf in found}
-
-
-def _sharding(read: LeafRead) -> Sharding | None:
-    return None if isinstance(read.placement, Local) else read.placement

@@ -166,13 +166,24 @@ def _tag(node: Node) -> str:
 
 
 class Request:
-    """What ``load`` reads for an abstract state (None: all as saved), and builds of it."""
+    """What ``load`` reads for an abstract state (None: all as saved), and builds of it.
+
+    A state ``is_foreign`` if bare Orbax saved it: it may have more than the abstract state, and
+    does not say of an array that it is a random key.
+    """
 
     def __init__(
-        self, root: Node, abstract_state: Any, prefix: tuple[str, ...], findings: Findings
+        self,
+        root: Node,
+        abstract_state: Any,
+        prefix: tuple[str, ...],
+        findings: Findings,
+        *,
+        is_foreign: bool,
     ) -> None:
         self.reads: dict[str, LeafRead] = {}
         self._root = root
+        self._is_foreign = is_foreign
         self._abstract = abstract_state
         self._nodes: list[Node] = []
         if abstract_state is None:
@@ -188,7 +199,7 @@ class Request:
                 self._nodes.append(self._match(stored[path], name, abstract, findings))
             else:
                 findings.missing.append(name)
-        for path, node in stored.items():
+        for path, node in () if is_foreign else stored.items():
             if is_leaf(node) and not any(path[:n] in wanted for n in range(len(path) + 1)):
                 is_array = isinstance(node, dict) and "array" in node
                 findings.unexpected.append(
@@ -208,11 +219,14 @@ class Request:
             findings.mismatch(name, expected.content(), _form(node))
             return node
         found = Spec.of_node(node)
-        if dataclasses.replace(found, kind=expected.kind, is_weak=expected.is_weak) != expected:
+        result = dataclasses.replace(found, kind=expected.kind)
+        if self._is_foreign:
+            result = dataclasses.replace(result, impl=expected.impl, is_weak=expected.is_weak)
+        if dataclasses.replace(result, is_weak=expected.is_weak) != expected:
             findings.mismatch(name, expected.content(), found.content())
             return node
         self._read(node, _placement(abstract, expected))
-        return {**node, "kind": expected.kind}
+        return result.node(node["array"])
 
     def _read_all(self, root: Node) -> None:
         for node in array_nodes(root):
@@ -230,14 +244,6 @@ class Request:
             return value_of(self._root, values)
         treedef = jax.tree_util.tree_structure(self._abstract)
         return jax.tree_util.tree_unflatten(treedef, [value_of(n, values) for n in self._nodes])
-
-
-def as_read(abstract: Any) -> LeafRead | None:
-    """Returns spec and placement of a leaf of the abstract state; None for a plain value."""
-    if not isinstance(abstract, _ARRAYS):
-        return None
-    spec = describe(abstract, "")
-    return LeafRead("", spec, _placement(abstract, spec))
 
 
 def _placement(abstract: Any, spec: Spec) -> Placement:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import tensorstore as ts
 
 from torchax_ckpt.errors import (
     CheckpointError,
@@ -139,6 +140,8 @@ class StoredStep:
     The methods too raise StepNotFoundError if it was deleted meanwhile.
     """
 
+    has_digests = True
+
     def __init__(
         self,
         committed: CommittedStep,
@@ -149,8 +152,9 @@ class StoredStep:
     ) -> None:
         self.committed, self._agree = committed, agree
         self.options = options or CheckpointOptions()
+        self._stores: Mapping[str, ts.TensorStore] = {}  # by stored name, if they are open already
         with still_there(committed):
-            self.manifest = parse_manifest(committed)
+            self.manifest = self._read_manifest()
         if not allow_part:
             self._require_whole()
         located = self.manifest.plan.locate()
@@ -167,6 +171,9 @@ class StoredStep:
         self.compared: Compared | None = None
         if self.manifest.unchanged and self.options.verify != "never":
             self.compared = Compared(self.manifest)
+
+    def _read_manifest(self) -> Manifest:
+        return parse_manifest(self.committed)
 
     def _require_whole(self) -> None:
         step, path = self.committed.step, self.committed.path
@@ -341,9 +348,11 @@ class StoredStep:
         from torchax_ckpt.snapshot.move_shards import put
 
         placements = {name: read.placement for name, read in reads.items()}
-        compares = self.options.verify != "never"
+        compares = self.has_digests and self.options.verify != "never"
         wanted = self._wanted(placements, compares=compares)
-        found = read_arrays.read_arrays(self.committed, wanted, self.options, self._agree)
+        found = read_arrays.read_arrays(
+            self.committed, wanted, self.options, self._agree, self._stores
+        )
         moved = {
             name: found.pop(name).astype(read.dtype)
             for name, read in reads.items()

@@ -23,6 +23,7 @@ from torchax_ckpt.plain_torch import native_torch, tensor_of
 from torchax_ckpt.state import per_process_state
 from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.storage.arrays.assembly import Bounds, bounds_of
+from torchax_ckpt.storage.directory.committed_step import STATE
 from torchax_ckpt.stored.foreign_step import ForeignStep
 from torchax_ckpt.stored.stored_step import Part, StoredStep, about, overlap
 from torchax_ckpt.torch.load_planner import LoadPlanner, differences
@@ -43,7 +44,7 @@ class _HostArray:
 class FlattenedStep:
     """A step, with the names that DCP's planners give to the state dict of a program."""
 
-    def __init__(self, content: StoredStep | ForeignStep, prefix: str | Mapping[str, str]) -> None:
+    def __init__(self, content: StoredStep, prefix: str | Mapping[str, str]) -> None:
         self._content, self.committed = content, content.committed
         # id of a tensor that stands for a leaf -> the tensor, so that the id stays its, and node
         self._nodes: dict[int, tuple[torch.Tensor, Node]] = {}
@@ -52,7 +53,10 @@ class FlattenedStep:
         with native_torch(), about(self.committed):
             where = f"step {self.committed.step}"
             document = per_process_state.document_of(document, rank, ranks, where)
-            tree = _placed(tree_of(document, self._stand_in), prefix)
+            tree = tree_of(document, self._stand_in)
+            if isinstance(content, ForeignStep) and isinstance(tree[STATE], dict):
+                tree = tree[STATE]  # the keys of the pytree are the program's
+            tree = _placed(tree, prefix)
             self._values, paths = flatten_state_dict(tree)
         self.metadata = dcp.Metadata(
             {name: _described(value) for name, value in self._values.items()},
@@ -64,6 +68,8 @@ class FlattenedStep:
 
     def _stand_in(self, node: Node) -> Any:
         """Returns what stands for a leaf: a tensor on the meta device, or a ``_HostArray``."""
+        if isinstance(self._content, ForeignStep):
+            node = {**node, "kind": "torch"}  # Orbax stores numpy's arrays like others
         with contextlib.suppress(UnsupportedLeafError):
             if (tensor := stand_in(node)) is not None:
                 self._nodes[id(tensor)] = tensor, node

@@ -9,30 +9,24 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import tensorstore as ts
 from etils import epath
 
 from torchax_ckpt.layout import names
-from torchax_ckpt.runtime import host_memory
 from torchax_ckpt.storage.arrays import chunking
 from torchax_ckpt.storage.directory.committed_step import STATE
 from torchax_ckpt.storage.medium import location, storage_errors
-from torchax_ckpt.storage.medium.containment import beyond_memory, corrupt
+from torchax_ckpt.storage.medium.containment import corrupt
 
-_PYTREE_METADATA = "_METADATA"
 _MAX_ARRAY_METADATA_BYTES = 1 << 20
 # A shard is one chunk, or several chunks of some MiB. No run has so many devices, or so large an
 # array, that an array needs more chunks than this.
 MAX_CHUNKS = 1 << 20
 # The most bytes to which Zstandard expands one byte: four bytes can encode a block of 128 KiB. The
 # other codecs in Blosc expand less.
-_MAX_UNPACKED = 1 << 15
-
-
-# --- arrays of this package ----------------------------------------------------------------------
+MAX_UNPACKED = 1 << 15
 
 
 def require_stored(
@@ -59,7 +53,7 @@ def require_stored(
     return sum(
         math.prod(shape)
         * np.dtype(dtype).itemsize
-        // (_MAX_UNPACKED if json.loads(contents[name].value)["compressor"] else 1)
+        // (MAX_UNPACKED if json.loads(contents[name].value)["compressor"] else 1)
         for name, (shape, dtype) in wanted.items()
     )
 
@@ -100,43 +94,3 @@ def _problem(raw: bytes, shape: tuple[int, ...], dtype: str) -> tuple[str, str] 
             f"{codec!r:.40}, {metadata.get('filters')!r:.40}",
         )
     return None
-
-
-# --- steps that Orbax wrote without this package -------------------------------------------------
-
-
-def require_names_within(step_path: epath.Path, step: int) -> None:
-    """Raises CorruptCheckpointError if an array name in the metadata is a path out of the step."""
-    for folder in (step_path, *(p for p in step_path.iterdir() if p.is_dir())):
-        path = folder / _PYTREE_METADATA
-        if not path.exists():
-            continue
-        try:
-            entries = (json.loads(path.read_text()).get("tree_metadata") or {}).values()
-            found = [".".join(str(k["key"]) for k in entry["key_metadata"]) for entry in entries]
-        except (ValueError, OSError, RecursionError, AttributeError, KeyError, TypeError) as error:
-            if storage_errors.is_unavailable(error):
-                raise
-            raise corrupt(step, path, "Orbax's metadata", f"{error!r:.200}") from error
-        for name in found:
-            if name.startswith("/") or ".." in name.split("/"):
-                raise corrupt(step, path, "arrays within the step", f"{name!r:.80}")
-
-
-def require_modest(step_path: epath.Path, step: int, leaves: Mapping[str, Any]) -> None:
-    """Raises if a read of a step's arrays would need more memory than this host has.
-
-    ``leaves`` is name -> Orbax's metadata. CorruptCheckpointError if the files are too small to
-    hold the arrays, or a chunk exceeds both its array and this memory; otherwise OutOfMemoryError.
-    """
-    memory, total = host_memory.host_memory_bytes(), 0
-    for name, leaf in leaves.items():
-        stored = getattr(leaf, "storage_metadata", None)
-        chunk = getattr(stored, "chunk_shape", None) or ()
-        itemsize = getattr(leaf.dtype, "itemsize", 1)
-        total += (nbytes := math.prod(leaf.shape) * itemsize)
-        if nbytes < math.prod(chunk) * itemsize > memory:
-            expected = f"chunks within {list(leaf.shape)!r:.80}"
-            raise corrupt(step, step_path, expected, f"{list(chunk)!r:.80}", name)
-        if total > memory:  # storage may hold less: Orbax compresses by default
-            raise beyond_memory(step_path, step, total, total // _MAX_UNPACKED, name)

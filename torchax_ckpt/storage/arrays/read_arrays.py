@@ -14,6 +14,7 @@ import functools
 import itertools
 import logging
 import re
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -61,8 +62,12 @@ def read_arrays(
     wanted: Mapping[str, Wanted],
     options: CheckpointOptions,
     agree: Callable[[], None] = lambda: None,
+    opened: Mapping[str, ts.TensorStore] = types.MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Returns the wanted leaves by name; calls ``agree`` before devices communicate."""
+    """Returns the wanted leaves by name; calls ``agree`` before devices communicate.
+
+    ``opened`` are the arrays by stored name, if they are open already.
+    """
     leaves: dict[str, Any] = {}
     spread: dict[str, jax.ShapeDtypeStruct] = {}
     if options.single_replica_restore:
@@ -70,7 +75,7 @@ def read_arrays(
     targets = [
         (Stack if want.members else SingleLeaf)(n, want, leaves) for n, want in wanted.items()
     ]
-    _read(committed, targets, options)
+    _read(committed, targets, options, opened)
     if spread:
         from torchax_ckpt.snapshot.move_shards import sum_over_replicas
 
@@ -162,9 +167,14 @@ def stream_arrays(
         yield name, oldest, arrival.fetch()
 
 
-def _read(committed: CommittedStep, targets: Sequence[Target], options: CheckpointOptions) -> None:
+def _read(
+    committed: CommittedStep,
+    targets: Sequence[Target],
+    options: CheckpointOptions,
+    opened: Mapping[str, ts.TensorStore],
+) -> None:
     pace = _pace(options)
-    stores = _opened(committed, {target.name: target.wanted for target in targets}, pace)
+    stores = opened or _opened(committed, {t.name: t.wanted for t in targets}, pace)
     largest = max((target.nbytes for target in targets), default=0)
     pieces = ((t, p) for t in targets for p in t.pieces(_chunk(stores[t.name])))
 

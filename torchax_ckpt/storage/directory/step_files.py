@@ -26,7 +26,6 @@ from torchax_ckpt.storage.directory import commit_record
 from torchax_ckpt.storage.directory.committed_step import (
     ASSETS,
     MANIFEST,
-    STATE,
     SUMMARY,
     CommittedStep,
 )
@@ -108,7 +107,7 @@ def await_read(
         is_one_of_several = "jax" in sys.modules and jax.distributed.is_initialized()
         process = jax.process_index() if is_one_of_several else 0
         problem = (
-            f"process {process} waits for {name} in {_soon(place) or committed.path / STATE}; all "
+            f"process {process} waits for {name} in {_soon(place) or committed.path}; all "
             f"its reads together got {got}"
         )
         if location.is_bucket(committed.path):
