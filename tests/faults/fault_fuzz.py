@@ -40,6 +40,7 @@ import torchax
 from etils import epath
 from fuzz_damage import Form, damaged
 from live import Live, command
+from orbax.checkpoint import v1 as ocp
 from support.waiting import T0, Clock
 
 from torchax_ckpt import (
@@ -222,6 +223,8 @@ class Readers:
         base = {"driver": "file", "path": f"{step / 'state'}/"}
         store = ts.KvStore.open({"driver": "ocdbt", "base": base}).result()
         metadata = store.read("model.embed.weight/.zarray").result().value
+        ocp.save((bare := folder / "bare") / "1", {"w": np.arange(3), "n": [3, "x", {}]})
+        read_bare = TorchaxCheckpointer(bare, options=CheckpointOptions(read_only=True)).load
         holder = LeaseHolder("t1", "tpu-vm-7", 4711, "elsewhere", 9, T0 - 600, T0 - 9)
         assets = Assets.of({"model/config.json": "{}", "tokenizer/a.txt": "ä"}).content
         for name in ("leased", "1/assets"):
@@ -232,7 +235,7 @@ class Readers:
             "summary": self._through(step / SUMMARY, self._list, 0.04),
             "commit record": self._through(step / commit_record.RECORD, self._list, 0.04),
             "mark": Fed(mark, self._mark, 0.04),
-            "names of Orbax": self._through(step / "state" / "_METADATA", self._load, 0.04),
+            "bare Orbax": self._through(bare / "1" / "state" / "_METADATA", read_bare, 0.04),
             "shardings": self._through(step / "state" / "_sharding", self._show, 0.04),
             "events": dataclasses.replace(self._through(events, self._report, 0.06), form=Lines()),
             "array metadata": Fed(metadata, self._array_metadata, 0.11),
