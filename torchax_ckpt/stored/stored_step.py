@@ -34,7 +34,7 @@ from torchax_ckpt.processes.coordination import SINGLE_PROCESS, Processes
 from torchax_ckpt.runtime import host_memory, progress
 from torchax_ckpt.snapshot.host_array import Local, Placement
 from torchax_ckpt.storage.arrays import array_checks, read_arrays
-from torchax_ckpt.storage.arrays.assembly import Bounds, Index, Piece, Wanted, empty
+from torchax_ckpt.storage.arrays.assembly import Bounds, Index, Piece, Wanted, empty, overlap
 from torchax_ckpt.storage.directory import commit_record, step_files
 from torchax_ckpt.storage.directory.committed_step import MANIFEST, CommittedStep
 from torchax_ckpt.storage.medium import containment
@@ -117,16 +117,6 @@ class Compared:
 
     manifest: Manifest
     leaves: set[str] = dataclasses.field(default_factory=set)
-
-
-def overlap(bounds: Bounds, index: Index) -> tuple[Index, Index] | None:
-    """Returns the slices of a region and of a part that have the same elements; None if none."""
-    both = [(max(a, s.start), min(b, s.stop)) for (a, b), s in zip(bounds, index, strict=True)]
-    if any(low >= high for low, high in both):
-        return None
-    of_region = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(both, bounds, strict=True))
-    of_part = tuple(slice(a - s.start, b - s.start) for (a, b), s in zip(both, index, strict=True))
-    return of_region, of_part
 
 
 class StoredStep:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import copy
 import io
 import operator
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,23 +22,14 @@ from torchax_ckpt.layout.manifest import Node
 from torchax_ckpt.plain_torch import native_torch, tensor_of
 from torchax_ckpt.state import per_process_state
 from torchax_ckpt.state.findings import Findings
-from torchax_ckpt.storage.arrays.assembly import Bounds, bounds_of
+from torchax_ckpt.storage.arrays.assembly import Bounds, bounds_of, overlap
 from torchax_ckpt.storage.directory.committed_step import STATE
 from torchax_ckpt.stored.foreign_step import ForeignStep
-from torchax_ckpt.stored.stored_step import Part, StoredStep, about, overlap
+from torchax_ckpt.stored.stored_step import Part, StoredStep, about
 from torchax_ckpt.torch.load_planner import LoadPlanner, differences
 from torchax_ckpt.torch.state_trees import WIDER, compare, stand_in, tree_of
 
 Parts = Mapping[str, Sequence[Part]]
-_NONE = (None, None)
-_CONTAINERS = (list, tuple, set, frozenset)
-
-
-@dataclasses.dataclass(frozen=True)
-class _HostArray:
-    """Stands for an array that is no tensor: of numpy, or of a dtype that torch lacks."""
-
-    node: Node = dataclasses.field(hash=False)
 
 
 class FlattenedStep:
@@ -46,8 +37,8 @@ class FlattenedStep:
 
     def __init__(self, content: StoredStep, prefix: str | Mapping[str, str]) -> None:
         self._content, self.committed = content, content.committed
-        # id of a tensor that stands for a leaf -> the tensor, so that the id stays its, and node
-        self._nodes: dict[int, tuple[torch.Tensor, Node]] = {}
+        # id of what stands for a leaf -> this object, so that the id stays its, and the leaf's node
+        self._nodes: dict[int, tuple[object, Node]] = {}
         document: Mapping[str, Node] = content.document
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         with native_torch(), about(self.committed):
@@ -66,15 +57,16 @@ class FlattenedStep:
             ),
         )
 
-    def _stand_in(self, node: Node) -> Any:
-        """Returns what stands for a leaf: a tensor on the meta device, or a ``_HostArray``."""
+    def _stand_in(self, node: Node) -> object:
+        """Returns what stands for a leaf: a tensor on the meta device, if the leaf is a tensor."""
         if isinstance(self._content, ForeignStep):
             node = {**node, "kind": "torch"}  # Orbax stores numpy's arrays like others
-        with contextlib.suppress(UnsupportedLeafError):
-            if (tensor := stand_in(node)) is not None:
-                self._nodes[id(tensor)] = tensor, node
-                return tensor
-        return _HostArray(node)
+        tensor = None
+        with contextlib.suppress(UnsupportedLeafError):  # of a dtype that torch lacks
+            tensor = stand_in(node)
+        found = object() if tensor is None else tensor
+        self._nodes[id(found)] = found, node
+        return found
 
     def read(self, items: Sequence[ReadItem], planned: FlattenedStep) -> Parts:
         """Returns the parts of leaves for items that were planned for this step or a newer one.
@@ -102,32 +94,29 @@ class FlattenedStep:
             bounds = tuple(zip(item.storage_offsets, ends, strict=True))
             yield self._nodes[id(value)][1]["array"], bounds
         else:
-            yield from self._regions_in(value)
+            for _, node in self._leaves_in(value):
+                yield node["array"], bounds_of(None, tuple(node["shape"]))
 
-    def _node_of(self, value: Any) -> Node | None:
-        """Returns the node of what stands for an array; None for another value."""
-        return value.node if isinstance(value, _HostArray) else self._nodes.get(id(value), _NONE)[1]
-
-    def _regions_in(self, value: Any) -> Iterator[tuple[str, Bounds]]:
-        if (node := self._node_of(value)) is not None:
-            yield node["array"], bounds_of(None, tuple(node["shape"]))
-        for child in _children(value):
-            yield from self._regions_in(child)
+    def _leaves_in(self, value: Any) -> Iterator[tuple[object, Node]]:
+        """Yields what stands for the leaves in a value, and their nodes."""
+        if (known := self._nodes.get(id(value))) is not None:
+            yield known
+        elif isinstance(value, (dict, list, tuple, set, frozenset)):
+            for child in value.values() if isinstance(value, dict) else value:
+                yield from self._leaves_in(child)
 
     def _filled(self, value: Any, parts: Parts) -> Any:
         """Returns a value with arrays and tensors in place of what stands for them."""
-        if (node := self._node_of(value)) is not None:
+        leaves: dict[int, Any] = {}
+        for found, node in self._leaves_in(value):
             array = np.empty(node["shape"], node["dtype"])
             for index, host in parts[node["array"]]:
                 array[index] = host
-            if isinstance(value, torch.Tensor):
-                return tensor_of(array, value.dtype)
-            return array[()] if node["kind"] == "numpy_scalar" else array
-        if isinstance(value, dict):
-            return type(value)({k: self._filled(v, parts) for k, v in value.items()})
-        if isinstance(value, _CONTAINERS):
-            return type(value)(self._filled(v, parts) for v in value)
-        return value
+            if isinstance(found, torch.Tensor):
+                leaves[id(found)] = tensor_of(array, found.dtype)
+            else:
+                leaves[id(found)] = array[()] if node["kind"] == "numpy_scalar" else array
+        return copy.deepcopy(value, leaves)
 
     def fill(self, items: Sequence[ReadItem], planner: dcp.LoadPlanner, parts: Parts) -> None:
         """Copies parts into the program's tensors, and gives it the values that are no tensors.
@@ -186,12 +175,6 @@ def _described(value: Any) -> dcp_metadata.STORAGE_TYPES:
     whole = dcp_metadata.ChunkStorageMetadata(torch.Size([0] * value.ndim), value.shape)
     properties = dcp_metadata.TensorProperties(value.dtype)
     return dcp_metadata.TensorStorageMetadata(properties, value.shape, [whole])
-
-
-def _children(value: Any) -> Sequence[Any]:
-    if isinstance(value, dict):
-        return [*value.values()]
-    return [*value] if isinstance(value, _CONTAINERS) else []
 
 
 def _pickled(value: Any) -> io.BytesIO:

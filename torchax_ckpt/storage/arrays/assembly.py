@@ -61,10 +61,21 @@ class Piece:
         return chunking.region(self.start, self.shape)
 
 
+def overlap(bounds: Bounds, index: Index) -> tuple[Index, Index] | None:
+    """Returns the slices of a region and of a part that have the same elements; None if none."""
+    both = [(max(a, s.start), min(b, s.stop)) for (a, b), s in zip(bounds, index, strict=True)]
+    if any(low >= high for low, high in both):
+        return None
+    of_region = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(both, bounds, strict=True))
+    of_part = tuple(slice(a - s.start, b - s.start) for (a, b), s in zip(both, index, strict=True))
+    return of_region, of_part
+
+
 class _Region:
     """Puts together, from pieces, the part of an array that one or more devices will hold."""
 
     def __init__(self, bounds: Bounds, dtype: np.dtype[Any]) -> None:
+        self.bounds = bounds
         self.start = tuple(start for start, _ in bounds)
         self.shape = tuple(stop - start for start, stop in bounds)
         self.nbytes = math.prod(self.shape) * dtype.itemsize
@@ -77,35 +88,17 @@ class _Region:
         """Returns whether the piece is exactly this region, so that no copy is needed."""
         return (piece.start, piece.shape) == (self.start, self.shape)
 
-    def overlaps(self, piece: Piece) -> bool:
-        """Returns whether the region and the piece have elements in common."""
-        low, high = self._common(piece)
-        return all(a < b for a, b in zip(low, high, strict=True))
-
-    def _common(self, piece: Piece) -> tuple[list[int], list[int]]:
-        """Returns start and stop, in the whole array, of the overlap of this region and a piece."""
-        low = [max(a, b) for a, b in zip(self.start, piece.start, strict=True)]
-        high = [
-            min(a + n, b + m)
-            for a, n, b, m in zip(self.start, self.shape, piece.start, piece.shape, strict=True)
-        ]
-        return low, high
-
     def take(self, piece: Piece, host: np.ndarray) -> np.ndarray | None:
         """Adds a piece; returns the region's array if it completes the region, else None."""
         if self.is_piece(piece):
             return host
-        if not self.overlaps(piece):
+        if (both := overlap(self.bounds, piece.index)) is None:
             return None
-        low, high = self._common(piece)
         if self._host is None:
             self._host = empty(self.shape, self._dtype)
-        to, source = (
-            tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True))
-            for start in (self.start, piece.start)
-        )
-        self._host[to] = host[source]
-        self._missing -= math.prod(b - a for a, b in zip(low, high, strict=True))
+        here, of_piece = both
+        self._host[here] = host[of_piece]
+        self._missing -= host[of_piece].size
         if self._missing:
             return None
         whole, self._host = self._host, None
@@ -115,7 +108,8 @@ class _Region:
 class Target:
     """Receives the pieces of one array; adds each leaf to ``leaves`` when the leaf is complete.
 
-    ``nbytes`` are those of all parts of the array that are put together from pieces.
+    ``nbytes`` are those of all parts of the array that are put together from pieces. This class
+    itself keeps nothing: its pieces are only compared, or taken by the caller.
     """
 
     nbytes = 0
@@ -128,7 +122,8 @@ class Target:
 
     def pieces(self, chunk: Sequence[int]) -> Iterator[Piece]:
         """Yields the pieces to read, in the order of reading; ``chunk`` is the shape of a chunk."""
-        raise NotImplementedError
+        everything = _Region(bounds_of(None, self.wanted.shape), self._dtype)
+        return self._pieces(self._unit(chunk), [everything])
 
     def awaits(self, piece: Piece) -> tuple[int, int]:
         """Announces a piece that will be read; returns two sizes in bytes.
@@ -192,7 +187,7 @@ class SingleLeaf(Target):
         """See ``Target``. A piece that is exactly one part lends it its memory: first number 0."""
         nbytes, parts = piece.nbytes, 0
         for region, _ in self._regions:
-            if not region.is_awaited and region.overlaps(piece):
+            if not region.is_awaited and overlap(region.bounds, piece.index) is not None:
                 region.is_awaited = True
                 parts += region.nbytes
                 if region.is_piece(piece):
@@ -229,7 +224,7 @@ class Stack(Target):
         self._parts: dict[tuple[int, ...], np.ndarray] = {}
         self._whole: np.ndarray | None = None
         self._are_parts = False
-        self._region = _Region(tuple((0, n) for n in wanted.shape), self._dtype)
+        self._region = _Region(bounds_of(None, wanted.shape), self._dtype)
         self.nbytes = self._region.nbytes
         self._index = {member: i for i, member in enumerate(wanted.members)}
         self._missing = math.prod(wanted.shape)
@@ -293,19 +288,6 @@ class Stack(Target):
             return self._parts[tuple(dim.start or 0 for dim in index)][member, ...]
         at: Any = (member, *index, ...)
         return self._whole[at]
-
-
-class Checked(Target):
-    """Receives an array that is only verified (compared with its digests); keeps no data."""
-
-    def pieces(self, chunk: Sequence[int]) -> Iterator[Piece]:
-        """Yields the pieces of the whole array."""
-        everything = _Region(tuple((0, n) for n in self.wanted.shape), self._dtype)
-        return self._pieces(self._unit(chunk), [everything])
-
-    def arrived(self, piece: Piece, host: np.ndarray) -> tuple[int, list[jax.Array]]:
-        """Drops the piece, which the reader has already compared with its digests."""
-        return 0, []
 
 
 def _devices(placement: Placement, shape: tuple[int, ...]) -> list[tuple[Any, Bounds]]:
