@@ -5,7 +5,6 @@ On CPU devices JAX takes over the memory that a tensor was read into, so each by
 
 from __future__ import annotations
 
-import collections
 import concurrent.futures
 import dataclasses
 import functools
@@ -36,6 +35,7 @@ from torchax_ckpt.storage.arrays.assembly import (
     bounds_of,
     empty,
 )
+from torchax_ckpt.storage.arrays.read_arrays import BytesInFlight
 
 _MAX_TRANSIT_BYTES = 1 << 30
 # A tensor is read as a whole up to this size, so that reading and moving overlap for larger ones.
@@ -50,6 +50,10 @@ class _Piece:
     nbytes: int  # on the host, until the arrays of ``arrived`` are on devices
     read: Callable[[], Any]
     arrived: Callable[[Any], list[jax.Array]]  # takes the result; returns the arrays that move
+
+    def finish(self, reading: concurrent.futures.Future[Any]) -> tuple[int, list[jax.Array]]:
+        """Waits until the piece is read; returns its bytes and the arrays that move."""
+        return self.nbytes, self.arrived(reading.result())
 
 
 class FileWeights:
@@ -81,15 +85,8 @@ class FileWeights:
         """Reads this process's parts; ``max_host_bytes``, or one part, are not yet on devices."""
         leaves: dict[str, Any] = {}
         empty_leaves: dict[str, Any] = {}
-        max_bytes, in_flight_bytes = self._options.max_host_bytes or _MAX_TRANSIT_BYTES, 0
-        reading: collections.deque[tuple[_Piece, concurrent.futures.Future[Any]]]
-        moving: collections.deque[tuple[int, list[jax.Array]]]
-        reading, moving = collections.deque(), collections.deque()
-
-        def take() -> None:
-            piece, future = reading.popleft()
-            moving.append((piece.nbytes, piece.arrived(future.result())))
-
+        max_bytes = self._options.max_host_bytes or _MAX_TRANSIT_BYTES
+        in_flight = BytesInFlight(max_bytes)
         num_readers = min(_MAX_READERS, os.cpu_count() or 1)
         readers = concurrent.futures.ThreadPoolExecutor(num_readers, "torchax_ckpt-read")
         try:
@@ -99,18 +96,10 @@ class FileWeights:
                     empty_leaves[name] = np.zeros(read.spec.shape, dtype)
                     continue
                 for piece in _pieces(name, self._tensors[name], read, leaves, max_bytes):
-                    while in_flight_bytes and in_flight_bytes + piece.nbytes > max_bytes:
-                        if not moving:
-                            take()
-                        nbytes, arrays = moving.popleft()
-                        jax.block_until_ready(arrays)
-                        in_flight_bytes -= nbytes
-                    in_flight_bytes += piece.nbytes
-                    reading.append((piece, readers.submit(piece.read)))
-                    while reading and (reading[0][1].done() or len(reading) > 2 * num_readers):
-                        take()
-            while reading:
-                take()
+                    in_flight.make_room(piece.nbytes)
+                    reading = readers.submit(piece.read)
+                    in_flight.add(0, piece.nbytes, functools.partial(piece.finish, reading))
+            in_flight.drain()
         finally:
             readers.shutdown(cancel_futures=True)
         return {

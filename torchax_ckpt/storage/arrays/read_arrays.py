@@ -16,7 +16,7 @@ import logging
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import tensorstore as ts
@@ -54,6 +54,9 @@ _NIBBLES = {"int4", "uint4", "float4_e2m1fn"}
 # A place in TensorStore's text form: kind, database that first wrote it, file, first byte, number
 # of bytes.
 _PLACE = re.compile(r"(?:value|btreenode):(.*):(.*):(\d+):(\d+)")
+
+# Waits for a piece; returns the bytes and the moving arrays of the parts that it completes.
+Finish: TypeAlias = "Callable[[], tuple[int, list[jax.Array]]]"
 
 
 def read_arrays(
@@ -181,13 +184,13 @@ def _read(
         return sum(p.nbytes for t in targets for p in t.pieces(_chunk(stores[t.name])))
 
     with progress.bar(f"reading step {committed.step}", total_bytes) as on_bytes:
-        window = _BytesInFlight(options.max_host_bytes or largest + _IN_FLIGHT_BYTES, on_bytes)
+        window = BytesInFlight(options.max_host_bytes or largest + _IN_FLIGHT_BYTES)
         for target, piece in pieces:
             piece_bytes, joined_bytes = target.awaits(piece)
             window.make_room(piece_bytes + joined_bytes)
-            store = stores[target.name]
-            # A variable for the arrival would keep the arrival in memory until the next one.
-            window.add(piece_bytes, joined_bytes, _Arrival(committed, target, piece, store, pace))
+            arriving = _Arrival(committed, target, piece, stores[target.name], pace, on_bytes)
+            window.add(piece_bytes, joined_bytes, arriving.finish)
+            del arriving  # else it would stay in memory until the next one
         window.drain()
 
 
@@ -270,9 +273,10 @@ class _Arrival:
         piece: Piece,
         store: ts.TensorStore,
         pace: progress.Pace,
+        on_bytes: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
+        self._on_bytes = on_bytes
         self._committed, self._target, self._piece, self._pace = committed, target, piece, pace
-        self.nbytes = piece.nbytes
         self._store, self._chunk = store, _chunk(store)
         self._host = empty(piece.shape, store.dtype.numpy_dtype)
         source = store[piece.index][ts.d[:].translate_to[0]]
@@ -291,7 +295,7 @@ class _Arrival:
         except BaseException as error:  # raised again on the thread that waits
             self._failure = error
         finally:
-            self._pace.add(0, self.nbytes)
+            self._pace.add(0, self._piece.nbytes)
             self._is_compared.set()
 
     def finish(self) -> tuple[int, list[jax.Array]]:
@@ -313,6 +317,7 @@ class _Arrival:
             raise self._failure
         if self._wrong:
             raise self._damaged(self._wrong)
+        self._on_bytes(self._piece.nbytes)
         return self._host
 
     def _damaged(self, wrong: Sequence[tuple[int, ...]]) -> CorruptCheckpointError:
@@ -405,24 +410,26 @@ def _file_and_range(folder: epath.Path, found: str) -> str | None:
     return f"{folder / (database + file)}, bytes {start} to {int(start) + int(length)}"
 
 
-class _BytesInFlight:
+class BytesInFlight:
     """Limits the bytes in flight between storage and devices; only a single array can exceed it.
 
     A piece is in flight from its request until it is read; a part that is put together from pieces,
     from its first piece until it is on its devices.
     """
 
-    def __init__(self, max_bytes: int, on_bytes: Callable[[int], None]) -> None:
+    def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._on_bytes = on_bytes
         self._bytes = 0
-        self._reading: collections.deque[tuple[int, _Arrival]] = collections.deque()
+        self._reading: collections.deque[tuple[int, Finish]] = collections.deque()
         self._moving: collections.deque[tuple[int, list[jax.Array]]] = collections.deque()
 
-    def add(self, piece_bytes: int, joined_bytes: int, arrival: _Arrival) -> None:
-        """Adds a piece in flight, with the two numbers of bytes that ``Target.awaits`` returned."""
+    def add(self, piece_bytes: int, joined_bytes: int, finish: Finish) -> None:
+        """Adds a piece in flight, with the two numbers of bytes that ``Target.awaits`` returned.
+
+        ``finish`` waits for the piece, and returns what ``Target.arrived`` does.
+        """
         self._bytes += piece_bytes + joined_bytes
-        self._reading.append((piece_bytes, arrival))
+        self._reading.append((piece_bytes, finish))
 
     def make_room(self, nbytes: int) -> None:
         """Waits, for the oldest first, until ``nbytes`` more fit or nothing is in flight."""
@@ -439,7 +446,6 @@ class _BytesInFlight:
             nbytes, arrays = self._moving.popleft()
             jax.block_until_ready(arrays)
         else:
-            nbytes, arrival = self._reading.popleft()
-            self._moving.append(arrival.finish())
-            self._on_bytes(arrival.nbytes)
+            nbytes, finish = self._reading.popleft()
+            self._moving.append(finish())
         self._bytes -= nbytes
