@@ -165,48 +165,61 @@ class Target:
             yield Piece(start, extent, math.prod(extent) * self._dtype.itemsize)
 
 
-class SingleLeaf(Target):
-    """Receives an array that is one leaf; sends each device its part once the part is complete."""
+class _Assembled(Target):
+    """Receives an array in the parts that the devices of this process, or its host, will hold."""
 
-    def __init__(self, name: str, wanted: Wanted, leaves: dict[str, Any]) -> None:
+    def __init__(
+        self, name: str, wanted: Wanted, leaves: dict[str, Any], parts: Iterable[Bounds]
+    ) -> None:
         super().__init__(name, wanted, leaves)
-        ((self._leaf, self._placement),) = wanted.placements.items()
-        self._shards: list[Any] = []
-        devices: dict[Bounds, list[Any]] = {}
-        for device, bounds in _devices(self._placement, wanted.shape):
-            devices.setdefault(bounds, []).append(device)
-        self._regions = [(_Region(b, self._dtype), to) for b, to in devices.items()]
-        self.nbytes = sum(region.nbytes for region, _ in self._regions)
+        self._regions = {bounds: _Region(bounds, self._dtype) for bounds in parts}
+        self.nbytes = sum(region.nbytes for region in self._regions.values())
         self._missing = len(self._regions)
 
     def pieces(self, chunk: Sequence[int]) -> Iterator[Piece]:
-        """Yields the pieces that contain the parts for this process's devices or its host."""
-        return self._pieces(self._unit(chunk), (region for region, _ in self._regions))
+        """Yields the pieces that contain the parts."""
+        return self._pieces(self._unit(chunk), self._regions.values())
 
     def awaits(self, piece: Piece) -> tuple[int, int]:
         """See ``Target``. A piece that is exactly one part lends it its memory: first number 0."""
         nbytes, parts = piece.nbytes, 0
-        for region, _ in self._regions:
-            if not region.is_awaited and overlap(region.bounds, piece.index) is not None:
+        for bounds, region in self._regions.items():
+            if not region.is_awaited and overlap(bounds, piece.index) is not None:
                 region.is_awaited = True
                 parts += region.nbytes
                 if region.is_piece(piece):
                     nbytes = 0
         return nbytes, parts
 
+    def _completed(self, piece: Piece, host: np.ndarray) -> Iterator[tuple[Bounds, np.ndarray]]:
+        """Yields the parts that a piece completes."""
+        for bounds, region in self._regions.items():
+            if (whole := region.take(piece, host)) is not None:
+                self._missing -= 1
+                yield bounds, whole
+
+
+class SingleLeaf(_Assembled):
+    """Receives an array that is one leaf; sends each device its part once the part is complete."""
+
+    def __init__(self, name: str, wanted: Wanted, leaves: dict[str, Any]) -> None:
+        ((self._leaf, self._placement),) = wanted.placements.items()
+        self._shards: list[Any] = []
+        self._devices: dict[Bounds, list[Any]] = {}
+        for device, bounds in _devices(self._placement, wanted.shape):
+            self._devices.setdefault(bounds, []).append(device)
+        super().__init__(name, wanted, leaves, self._devices)
+
     def arrived(self, piece: Piece, host: np.ndarray) -> tuple[int, list[jax.Array]]:
         """Receives a piece; sends the parts that the piece completes to their devices."""
         moving: list[jax.Array] = []
         nbytes = 0
-        for region, devices in self._regions:
-            whole = region.take(piece, host)
-            if whole is None:
-                continue
-            nbytes += region.nbytes
-            self._missing -= 1
+        for bounds, whole in self._completed(piece, host):
+            nbytes += whole.nbytes
             if self._placement is Local.HOST:
                 self._shards.append(whole)
             else:
+                devices = self._devices[bounds]
                 targets = [None if to is Local.DEFAULT_DEVICE else to for to in devices]
                 moving += jax.device_put([whole] * len(targets), targets)
         self._shards += moving
@@ -215,79 +228,51 @@ class SingleLeaf(Target):
         return nbytes, moving
 
 
-class Stack(Target):
+class Stack(_Assembled):
     """Receives a stack; sends all its leaves to their devices after the last piece was read."""
 
     def __init__(self, name: str, wanted: Wanted, leaves: dict[str, Any]) -> None:
-        super().__init__(name, wanted, leaves)
-        # The pieces, if they match the parts that devices hold; if not, ``_whole`` has the array.
-        self._parts: dict[tuple[int, ...], np.ndarray] = {}
-        self._whole: np.ndarray | None = None
-        self._are_parts = False
-        self._region = _Region(bounds_of(None, wanted.shape), self._dtype)
-        self.nbytes = self._region.nbytes
+        rows, *shape = wanted.shape
+        self._shape = tuple(shape)
+        placements = {*wanted.placements.values()}
+        parts = (part for placement in placements for _, part in _devices(placement, self._shape))
+        # Each part has all members.
+        super().__init__(name, wanted, leaves, (((0, rows), *part) for part in parts))
+        self._parts: dict[Bounds, np.ndarray] = {}
         self._index = {member: i for i, member in enumerate(wanted.members)}
-        self._missing = math.prod(wanted.shape)
 
-    def pieces(self, chunk: Sequence[int]) -> Iterator[Piece]:
-        """Yields the pieces of the stack; each piece has the same part of every member."""
-        unit = [self.wanted.shape[0], *self._unit(chunk)[1:]]
-        pieces = list(self._pieces(unit, [self._region]))
-        found = {(piece.start[1:], piece.shape[1:]) for piece in pieces}
-        self._are_parts = all(
-            (tuple(start for start, _ in bounds), tuple(stop - start for start, stop in bounds))
-            in found
-            for placement in set(self.wanted.placements.values())
-            for _, bounds in _devices(placement, self.wanted.shape[1:])
-        )
-        yield from pieces
-
-    def awaits(self, piece: Piece) -> tuple[int, int]:
-        """See ``Target``. The first piece counts the whole array if pieces are copied into one.
-
-        If they are not copied, the first number is 0 and the second is the size of the piece.
-        """
-        if self._are_parts or self._region.is_piece(piece):
-            return 0, piece.nbytes
-        is_first, self._region.is_awaited = not self._region.is_awaited, True
-        return piece.nbytes, self.nbytes if is_first else 0
+    def _unit(self, chunk: Sequence[int]) -> list[int]:
+        return [self.wanted.shape[0], *super()._unit(chunk)[1:]]
 
     def arrived(self, piece: Piece, host: np.ndarray) -> tuple[int, list[jax.Array]]:
         """Receives a piece; after the last piece, sends all members to their devices."""
-        if self._are_parts:
-            self._parts[piece.start[1:]] = host
-        else:
-            self._whole = self._region.take(piece, host)
-        self._missing -= host.size
+        for (_, *part), whole in self._completed(piece, host):
+            self._parts[tuple(part)] = whole
         if self._missing:
             return 0, []
-        shape = self.wanted.shape[1:]
-        whole = (slice(None),) * len(shape)
         moving: list[jax.Array] = []
         single: dict[str, np.ndarray] = {}
         for leaf, placement in self.wanted.placements.items():
-            part = functools.partial(self._part, self._index[leaf])
+            part_at = functools.partial(self._part, self._index[leaf])
             if not isinstance(placement, Local):
                 # Members are small and many: for four devices, this call takes a seventh of the
                 # time of a transfer to each and of making one array of the four.
-                array = jax.make_array_from_callback(shape, placement, part, dtype=self._dtype)
+                array = jax.make_array_from_callback(
+                    self._shape, placement, part_at, dtype=self._dtype
+                )
                 self._leaves[leaf] = array
                 moving.append(array)
             elif placement is Local.HOST:
-                self._leaves[leaf] = part(whole).copy()  # a view would keep the stack alive
+                self._leaves[leaf] = part_at(None).copy()  # a view would keep the stack alive
             else:
-                single[leaf] = part(whole)
+                single[leaf] = part_at(None)
         self._leaves.update(zip(single, jax.device_put(list(single.values())), strict=True))
         moving += [self._leaves[leaf] for leaf in single]
         self._parts.clear()
-        self._whole = None
         return self.nbytes, moving
 
-    def _part(self, member: int, index: Index) -> np.ndarray:
-        if self._whole is None:
-            return self._parts[tuple(dim.start or 0 for dim in index)][member, ...]
-        at: Any = (member, *index, ...)
-        return self._whole[at]
+    def _part(self, member: int, index: Index | None) -> np.ndarray:
+        return self._parts[bounds_of(index, self._shape)][member, ...]
 
 
 def _devices(placement: Placement, shape: tuple[int, ...]) -> list[tuple[Any, Bounds]]:
