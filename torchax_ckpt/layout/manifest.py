@@ -158,11 +158,7 @@ class Manifest:
     @functools.cached_property
     def leaves(self) -> Mapping[str, dict[str, Any]]:
         """Leaf name -> array node, for all leaves of the step."""
-        return {
-            node["array"]: node
-            for component in self.document.values()
-            for node in array_nodes(component)
-        }
+        return leaf_nodes(self.document)
 
     def stored(self, wanted: Iterable[str]) -> dict[str, tuple[tuple[int, ...], str]]:
         """Returns stored name -> (shape, dtype) of the arrays that contain ``wanted`` leaves."""
@@ -191,6 +187,11 @@ def array_nodes(node: Node) -> Iterator[dict[str, Any]]:
                 stack.extend(reversed(current.values()))
         elif isinstance(current, list):
             stack.extend(reversed(current))
+
+
+def leaf_nodes(document: Mapping[str, Node]) -> dict[str, dict[str, Any]]:
+    """Returns leaf name -> array node, of all components of a document."""
+    return {node["array"]: node for part in document.values() for node in array_nodes(part)}
 
 
 def _check_version(raw: Mapping[str, Any], path: str) -> None:

@@ -10,8 +10,7 @@ from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from torchax_ckpt.layout.manifest import Node
-from torchax_ckpt.saving.host_parts import nodes_of
+from torchax_ckpt.layout.manifest import Node, leaf_nodes
 from torchax_ckpt.snapshot.move_shards import Rounds
 from torchax_ckpt.snapshot.sharding import Local, host_part, spans_hosts
 from torchax_ckpt.state.component import LeafRead
@@ -37,7 +36,7 @@ def as_saved(reads: Mapping[str, LeafRead], specs: Mapping[str, Any]) -> dict[st
 
 def of_reads(reads: Mapping[str, LeafRead], document: Mapping[str, Node]) -> dict[str, LeafRead]:
     """Returns reads of this host's part, of the leaves that its step does not hold whole."""
-    found, nodes = {}, nodes_of(document)
+    found, nodes = {}, leaf_nodes(document)
     for name, read in reads.items():
         if spans_hosts(read.placement) and "starts" in nodes.get(name, {}):
             part = host_part(read.placement, read.spec.shape)  # type: ignore[arg-type]
@@ -63,7 +62,7 @@ def stored_starts(
     They differ from these if the host had another position in the mesh at the save. Leaves stored
     whole satisfy any request. Raises ValueError for a part that does not fit the needed one.
     """
-    found, nodes = needed_starts(reads), nodes_of(document)
+    found, nodes = needed_starts(reads), leaf_nodes(document)
     for name in reads:
         starts = nodes.get(name, {}).get("starts")
         if starts is None:
@@ -97,7 +96,7 @@ def _blocks(starts: Any) -> list[list[int]]:
 
 def on_host(document: Mapping[str, Node], names: Iterable[str]) -> dict[str, LeafRead]:
     """Returns reads of leaves into host memory, from which they are sent to other hosts."""
-    nodes = nodes_of(document)
+    nodes = leaf_nodes(document)
     return {n: LeafRead(n, Spec.of_node(nodes[n]), Local.HOST) for n in names if n in nodes}
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from torchax_ckpt.layout.manifest import Node, array_nodes
+from torchax_ckpt.layout.manifest import Node, array_nodes, leaf_nodes
 from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.snapshot.sharding import host_part
 from torchax_ckpt.snapshot.snapshotter import Stored
@@ -53,7 +53,7 @@ def described(
 
 def parts(document: Mapping[str, Node]) -> str:
     """Returns a digest of the parts in what ``described`` has returned."""
-    return digest({name: node.get("starts") for name, node in nodes_of(document).items()})
+    return digest({name: node.get("starts") for name, node in leaf_nodes(document).items()})
 
 
 def digest(content: Any) -> str:
@@ -74,9 +74,4 @@ def whole(document: Mapping[str, Node]) -> Mapping[str, Node]:
 
 def specs(document: Mapping[str, Node]) -> dict[str, Any]:
     """Returns leaf name -> field ``spec``, for leaves that spanned several hosts at the save."""
-    return {name: node["spec"] for name, node in nodes_of(document).items() if "spec" in node}
-
-
-def nodes_of(document: Mapping[str, Node]) -> dict[str, Mapping[str, Any]]:
-    """Returns leaf name -> node."""
-    return {node["array"]: node for part in document.values() for node in array_nodes(part)}
+    return {name: node["spec"] for name, node in leaf_nodes(document).items() if "spec" in node}

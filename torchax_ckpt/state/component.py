@@ -19,8 +19,6 @@ from jax.extend.core.primitives import convert_element_type_p
 
 from torchax_ckpt import torchax_backend
 from torchax_ckpt.errors import (
-    CheckpointError,
-    MismatchError,
     UninitializedLeafError,
     UnsupportedLeafError,
 )
@@ -30,7 +28,7 @@ from torchax_ckpt.layout.nodes import decode
 from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.runtime.undoing import undone_on_failure
 from torchax_ckpt.snapshot.sharding import Local, Placement, placement_of
-from torchax_ckpt.state.findings import Findings
+from torchax_ckpt.state.findings import Findings, refused
 from torchax_ckpt.state.leaf import Array, Spec, require_jax_dtype
 from torchax_ckpt.state.pytree import Encoder
 
@@ -249,13 +247,8 @@ def restore_by_call(
 
     def call(values: Values) -> None:
         state = value_of(node, values)
-        try:
+        with refused(where):
             take(state)
-        except CheckpointError:
-            raise
-        except Exception as error:
-            why = f"refused the stored state: {type(error).__name__}: {error}"
-            raise MismatchError(f"{where}: {why}", mismatched={where: why}) from error
 
     attributes = dict(getattr(owner, "__dict__", {}))
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal
 
-from torchax_ckpt.errors import MismatchError
+from torchax_ckpt.errors import CheckpointError, MismatchError
 
 Call = Literal["restore", "warm_start", "load", "dcp.load", "torch.restore"]
 """The call that compared; an error names the arguments of this call that help."""
@@ -126,6 +127,18 @@ class Findings:
                 if prefix.endswith(".") and {prefix + n for n in ours} == set(theirs):
                     return rename.format(prefix)
         return None
+
+
+@contextlib.contextmanager
+def refused(where: str) -> Iterator[None]:
+    """Turns an error of user code, in a block that gives it stored state, into MismatchError."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        why = f"refused the stored state: {type(error).__name__}: {error}"
+        raise MismatchError(f"{where}: {why}", mismatched={where: why}) from error
 
 
 def type_name(value: object) -> str:

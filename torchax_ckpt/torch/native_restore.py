@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchax_ckpt.errors import AttachError, CheckpointError, MismatchError
+from torchax_ckpt.errors import AttachError
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node, array_nodes
 from torchax_ckpt.layout.nodes import decode
@@ -22,7 +22,7 @@ from torchax_ckpt.restoring.restore_report import RestoreReport
 from torchax_ckpt.runtime.undoing import undone_on_failure
 from torchax_ckpt.runtime.user_messages import brief
 from torchax_ckpt.state import generators, node_checks, per_process_state
-from torchax_ckpt.state.findings import Findings, type_name
+from torchax_ckpt.state.findings import Findings, refused, type_name
 from torchax_ckpt.state.stored_entries import EXTRA_STATE, StoredOptimizer
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
@@ -131,7 +131,8 @@ class _Plan:
         self.reads: dict[str, None] = {}
         self._names: dict[int, list[str]] = {}  # id of a live parameter -> its names
         self._arrays: Mapping[str, np.ndarray] = {}
-        self._calls: list[_LoadCall] = []
+        # Each gives an object its state, which may fail, and adds what undoes that.
+        self._calls: list[Callable[[list[Callable[[], object]]], None]] = []
         # Each makes new values on their devices, and returns a change that cannot fail.
         self._stages: list[Callable[[], Callable[[], object]]] = []
 
@@ -177,8 +178,7 @@ class _Plan:
         changes = [stage() for stage in self._stages]
         with undone_on_failure() as undos:
             for call in self._calls:
-                undos.append(call.undo())
-                call.do()
+                call(undos)
         for change in changes:
             change()
 
@@ -195,7 +195,25 @@ class _Plan:
         load: Callable[[Any], Any],
         node: Node,
     ) -> None:
-        self._calls.append(_LoadCall(where, owner, get, load, self._reader(node)))
+        """Plans a call that gives an object its state; it may fail: it runs the user's code."""
+        value_of = self._reader(node)
+
+        def call(undos: list[Callable[[], object]]) -> None:
+            attributes, before = dict(getattr(owner, "__dict__", {})), copy.deepcopy(get())
+
+            def undo() -> None:
+                if attributes:
+                    owner.__dict__.clear()
+                    owner.__dict__.update(attributes)
+                load(before)
+
+            undos.append(undo)
+            state = value_of()
+            with refused(where):
+                load(state)
+                get()  # torchdata's loader draws when it first uses a state: not later
+
+        self._calls.append(call)
 
     def _add_module(
         self, module: torch.nn.Module, member: str, node: Node, where: str, findings: Findings
@@ -297,41 +315,6 @@ class _Plan:
             return functools.partial(put, values)
 
         self._stages.append(stage)
-
-
-@dataclasses.dataclass(frozen=True)
-class _LoadCall:
-    """A call that gives an object its state; it may fail, because it runs the user's code."""
-
-    where: str
-    owner: Any
-    get: Callable[[], Any]
-    load: Callable[[Any], Any]
-    value: Callable[[], Any]
-
-    def undo(self) -> Callable[[], None]:
-        """Returns what gives the object back the state that it has now."""
-        attributes, before = dict(getattr(self.owner, "__dict__", {})), copy.deepcopy(self.get())
-
-        def undo() -> None:
-            if attributes:
-                self.owner.__dict__.clear()
-                self.owner.__dict__.update(attributes)
-            self.load(before)
-
-        return undo
-
-    def do(self) -> None:
-        """Gives the object its state; raises MismatchError if it refuses."""
-        state = self.value()
-        try:
-            self.load(state)
-            self.get()  # torchdata's loader draws when it first uses a state: not later
-        except CheckpointError:
-            raise
-        except Exception as error:
-            why = f"refused the stored state: {type(error).__name__}: {error}"
-            raise MismatchError(f"{self.where}: {why}", mismatched={self.where: why}) from error
 
 
 def _filling(target: torch.Tensor, value_of: Callable[[], Any]) -> Callable[[], Callable[[], Any]]:

@@ -223,8 +223,14 @@ class SingleLeaf(_Assembled):
                 targets = [None if to is Local.DEFAULT_DEVICE else to for to in devices]
                 moving += jax.device_put([whole] * len(targets), targets)
         self._shards += moving
-        if not self._missing:
-            self._leaves[self._leaf] = _assemble(self.wanted.shape, self._placement, self._shards)
+        if self._missing:
+            return nbytes, moving
+        leaf, *_ = self._shards
+        if not isinstance(self._placement, Local):
+            leaf = jax.make_array_from_single_device_arrays(
+                self.wanted.shape, self._placement, self._shards, dtype=leaf.dtype
+            )
+        self._leaves[self._leaf] = leaf
         return nbytes, moving
 
 
@@ -284,15 +290,6 @@ def _devices(placement: Placement, shape: tuple[int, ...]) -> list[tuple[Any, Bo
             for device, index in placement.addressable_devices_indices_map(shape).items()
         ]
     return [(placement, bounds_of(None, shape))]
-
-
-def _assemble(shape: tuple[int, ...], placement: Placement, shards: list[Any]) -> Any:
-    """Returns a leaf made of its parts on this process's devices, or of one part on the host."""
-    if isinstance(placement, Local):
-        return shards[0]
-    return jax.make_array_from_single_device_arrays(
-        shape, placement, shards, dtype=shards[0].dtype if shards else None
-    )
 
 
 def bounds_of(index: Index | None, shape: tuple[int, ...]) -> Bounds:
