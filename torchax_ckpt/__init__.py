@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from torchax_ckpt import planning, policies
     from torchax_ckpt.checkpointer import TorchaxCheckpointer
     from torchax_ckpt.formats.state_dict import load_torch_state_dict
-    from torchax_ckpt.restoring.restore_report import RestoreReport
     from torchax_ckpt.restoring.warm_start import warm_start
+    from torchax_ckpt.state.findings import RestoreReport
     from torchax_ckpt.state.random_state import RandomState
     from torchax_ckpt.telemetry.events import Event
     from torchax_ckpt.telemetry.stats import Stats
@@ -37,7 +37,7 @@ __all__ = [
 _LAZY = {
     "Event": "telemetry.events",
     "RandomState": "state.random_state",
-    "RestoreReport": "restoring.restore_report",
+    "RestoreReport": "state.findings",
     "Stats": "telemetry.stats",
     "TorchaxCheckpointer": "checkpointer",
     "load_torch_state_dict": "formats.state_dict",

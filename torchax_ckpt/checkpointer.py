@@ -16,7 +16,6 @@ from torchax_ckpt.options import CheckpointOptions, LocalTier, TierName
 from torchax_ckpt.policies import preservation
 from torchax_ckpt.processes.call_log import Kind
 from torchax_ckpt.restoring.read_calls import ReadCalls
-from torchax_ckpt.restoring.restore_report import RestoreReport
 from torchax_ckpt.runtime.call_guard import Calls, as_step, guarded
 from torchax_ckpt.runtime.preemption import Preemption
 from torchax_ckpt.runtime.user_messages import brief
@@ -24,6 +23,7 @@ from torchax_ckpt.saving.loop import Loop
 from torchax_ckpt.saving.save_calls import SaveCalls
 from torchax_ckpt.saving.tiers import Tiers
 from torchax_ckpt.snapshot.snapshotter import Snapshotter
+from torchax_ckpt.state.findings import RestoreReport
 from torchax_ckpt.state.stateful import explain_worker_error
 from torchax_ckpt.state.training_state import TrainingState
 from torchax_ckpt.telemetry.events import Event

@@ -17,12 +17,11 @@ from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.restoring.fallback import newest_readable, reading
 from torchax_ckpt.restoring.local_tier import HostSteps
 from torchax_ckpt.restoring.restore import restore_attached
-from torchax_ckpt.restoring.restore_report import RestoreReport
 from torchax_ckpt.runtime import progress
 from torchax_ckpt.runtime.call_guard import as_step
 from torchax_ckpt.saving.tiers import RunTier, Tiers
 from torchax_ckpt.state import functional, per_process_state
-from torchax_ckpt.state.findings import Findings
+from torchax_ckpt.state.findings import Findings, RestoreReport
 from torchax_ckpt.state.training_state import FUNCTIONAL, TrainingState
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.stored.foreign_step import ForeignStep

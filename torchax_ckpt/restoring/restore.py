@@ -20,13 +20,12 @@ from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.restoring.file_weights import FileWeights
 from torchax_ckpt.restoring.local_tier import HostSteps
-from torchax_ckpt.restoring.restore_report import RestoreReport
 from torchax_ckpt.snapshot.device_memory import free_device_bytes
 from torchax_ckpt.snapshot.device_sizes import shard_bytes
 from torchax_ckpt.snapshot.sharding import Local
 from torchax_ckpt.state import per_process_state, random_state
 from torchax_ckpt.state.component import LeafRead, Restoration
-from torchax_ckpt.state.findings import Call
+from torchax_ckpt.state.findings import Call, RestoreReport
 from torchax_ckpt.state.training_state import TrainingState
 from torchax_ckpt.stored.stored_step import StoredStep, about
 
@@ -87,14 +86,9 @@ def carry_out(
         _apply_in_budget(plan, source, processes, step, path)
     else:
         plan.apply(source.read_leaves(plan.reads), processes.meet)
-    return RestoreReport(
-        step,
-        missing=tuple(findings.missing),
-        unexpected=tuple(findings.unexpected),
-        mismatched=dict(findings.mismatched),
-        left_out=(*(f"model/{name}" for name in plan.selection.left_out), *findings.left_out),
-        is_verified=source.is_whole(plan.reads, processes.count),
-    )
+    left_out = (*(f"model/{name}" for name in plan.selection.left_out), *findings.left_out)
+    is_verified = source.is_whole(plan.reads, processes.count)
+    return findings.report(step, left_out, is_verified=is_verified)
 
 
 def _apply_in_budget(

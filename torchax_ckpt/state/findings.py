@@ -1,4 +1,4 @@
-"""The differences between a checkpoint and the attached objects, and the error that lists them."""
+"""The differences between a checkpoint and a program's objects, as an error or as a report."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal
 
 from torchax_ckpt.errors import CheckpointError, MismatchError
+from torchax_ckpt.options import TierName
 
 Call = Literal["restore", "warm_start", "load", "dcp.load", "torch.restore"]
 """The call that compared; an error names the arguments of this call that help."""
@@ -24,6 +25,35 @@ _MAX_LISTED = 20
 _FEW = 3  # more names of one pattern than this are one entry
 _MODEL, _OPTIMIZER = "model/", "optimizer/"
 _NUMBER = re.compile(r"(?<![^./])[0-9]+(?![^./])")  # a whole part of a name, such as a layer's
+
+
+@dataclasses.dataclass(frozen=True)
+class RestoreReport:
+    """The result of a restore.
+
+    Attributes:
+      step: the restored step; None for weights from files.
+      missing: names that are attached but not in the checkpoint; what they name stays unchanged.
+      unexpected: names in the checkpoint that no attached object takes.
+      mismatched: name of a leaf that differs -> "expected ..., found ..."; the attached leaf stays
+        unchanged. Optimizer state is listed under the name of its parameter, for example
+        ``optimizer/head.weight``.
+      left_out: names of the model's tensors, in the program or the checkpoint, that ``include`` and
+        ``exclude`` do not select; and names of the checkpoint's optimizer state for these tensors,
+        or for parameters that were in no group of the optimizer.
+      skipped_steps: steps newer than ``step`` that could not be read.
+      is_verified: whether every stored byte of the step was read and compared with its digest.
+      tier: the tier from which the step was read, "durable" or "local".
+    """
+
+    step: int | None
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    mismatched: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+    skipped_steps: tuple[int, ...] = ()
+    is_verified: bool = False
+    tier: TierName = "durable"
 
 
 @dataclasses.dataclass
@@ -45,6 +75,19 @@ class Findings:
     def mismatch(self, name: str, expected: object, found: object) -> None:
         """Records that, for ``name``, the program has ``expected`` and the checkpoint ``found``."""
         self.mismatched[name] = f"expected {expected}, found {found}"
+
+    def report(
+        self, step: int | None, left_out: Iterable[str], *, is_verified: bool
+    ) -> RestoreReport:
+        """Returns the report of a restore that was made in spite of the differences."""
+        return RestoreReport(
+            step,
+            missing=tuple(self.missing),
+            unexpected=tuple(self.unexpected),
+            mismatched=dict(self.mismatched),
+            left_out=tuple(left_out),
+            is_verified=is_verified,
+        )
 
     def error(self, step: int | None, path: str, call: Call = "restore") -> MismatchError:
         """Returns one error that lists all differences, and says what to do; no step for files."""

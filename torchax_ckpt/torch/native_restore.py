@@ -18,11 +18,10 @@ from torchax_ckpt.layout.manifest import Node, array_nodes
 from torchax_ckpt.layout.nodes import decode
 from torchax_ckpt.plain_torch import native_torch
 from torchax_ckpt.restoring.fallback import newest_readable
-from torchax_ckpt.restoring.restore_report import RestoreReport
 from torchax_ckpt.runtime.undoing import undone_on_failure
 from torchax_ckpt.runtime.user_messages import brief
 from torchax_ckpt.state import generators, node_checks, per_process_state
-from torchax_ckpt.state.findings import Findings, refused, type_name
+from torchax_ckpt.state.findings import Findings, RestoreReport, refused, type_name
 from torchax_ckpt.state.stored_entries import EXTRA_STATE, StoredOptimizer
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
@@ -114,14 +113,7 @@ def _restored(stored: StoredStep, objects: Mapping[str, Any], *, strict: bool) -
         plan.add_generators(node)
         left_out.append("rng/torchax")
     plan.carry_out(stored.read(plan.reads))
-    return RestoreReport(
-        step,
-        missing=tuple(findings.missing),
-        unexpected=tuple(findings.unexpected),
-        mismatched=dict(findings.mismatched),
-        left_out=tuple(left_out),
-        is_verified=stored.is_whole(plan.reads, 1),
-    )
+    return findings.report(step, left_out, is_verified=stored.is_whole(plan.reads, 1))
 
 
 class _Plan:

@@ -70,26 +70,17 @@ def gathered(
         return digests
     shared = {n: digests[n] for n, array in arrays.items() if not isinstance(array, np.ndarray)}
     layouts = []
-    # All digests, all long ones (or zeros), and for each block whether it has a long one.
-    values, long, has_long = bytearray(), bytearray(), bytearray()
     for name, known in shared.items():
-        array, num_blocks = arrays[name], len(known.values) // 8
-        form = (array.dtype.name, array.shape, known.block, known.long is not None)
+        form = (arrays[name].dtype.name, arrays[name].shape, known.block, known.long is not None)
         layouts.append([name, places.get(name), *form])
-        values += known.values
-        long += bytes(16 * num_blocks) if known.long is None else known.long
-        has_long += bytes([known.long is not None]) * num_blocks
     layouts_digest = xxhash.xxh3_64_digest(json.dumps(layouts).encode())
-    all_values, all_long = np.frombuffer(values, "<u8"), np.frombuffer(long, "u1").reshape(-1, 16)
-    has_long_digest = np.frombuffer(has_long, bool)
+    # For each block of all arrays, its digest and its long digest, or zeros; long ones may be rare.
+    rows = np.concatenate([np.zeros((0, 24), np.uint8), *map(_rows, shared.values())])
+    width = 24 if any(known.long is not None for known in shared.values()) else 8
     # The digest of a block that another process stores is zero, and is not sent.
-    local_blocks = np.flatnonzero(all_values)
+    local_blocks = np.flatnonzero(rows[:, :8].any(axis=1))
     message = (
-        layouts_digest
-        + len(local_blocks).to_bytes(8)
-        + local_blocks.astype("<u8").tobytes()
-        + all_values[local_blocks].tobytes()
-        + all_long[local_blocks[has_long_digest[local_blocks]]].tobytes()
+        layouts_digest + local_blocks.astype("<u8").tobytes() + rows[local_blocks, :width].tobytes()
     )
     for index, sent in enumerate(processes.gather(message)):
         if sent[:8] != layouts_digest:
@@ -98,20 +89,25 @@ def gathered(
                 "names, shapes, dtypes and shardings on all processes. Pass the same objects to "
                 "Checkpointer.attach on every process."
             )
-        count = int.from_bytes(sent[8:16])
-        where, found = np.frombuffer(sent, "<u8", 2 * count, 16).reshape(2, count)
-        all_values[where] = found
-        found_long = np.frombuffer(sent[16 + 16 * count :], "u1").reshape(-1, 16)
-        all_long[where[has_long_digest[where]]] = found_long
+        count = (len(sent) - 8) // (8 + width)
+        where = np.frombuffer(sent, "<u8", count, 8)
+        found = np.frombuffer(sent, np.uint8, offset=8 + 8 * count)
+        rows[where, :width] = found.reshape(count, width)
     if not processes.is_first:
         return digests
     merged, start = dict(digests), 0
     for name, known in shared.items():
         end = start + len(known.values) // 8
-        merged_long = None if known.long is None else all_long[start:end].tobytes()
-        merged[name] = Digests(known.block, all_values[start:end].tobytes(), merged_long)
+        long = None if known.long is None else rows[start:end, 8:].tobytes()
+        merged[name] = Digests(known.block, rows[start:end, :8].tobytes(), long)
         start = end
     return merged
+
+
+def _rows(known: Digests) -> np.ndarray:
+    long = known.long or bytes(2 * len(known.values))
+    parts = (known.values, 8), (long, 16)
+    return np.hstack([np.frombuffer(octets, np.uint8).reshape(-1, n) for octets, n in parts])
 
 
 def grid_shape(shape: Sequence[int], block: Sequence[int]) -> tuple[int, ...]:
