@@ -28,7 +28,8 @@ from torchax_ckpt.errors import (
     MismatchError,
     UnsupportedLeafError,
 )
-from torchax_ckpt.storage.arrays.assembly import Index, empty
+from torchax_ckpt.storage.arrays import chunking
+from torchax_ckpt.storage.arrays.assembly import Index, bounds_of, empty, overlap
 from torchax_ckpt.storage.medium import fsync, permissions, seals
 
 MAX_METADATA_BYTES = seals.MAX_JSON_BYTES
@@ -195,21 +196,16 @@ class FileTensor:
 
     def read(self, index: Index) -> np.ndarray:
         """Reads a region of the tensor, slices with step 1, into new memory."""
-        bounds = [s.indices(n)[:2] for s, n in zip(index, self.shape, strict=True)]
+        bounds = bounds_of(index, self.shape)
         result = empty(tuple(b - a for a, b in bounds), np.dtype(self.dtype))
         missing = result.size
         if not missing:
             return result
         for part in self.parts:
-            low = [max(a, s) for (a, _), s in zip(bounds, part.start, strict=True)]
-            ends = (s + n for s, n in zip(part.start, part.shape, strict=True))
-            high = [min(b, e) for (_, b), e in zip(bounds, ends, strict=True)]
-            if any(a >= b for a, b in zip(low, high, strict=True)):
+            both = overlap(bounds, chunking.region(part.start, part.shape))
+            if both is None:
                 continue
-            in_part, in_result = (
-                tuple(slice(a - s, b - s) for a, b, s in zip(low, high, origin, strict=True))
-                for origin in (part.start, [a for a, _ in bounds])
-            )
+            in_result, in_part = both
             where: Any = (*in_result, ...)  # with it, a tensor without dims gives a view too
             region = result[where]
             missing -= region.size

@@ -116,9 +116,7 @@ def _pieces(
     # A tensor that is converted is in memory in both dtypes.
     item_bytes = sum(d.itemsize for d in {np.dtype(d) for d in (tensor.dtype, dtype)})
 
-    def as_wanted(host: np.ndarray) -> np.ndarray:
-        return _as_dtype(host, dtype, name)
-
+    as_wanted = functools.partial(_as_dtype, dtype=dtype, name=name)
     if isinstance(placement, Sharding):
         indices = placement.addressable_devices_indices_map(shape).values()
         parts = list({bounds_of(index, shape): None for index in indices})
@@ -143,20 +141,17 @@ def _pieces(
             yield _Piece(nbytes, read_parts, all_arrived)
             return
 
-    def read_one(piece: Piece) -> np.ndarray:
-        return as_wanted(tensor.read(piece.index))
-
-    def one_arrived(piece: Piece, host: np.ndarray) -> list[jax.Array]:
-        return target.arrived(piece, host)[1]
-
     target = SingleLeaf(name, Wanted(shape, dtype, {name: placement}, None), leaves)
     chunk = placement.shard_shape(shape) if isinstance(placement, Sharding) else shape
-    for piece in target.pieces(chunk):
-        yield _Piece(
+
+    def whole(piece: Piece) -> _Piece:
+        return _Piece(
             math.prod(piece.shape) * item_bytes,
-            functools.partial(read_one, piece),
-            functools.partial(one_arrived, piece),
+            lambda: as_wanted(tensor.read(piece.index)),
+            lambda host: target.arrived(piece, host)[1],
         )
+
+    yield from map(whole, target.pieces(chunk))
 
 
 def _band_of(parts: Sequence[Bounds], shape: tuple[int, ...]) -> Bounds | None:

@@ -395,19 +395,14 @@ def place_of_chunk(folder: epath.Path, key: str, chunk: Sequence[int]) -> str | 
                 if "location" in entry:
                     todo.append(entry["location"])
                 elif entry["key"] == wanted:
-                    return _file_and_range(folder, entry.get("indirect_value", node))
+                    if (place := _PLACE.fullmatch(entry.get("indirect_value", node))) is None:
+                        return None
+                    database, file, start, length = place.groups()
+                    end = int(start) + int(length)
+                    return f"{folder / (database + file)}, bytes {start} to {end}"
     except Exception as error:  # must not replace the error that is being reported
         logger.info("cannot locate the damaged chunk of %s in %s: %s", key, folder, error)
     return None
-
-
-def _file_and_range(folder: epath.Path, found: str) -> str | None:
-    """Returns TensorStore's location text as file and byte range; None if it cannot be parsed."""
-    place = _PLACE.fullmatch(found)
-    if place is None:
-        return None
-    database, file, start, length = place.groups()
-    return f"{folder / (database + file)}, bytes {start} to {int(start) + int(length)}"
 
 
 class BytesInFlight:
