@@ -44,6 +44,11 @@ def manifest(name: str) -> dict[str, Any]:
     return yaml.safe_load((EXAMPLE / f"{name}.yaml").read_text())
 
 
+def queue() -> dict[str, dict[str, Any]]:
+    """The manifests of Kueue, by kind."""
+    return {m["kind"]: m for m in yaml.safe_load_all((EXAMPLE / "queue.yaml").read_text())}
+
+
 def validator(name: str) -> jsonschema.Draft202012Validator:
     schema = strict(json.loads((SCHEMAS / f"{name}.json").read_text()))
     # The API server's own fields, which a CRD leaves out.
@@ -55,6 +60,38 @@ def test_the_manifests_fit_their_schemas() -> None:
     validator("jobset-v1alpha2").validate(manifest("jobset"))
     configuration = manifest("checkpoint-configuration")
     validator("checkpoint-configuration-v1").validate(configuration)
+    names = {"ResourceFlavor": "resource-flavor", "ClusterQueue": "cluster-queue"}
+    for each in queue().values():
+        validator(f"{names.get(each['kind'], 'local-queue')}-v1beta2").validate(each)
+
+
+def test_the_schemas_are_of_the_releases_that_the_readme_installs() -> None:
+    text, schemas = (EXAMPLE / "README.md").read_text(), (SCHEMAS / "README.md").read_text()
+    installed = re.findall(r"kubernetes-sigs/(\w+)/releases/download/(v[\d.]+)/", text)
+    stated = re.findall(
+        r"(v[\d.]+), github.com/kubernetes-sigs/(\w+)", re.sub(r"\s+", " ", schemas)
+    )
+    assert installed == [(name, version) for version, name in stated]
+    assert [name for name, _ in installed] == ["jobset", "kueue"]
+
+
+def test_the_queue_admits_the_jobset_and_no_more() -> None:
+    flavor, cluster, local = queue().values()
+    jobset, (job,) = manifest("jobset"), manifest("jobset")["spec"]["replicatedJobs"]
+    assert jobset["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == local["metadata"]["name"]
+    assert local["spec"]["clusterQueue"] == cluster["metadata"]["name"]
+    assert flavor["spec"]["nodeLabels"] == pod(jobset)["nodeSelector"]
+    (group,) = cluster["spec"]["resourceGroups"]
+    (offered,) = group["flavors"]
+    assert offered["name"] == flavor["metadata"]["name"]
+    (container,) = pod(jobset)["containers"]
+    # Kueue never admits what requests another resource.
+    requested = container["resources"]["limits"]
+    assert group["coveredResources"] == [r["name"] for r in offered["resources"]] == [*requested]
+    num_chips = (
+        job["replicas"] * job["template"]["spec"]["parallelism"] * requested["google.com/tpu"]
+    )
+    assert offered["resources"][0]["nominalQuota"] == num_chips
 
 
 def test_the_ramdisk_is_sized_for_what_the_local_tier_keeps() -> None:
@@ -84,11 +121,25 @@ def pod(jobset: dict[str, Any]) -> dict[str, Any]:
         lambda j: pod(j)["volumes"][0]["csi"].pop("driver"),
     ],
 )
-def test_the_schema_finds_what_is_wrong(spoil: Any) -> None:
+def test_the_schemas_find_what_is_wrong(spoil: Any) -> None:
     jobset = manifest("jobset")
     spoil(jobset)
     with pytest.raises(jsonschema.ValidationError):
         validator("jobset-v1alpha2").validate(jobset)
+
+
+def test_the_schemas_of_kueue_find_what_is_wrong() -> None:
+    flavor, cluster, local = queue().values()
+    flavor["spec"]["nodeLabels"]["topology"] = 4
+    cluster["spec"]["resourceGroups"][0]["flavours"] = []
+    local["spec"]["clusterQueue"] = "Not a name"
+    for name, wrong in (
+        ("resource-flavor", flavor),
+        ("cluster-queue", cluster),
+        ("local-queue", local),
+    ):
+        with pytest.raises(jsonschema.ValidationError):
+            validator(f"{name}-v1beta2").validate(wrong)
 
 
 def chips(topology: str) -> int:
