@@ -52,7 +52,7 @@ BUDGETS = {
     "files": 185,
     "files that one other imports": 30,
     "classes whose name stands twice": 0,
-    "lines of tests": 41_751,
+    "lines of tests": 41_909,
 }
 
 FILES = sorted(PACKAGE.rglob("*.py"))
