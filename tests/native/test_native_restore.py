@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,12 +46,28 @@ def test_all_objects_have_what_was_saved_to_the_bit(kind: str, tmp_path: Path) -
     assert "is_verified=True" in found
 
 
+GROUPS = """
+models = {name: torch.nn.Linear(2, 1).to(device) for name in "abc"}
+pair = torch.nn.ModuleDict({name: models[name] for name in "bc"})
+optimizers = {
+    "a": torch.optim.AdamW(models["a"].parameters()),
+    "pair": torch.optim.SGD(pair.parameters(), momentum=0.5),
+}
+"""
+
+
 def test_generators_loaders_and_groups_of_objects_go_on(tmp_path: Path) -> None:
-    models = {"a": torch.nn.Linear(2, 2).to("jax"), "b": torch.nn.Linear(2, 1).to("jax")}
+    built: dict[str, Any] = {"torch": torch, "device": "jax"}
+    exec(GROUPS, built)
+    models = built["models"]
+    for number, parameter in enumerate(p for m in models.values() for p in m.parameters()):
+        parameter.grad = torch.full_like(parameter, number)
+    for optimizer in built["optimizers"].values():
+        optimizer.step()
     with TorchaxCheckpointer(tmp_path / "run") as ckpt:
         loader = Loader()
         loader.count = 5
-        ckpt.attach(models, dataloader=loader)
+        ckpt.attach(models, built["optimizers"], dataloader=loader)
         ckpt.save(1, force=True)
     wanted = [float(np.random.rand()), random.random()]
     with torchax_backend.native_torch():
@@ -58,13 +75,27 @@ def test_generators_loaders_and_groups_of_objects_go_on(tmp_path: Path) -> None:
     found = run_native(
         """
 import numpy
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from support.native_net import Loader
-models = {"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 1)}
+device = "cpu"
+GROUPS
 loader = Loader()
-restore(run, models, dataloader=loader)
+restore(run, models, optimizers, dataloader=loader)
 drawn = [float(numpy.random.rand()), random.random(), float(torch.rand(()))]
 print(json.dumps([drawn, loader.count, [m.weight.tolist() for m in models.values()]]))
-""",
+expected = {k: optimizer.state_dict()["state"] for k, optimizer in optimizers.items()}
+GROUPS
+parts = {"a": (models["a"], optimizers["a"]), "pair": (pair, optimizers["pair"])}
+for parameter in [p for model in models.values() for p in model.parameters()]:
+    parameter.grad = torch.ones_like(parameter)
+found = {key: get_state_dict(*part) for key, part in parts.items()}
+moments = {key: state for key, (_, state) in found.items()}
+dcp.load({"optimizer": moments}, storage_reader=StorageReader(run), planner=LoadPlanner())
+for key, part in parts.items():
+    set_state_dict(*part, model_state_dict=found[key][0], optim_state_dict=moments[key])
+    require_equal(part[1].state_dict()["state"], expected[key])
+    assert expected[key]
+""".replace("GROUPS", GROUPS),
         tmp_path,
     )
     drawn, count, weights = json.loads(found)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torchax_ckpt.errors import MismatchError
+from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node
 from torchax_ckpt.layout.nodes import decode
 from torchax_ckpt.state import node_checks
@@ -30,12 +31,21 @@ def optimizers_of(stored: StoredStep) -> dict[str, Node]:
     return node_checks.members(node, OPTIMIZER)
 
 
+def _torch_names(parameters: Iterable[str]) -> dict[str, str]:
+    """Returns torch's names by stored names; those of several models begin with the model's."""
+    paths = {name: names.split(name) for name in parameters}
+    start = 0 if len({path[:-1] for path in paths.values()}) > 1 else -1
+    return {name: ".".join(path[start:]) for name, path in paths.items()}
+
+
 def state_dict_of(
     node: Node, where: str, leaf: Callable[[Mapping[str, Any]], Any], *, by_name: bool
 ) -> dict[str, Any]:
     """Returns the state dict of one optimizer; ``leaf`` gives the value of each array node."""
     optimizer = StoredOptimizer.of_node(node, where)
-    key_of = {name: name if by_name else i for i, name in enumerate(optimizer.group_of)}
+    key_of: Mapping[str, Any] = _torch_names(optimizer.group_of)
+    if not by_name:
+        key_of = {name: index for index, name in enumerate(key_of)}
 
     def value_of(child: Node) -> Any:
         return decode(child, leaf)
