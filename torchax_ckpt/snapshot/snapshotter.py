@@ -23,8 +23,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
 
 import jax
 
@@ -43,73 +44,29 @@ logger = logging.getLogger(__name__)
 Stored = Array | HostArray
 """What a save stores: an array on devices, or on the host with or without a sharding."""
 
-
-class CopiedLeaves(NamedTuple):
-    """What a snapshot by copy or offload has made.
-
-    ``arrays`` is stored name -> array; of an offload, only of leaves that were on the host before.
-    """
-
-    plan: SnapshotPlan
-    arrays: Mapping[str, Array]
-    offloaded: Offloaded | None = None
+ToStore = tuple[Plan, Mapping[str, Stored]]
+"""The storage plan, and a dict from stored name to the array to store."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
     """The leaves that one save stores, as they were when the snapshot was taken.
 
-    A snapshot has either ``arrays``, which it holds by reference and plans on the thread of the
-    save, or ``copies``. Stacks named ``reserved`` are taken over from an earlier step; leaves
-    ``unchanging`` are not stacked with others.
+    ``arrays`` are those that it holds by reference, all or none.
     """
 
     way: Way
     names: Sequence[str]
     arrays: Sequence[Array]
-    reserved: frozenset[str]
-    unchanging: frozenset[str]
-    planner: Planner
-    memory: DeviceMemory
-    copies: CopiedLeaves | None = None
+    make: Callable[[], ToStore]
 
-    def stored(self) -> tuple[Plan, Mapping[str, Stored]]:
-        """Returns the storage plan, and a dict from stored name to the array to store.
-
-        Any thread may call. Raises DonatedBufferError if an array held by reference was donated.
-        """
-        if self.copies is None:
-            plan = self.planner(self.names, self.arrays, self.reserved, self.unchanging)
-            return plan.plan, self._stacked(plan)
-        plan, arrays, offloaded = self.copies
-        if offloaded is None:
-            return plan.plan, arrays
-        found: dict[str, Stored] = {**offloaded.fetched(), **arrays}
-        # In an order that is the same in each process.
-        return plan.plan, {name: found[name] for name in plan.plan.members(self.names)}
+    def stored(self) -> ToStore:
+        """Returns what to store, on any thread; DonatedBufferError if a reference was donated."""
+        return self.make()
 
     def require_alive(self) -> None:
         """Raises DonatedBufferError if an array that the snapshot holds by reference is deleted."""
         require_alive(zip(self.names, self.arrays, strict=False))
-
-    def _stacked(self, plan: SnapshotPlan) -> dict[str, Stored]:
-        """Stacks the arrays that are held by reference, where it is faster or there is memory."""
-        leaves = dict(zip(self.names, self.arrays, strict=True))
-        if not _is_on_cpu(self.arrays):
-            try:
-                needed = plan.needed(self.way, self.arrays)
-                if needed is not None and self.memory.holds(needed.devices):
-                    stored = execute(plan.plan, leaves, copy=False)
-                    self.memory.record_copies(stored[name] for name in plan.plan.stacks)
-                    return stored
-            # Of a deleted array JAX raises ValueError in a jitted call, else RuntimeError.
-            except Exception as error:
-                self.require_alive()
-                if not is_exhausted(error):
-                    raise
-                self.memory.record_failure()
-            logger.info("no device memory for stacks: the leaves of this save are stacked on hosts")
-        return execute(plan.plan, leaves, copy=False, on_host=True)
 
 
 def _is_on_cpu(arrays: Iterable[Array]) -> bool:
@@ -160,19 +117,20 @@ class Snapshotter:
         For a snapshot by ``transfer``, ``Saver.begin`` later blocks the training thread. Raises
         OutOfMemoryError or SaveError if the mode is "copy" or "offload", and memory is lacking.
         """
-        bounds = frozenset(reserved), self._unchanging
+        planned = partial(self._planner, names, arrays, frozenset(reserved), self._unchanging)
         ways, why = self._ways(names, arrays)
         for way in ways:
-            held, copies = arrays, None
+            held = arrays
+            make: Callable[[], ToStore] | None = partial(self._stacked, way, planned, arrays)
             if way == "copy" or way == "offload":
-                held, copies = (), self._copied(way, self._planner(names, arrays, *bounds), arrays)
-                if copies is None:
-                    why += _LACKING[way]
-                    continue
+                held, make = (), self._copied(way, planned(), arrays)
+            if make is None:
+                why += _LACKING[way]
+                continue
             if (way, why) not in self._logged:
                 self._logged.add((way, why))
                 logger.info("snapshots are taken by %s: %s", way, why)
-            return Snapshot(way, names, held, *bounds, self._planner, self._memory, copies)
+            return Snapshot(way, names, held, make)
         raise AssertionError("a transfer needs no memory")
 
     def keep_apart(self, unchanging: frozenset[str]) -> None:
@@ -197,9 +155,31 @@ class Snapshotter:
             return _WAYS_IF_DONATED, "the next save will show whether the program donates"
         return _WAYS_IF_DONATED, "the program donates the saved arrays"
 
+    def _stacked(
+        self, way: Way, planned: Callable[[], SnapshotPlan], arrays: Sequence[Array]
+    ) -> ToStore:
+        """Stacks arrays that are held by reference, where it is faster or there is memory."""
+        plan, memory = planned(), self._memory
+        leaves = dict(zip(plan.names, arrays, strict=True))
+        if not _is_on_cpu(arrays):
+            try:
+                needed = plan.needed(way, arrays)
+                if needed is not None and memory.holds(needed.devices):
+                    stored = execute(plan.plan, leaves, copy=False)
+                    memory.record_copies(stored[name] for name in plan.plan.stacks)
+                    return plan.plan, stored
+            # Of a deleted array JAX raises ValueError in a jitted call, else RuntimeError.
+            except Exception as error:
+                require_alive(leaves.items())
+                if not is_exhausted(error):
+                    raise
+                memory.record_failure()
+            logger.info("no device memory for stacks: the leaves of this save are stacked on hosts")
+        return plan.plan, execute(plan.plan, leaves, copy=False, on_host=True)
+
     def _copied(
         self, way: Literal["copy", "offload"], plan: SnapshotPlan, arrays: Sequence[Array]
-    ) -> CopiedLeaves | None:
+    ) -> Callable[[], ToStore] | None:
         """Copies or offloads the leaves; returns None if the mode "auto" shall try the next way."""
         # The mode "copy" takes the risk that copies leave too little memory for the next step.
         if self._mode == "offload":
@@ -209,14 +189,21 @@ class Snapshotter:
         leaves = dict(zip(plan.names, arrays, strict=True))
         try:
             if way == "copy":
-                copies = CopiedLeaves(plan, execute(plan.plan, leaves, copy=True))
-                self._memory.record_copies(copies.arrays.values())
-                return copies
+                copies = execute(plan.plan, leaves, copy=True)
+                self._memory.record_copies(copies.values())
+                return lambda: (plan.plan, copies)
             on_devices, on_host = plan.divided(leaves)
             needed = plan.needed("offload", arrays)
             assert needed is not None, "it fits"
             offloaded = Offloaded(plan.plan, on_devices, self._memory, needed)
-            return CopiedLeaves(plan, execute(plan.plan, on_host, copy=False), offloaded)
+            host_arrays = execute(plan.plan, on_host, copy=False)
+
+            def stored() -> ToStore:
+                found: dict[str, Stored] = {**offloaded.fetched(), **host_arrays}
+                # In an order that is the same in each process.
+                return plan.plan, {name: found[name] for name in plan.plan.members(plan.names)}
+
+            return stored
         except Exception as error:
             require_alive(leaves.items())
             if not is_exhausted(error):
