@@ -27,6 +27,7 @@ from torchax_ckpt.processes.per_host import PerHostProcesses, keeper_distances
 from torchax_ckpt.restoring import local_tier
 from torchax_ckpt.saving import writer
 from torchax_ckpt.saving.saver import Saver
+from torchax_ckpt.saving.unchanged.reuse import Reuse
 from torchax_ckpt.saving.writer import Capture
 from torchax_ckpt.snapshot.sharding import Local
 from torchax_ckpt.state import per_process_state
@@ -66,14 +67,16 @@ class Simulated:
         self._hosts = PerHostProcesses(self._calls)
         self._decisions = DecisionWindows(channel("decisions"), lambda step, coming: False)
         writers: Processes = PerHostProcesses(saves) if has_local_tier else saves
+        directory, history = _directory(), _history()
         self._saver = Saver(
-            _directory(),
-            _history(),
+            directory,
+            history,
             _KEEPING_ALL,
             CheckpointOptions(),
             _IGNORING,
             self._hosts if has_local_tier else self._calls,
             writers,
+            Reuse(directory, history, _KEEPING_ALL, writers, False),
         )
 
     def save(self, step: int, *, changes: bool = True) -> None:

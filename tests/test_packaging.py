@@ -179,7 +179,7 @@ def file_of(name: str) -> Path | None:
 
 def loaded_with_the_package() -> set[Path]:
     """The files that any public name brings in."""
-    names = ["torchax_ckpt", *torchax_ckpt._LAZY.values()]
+    names = ["torchax_ckpt", *(f"torchax_ckpt.{name}" for name in torchax_ckpt._LAZY.values())]
     files: set[Path] = set()
     while names:
         name = names.pop()

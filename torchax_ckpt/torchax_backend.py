@@ -177,7 +177,10 @@ def scalars_to_numpy(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
 
 def from_numpy(array: np.ndarray) -> torch.Tensor:
     """Returns a CPU tensor with a bitwise copy of the array."""
-    return plain_torch.tensor_of(np.array(array), getattr(torch, array.dtype.name))
+    dtype = getattr(torch, array.dtype.name)
+    if dtype not in _STORABLE:  # torch only has a name for int4
+        raise TypeError(f"torch has no tensors of {dtype}")
+    return plain_torch.tensor_of(np.array(array), dtype)
 
 
 def copy_into(tensor: torch.Tensor, array: np.ndarray) -> None:

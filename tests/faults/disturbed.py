@@ -42,7 +42,6 @@ from torchax_ckpt import (
     torchax_backend,
 )
 from torchax_ckpt.processes.coordination import Processes
-from torchax_ckpt.saving.tiers import Tiers
 from torchax_ckpt.saving.writer import Writer
 from torchax_ckpt.snapshot.sharding import shards_of
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
@@ -72,7 +71,7 @@ PREEMPTED, TOLD, RAISED, JAX_ENDED = 143, 3, 4, 5
 DEATHS: dict[str, tuple[Any, str, int]] = {
     "claim": (RunDirectory, "claim", 1),
     "recover": (RunDirectory, "recover", 1),
-    "naming the run": (Tiers, "_name_run", 1),
+    "naming the run": (RunDirectory, "join", 1),
     "writing a name": (RunName, "write", 3),
     "write_arrays": (array_writer, "write_arrays", 6),
     "commit": (Writer, "_commit", 4),  # by process 0
@@ -81,7 +80,7 @@ DEATHS: dict[str, tuple[Any, str, int]] = {
     "commit of a folder": (RunDirectory, "commit", 6),
     "settle": (RunDirectory, "settle", 4),
     "set_aside": (RunDirectory, "set_aside", 4),
-    "prune": (RunDirectory, "prune", 4),
+    "prune": (RunDirectory, "delete", 4),
     "gather": (Processes, "gather", 40),
     "share": (Processes, "share", 40),
     "end of a round": (Processes, "_end", 30),
@@ -96,7 +95,7 @@ WATCHED = [
     (RunDirectory, "commit", "committing"),
     (RunDirectory, "set_aside", "setting aside"),
     (RunDirectory, "settle", "settling"),
-    (RunDirectory, "prune", "pruning"),
+    (RunDirectory, "delete", "pruning"),
 ]
 PHASES = [
     "starting", "restoring", "training", "going back", "deleting", "waiting", "idle",

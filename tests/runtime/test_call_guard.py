@@ -208,7 +208,6 @@ def test_each_stage_of_a_save_has_a_name(directory: Path, monkeypatch: pytest.Mo
         "fetching metrics from the devices",
         "stacking the arrays",
         "cleaning up the directory",
-        "stacking the arrays",
         "transferring the arrays from the devices",
         "digesting and writing the arrays",
         "writing and committing",

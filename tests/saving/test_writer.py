@@ -37,7 +37,8 @@ def committed(group: Group, commit: Callable[[int], None]) -> tuple[list[Any], s
         )
         history: Any = SimpleNamespace(committed=lambda part: have.add(member.index))
         hosts = PerHostProcesses(member)
-        writer = Writer(directory, history, CheckpointOptions(), hosts, FailureLog())
+        reuse: Any = None
+        writer = Writer(directory, history, CheckpointOptions(), hosts, FailureLog(), reuse)
         with member.round("saving step 1"):
             writer._commit_part(member, 1, "writing-1")
 

@@ -19,7 +19,6 @@ from torchax_ckpt.saving import step_metrics
 from torchax_ckpt.saving.loop import Loop
 from torchax_ckpt.saving.tiers import RunTier, Tiers
 from torchax_ckpt.saving.unchanged import identities
-from torchax_ckpt.saving.unchanged.identities import Skipped
 from torchax_ckpt.saving.writer import Capture
 from torchax_ckpt.snapshot.snapshotter import Snapshotter
 from torchax_ckpt.state import per_process_state
@@ -162,14 +161,11 @@ class SaveCalls:
         if not self._is_alone:
             names, arrays, per_process = per_process_state.split(captured)
         document = {name: part.form.node for name, part in captured.items()}
-        if self._durable.reuse is not None and any(tier is self._durable for tier in due):
+        if any(tier is self._durable for tier in due):
             self._durable.reuse.plan_save(names, arrays, attached.frozen)
-        reuses = [tier.reuse for tier in due]
-        skipped = [reuse.skipped(names, arrays) if reuse else Skipped() for reuse in reuses]
-        skipped = identities.common(skipped)
+        skipped = identities.common([tier.reuse.skipped(names, arrays) for tier in due])
         others = skipped[0].others(names, arrays)  # in all tiers the same
-        if self._durable.reuse is not None:
-            self.snapshotter.keep_apart(self._durable.reuse.apart)
+        self.snapshotter.keep_apart(self._durable.reuse.apart)
         stacks = frozenset[str]().union(*(each.stacks for each in skipped))
         snapshot = self.snapshotter.take(*others, stacks)
         form = captured["model"].form if "model" in captured else None

@@ -53,8 +53,8 @@ class Saver:
         telemetry: Telemetry,
         calls: Processes,
         saves: Processes,
+        reuse: Reuse,
         on_donated: Callable[[], None] = lambda: None,
-        reuse: Reuse | None = None,
     ) -> None:
         self.path = directory.path
         self._directory = directory

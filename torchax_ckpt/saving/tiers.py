@@ -49,7 +49,7 @@ class RunTier:
     saver: Saver
     telemetry: Telemetry
     processes: Processes
-    reuse: Reuse | None
+    reuse: Reuse
     policy: policies.SaveDecisionPolicy
     decisions: Processes  # a channel for save decisions only
 
@@ -107,13 +107,11 @@ class RunTier:
         """Records that this run restored a step of this tier, having compared these leaves."""
         if is_verified:
             self.directory.verified.note(committed, is_sound=True)
-        if self.reuse is not None:
-            self.reuse.restored(committed, compared)
+        self.reuse.restored(committed, compared)
 
     def loaded(self, committed: CommittedStep, compared: Compared | None) -> None:
         """Records that this run read a step of this tier; ``compared`` as for ``restored``."""
-        if self.reuse is not None:
-            self.reuse.loaded(committed, compared)
+        self.reuse.loaded(committed, compared)
 
 
 class Tiers:
@@ -189,20 +187,18 @@ class Tiers:
         preserving = Preserving(
             directory, keep_policy, self._options, saves, is_local=name == "local"
         )
-        reuse = None
-        if self._options.reuse and not self._options.read_only:
-            is_single = name == "local" and keep_policy.n == 1  # two copies would take more space
-            reuse = Reuse(
-                directory,
-                history,
-                preserving,
-                saves,
-                is_automatic=self._options.reuse == "auto",
-                has_two_copies=not (is_single or location.is_bucket(directory.path)),
-                leader=None if name == "durable" else self.durable.reuse,
-            )
+        is_single = name == "local" and keep_policy.n == 1  # two copies would take more space
+        reuse = Reuse(
+            directory,
+            history,
+            preserving,
+            saves,
+            False if self._options.read_only else self._options.reuse,
+            has_two_copies=not (is_single or location.is_bucket(directory.path)),
+            leader=None if name == "durable" else self.durable.reuse,
+        )
         parts = directory, history, preserving, self._options, telemetry, calls, saves
-        saver = Saver(*parts, self._on_donated, reuse)
+        saver = Saver(*parts, reuse, self._on_donated)
         durable = self._tiers[0].directory if self._tiers else directory
         decisions = self._connect(f"{name} decisions {durable.path}")
         of_tier = directory, history, saver, telemetry, calls, reuse, save_policy, decisions

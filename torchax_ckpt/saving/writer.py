@@ -128,7 +128,7 @@ class Writer:
         options: CheckpointOptions,
         processes: Processes,
         failures: FailureLog,
-        reuse: Reuse | None = None,
+        reuse: Reuse,
     ) -> None:
         self._directory = directory
         self._history = history
@@ -140,7 +140,6 @@ class Writer:
         self._versions = installed_versions()
         self._codec = array_writer.codec_of(options.compression)
         self._reuse = reuse
-        self._may_have_retained = True
         # Each host describes its parts anew at each save, so that no text is used twice.
         self._texts = None if self._hosts else seals.Texts("document", "stacks")
         self._is_recovered = self._has_failed = False
@@ -172,15 +171,14 @@ class Writer:
             agreed_time = self._hosts.combine(b"", lambda _: time.time_ns().to_bytes(8))
             at_nsecs = int.from_bytes(agreed_time)
         self._complete(capture, metrics, draft, digests, began_nsecs, at_nsecs)
-        if self._reuse:
-            self._pending = self._reuse.pending(
-                draft.path,
-                draft.division,
-                draft.plan,
-                draft.reusable,
-                digests,
-                capture.skipped.references,
-            )
+        self._pending = self._reuse.pending(
+            draft.path,
+            draft.division,
+            draft.plan,
+            draft.reusable,
+            digests,
+            capture.skipped.references,
+        )
         return self._commit(capture.step, draft.path) if self._processes.is_first else None
 
     def _complete(
@@ -240,23 +238,17 @@ class Writer:
     def succeeded(self, durable: CommittedStep) -> None:
         """Records that the newest save succeeded on all processes."""
         self._has_failed = False
-        if self._reuse and self._pending:
+        if self._pending:
             self._reuse.succeeded(durable, self._still, self._pending)
 
     def failed(self, error: BaseException) -> None:
         """Records that a save failed on all processes, at any time since it was announced."""
         self._is_recovered, self._has_failed = False, True
-        if self._reuse:
-            self._reuse.failed(error)
+        self._reuse.failed(error)
 
     def retain(self, doomed: Sequence[CommittedStep]) -> None:
         """Keeps what later saves take over from steps that are about to be deleted."""
-        directory = self._directory
-        if self._reuse:
-            self._reuse.retain(doomed)
-        elif self._may_have_retained:  # by an earlier program
-            unchanged_files.remove_retained(directory.path, directory.fence)
-            self._may_have_retained = False
+        self._reuse.retain(doomed)
 
     def recover(self) -> None:
         """Removes what failed or killed saves left, if any did; call it on process 0 only."""
@@ -284,7 +276,7 @@ class Writer:
         def make_folder() -> Agreed:
             self.recover()
             known = committed_step.described(self._history.branches.in_place)
-            candidate = self._reuse.candidate(capture.step, metrics) if self._reuse else None
+            candidate = self._reuse.candidate(capture.step, metrics)
             path = self._directory.path_for(capture.step)
             step_writer.make_folder(path)
             return Agreed(path.name, known, candidate)
@@ -305,18 +297,16 @@ class Writer:
         self._history.refresh(committed_step.named(agreed.known, directory.path))
         plan = Plan({**plan.stacks, **skipped.stacks}, plan.empty)
         arrays = {**arrays, **skipped.forms}
-        if self._reuse and processes.count > 1:  # some may skip what others do not
+        if processes.count > 1:  # some may skip what others do not
             arrays = dict(sorted(arrays.items()))
         document = capture.document
         if processes.is_per_host:
             document = host_parts.described(document, plan, arrays)
         here = self._here(arrays)
-        division = Division()
-        if self._reuse:
-            if agreed.candidate[1] is not None:
-                progress.enter("comparing the arrays with earlier steps")
-            division = self._reuse.divide(agreed.candidate, plan, arrays, here, skipped)
-            here |= self._here(skipped.stored(skipped.forms.keys() - division.linked))
+        if agreed.candidate[1] is not None:
+            progress.enter("comparing the arrays with earlier steps")
+        division = self._reuse.divide(agreed.candidate, plan, arrays, here, skipped)
+        here |= self._here(skipped.stored(skipped.forms.keys() - division.linked))
         nodes, leaves = self._states(capture, document, states)
         plan, more = with_host_leaves(plan, leaves, self._options.layout)
         document, stored = {**document, **nodes}, {**here, **more}

@@ -29,6 +29,7 @@ from torchax_ckpt.errors import CheckpointError, DonatedBufferError, ProcessErro
 from torchax_ckpt.layout import unchanged
 from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.layout.unchanged import Database, Digests
+from torchax_ckpt.options import Reuse as Mode
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.saving.preserving import Preserving
 from torchax_ckpt.saving.unchanged import identities, ledger
@@ -66,7 +67,7 @@ class Pending:
 class Reuse:
     """The ledger of one tier, which divides the arrays of each save.
 
-    If ``is_automatic``, the state decides whether saves take anything over. For a local tier,
+    With ``mode`` "auto", the state decides whether saves take anything over. For a local tier,
     ``leader`` is the ``Reuse`` of the durable tier, which says which leaves are still, because a
     snapshot for both tiers has one storage plan. The methods are called while no save is in flight,
     or by the thread of the save; ``loaded`` at any time.
@@ -81,9 +82,9 @@ class Reuse:
         history: RunHistory,
         preserving: Preserving,
         processes: Processes,
+        mode: Mode,
         *,
-        has_two_copies: bool,
-        is_automatic: bool = False,
+        has_two_copies: bool = True,
         leader: Reuse | None = None,
     ) -> None:
         self._directory = directory
@@ -92,8 +93,8 @@ class Reuse:
         self._processes = processes
         self._has_two_copies = has_two_copies
         self._leader = leader or self
-        self._is_automatic = is_automatic
-        self._is_on = self._is_decided = not is_automatic
+        self._mode = mode
+        self._is_on, self._is_decided = mode is True, mode != "auto"
         self.apart: frozenset[str] = frozenset()
         self._still: frozenset[str] | None = None  # None: the run does not know yet
         self._last: Mapping[str, Content] = {}  # what the newest save has stored
@@ -156,6 +157,8 @@ class Reuse:
 
     def restored(self, committed: CommittedStep, compared: Compared | None) -> None:
         """Begins anew from a step, on all processes; else as ``loaded``."""
+        if not self._mode:
+            return
         self._entries, self._newest, self._origin = {}, None, committed.key
         leader, still = self._leader, frozenset[str]()
         if compared is not None:
@@ -165,7 +168,7 @@ class Reuse:
                 still = frozenset(leader._processes.first(lambda: sorted(still)))
         elif compared is not None:
             leader._last = ledger.contents_of_step(compared.manifest)
-        if leader._is_automatic:
+        if leader._mode == "auto":
             leader._is_on, leader._is_decided = bool(still), False  # on until the next save decides
         if still:
             leader._still = still
