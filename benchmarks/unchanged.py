@@ -149,11 +149,11 @@ def counting_fetched() -> list[int]:
     counts: list[int] = []
     start = fetching.start
 
-    def counted(array: Any) -> Any:
+    def counted(array: Any, *scratch: Any) -> Any:
         counts.append(array.size * array.dtype.itemsize)
-        return start(array)
+        return start(array, *scratch)
 
-    fetching.start = counted
+    fetching.start = counted  # type: ignore[assignment]
     return counts
 
 

@@ -139,12 +139,12 @@ def count() -> None:
         counts["messages"] += 1
         send(self, *args)
 
-    def starting(array: Any) -> Any:
+    def starting(array: Any, *scratch: Any) -> Any:
         counts["arrays"] += array.size >= 1 << 16
-        return start(array)
+        return start(array, *scratch)
 
     Messages._set = sending  # type: ignore[method-assign,assignment]
-    fetching.start = starting
+    fetching.start = starting  # type: ignore[assignment]
 
 
 def with_same(found: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:

@@ -95,8 +95,8 @@ def busy(monkeypatch: pytest.MonkeyPatch) -> None:
         time.sleep(next(looks))
         return stored(*args)
 
-    def started(array: Any) -> Any:
-        fetch = start(array)
+    def started(*given: Any) -> Any:
+        fetch = start(*given)
 
         def locked() -> Any:
             with _looking:

@@ -45,7 +45,7 @@ from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.run_history import RunHistory
 from torchax_ckpt.storage.medium import seals
 from torchax_ckpt.storage.medium.assets import Assets
-from torchax_ckpt.storage.writing import array_writer, step_writer, unchanged_files
+from torchax_ckpt.storage.writing import array_writer, fetching, step_writer, unchanged_files
 from torchax_ckpt.stored.stored_step import StoredStep
 
 
@@ -139,6 +139,7 @@ class Writer:
         self._failures = failures
         self._versions = installed_versions()
         self._codec = array_writer.codec_of(options.compression)
+        self._scratch = fetching.Scratch()
         self._reuse = reuse
         # Each host describes its parts anew at each save, so that no text is used twice.
         self._texts = None if self._hosts else seals.Texts("document", "stacks")
@@ -330,6 +331,7 @@ class Writer:
             stacks=draft.plan.stacks,
             codec=self._codec,
             max_bytes=self._options.max_host_bytes,
+            scratch=self._scratch,
             on_host=on_host,
         )
         return block_digests.gathered(taken, draft.written, draft.places, self._processes)

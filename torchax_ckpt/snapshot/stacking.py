@@ -32,11 +32,7 @@ AnyArray = Array | jax.ShapeDtypeStruct
 
 
 class LateParts(Mapping[Offset, np.ndarray]):
-    """Where each part of a stack begins -> the part, made on the host at each look and not kept.
-
-    Stacks that are made and freed one after another share memory. The system would take longer to
-    zero and map new pages for all stacks of a state than the stacking takes.
-    """
+    """Where each part of a stack begins -> the part, made on the host at each look and not kept."""
 
     def __init__(self, members: Sequence[jax.Array]) -> None:
         self._members = members
@@ -45,7 +41,7 @@ class LateParts(Mapping[Offset, np.ndarray]):
         self._devices = {(0, *offset_of(index)): device for device, index in index_of.items()}
 
     def __getitem__(self, offset: Offset) -> np.ndarray:
-        return np.stack(self._fetched(offset))
+        return np.stack(self.members(offset))
 
     def __iter__(self) -> Iterator[Offset]:
         return iter(self._devices)
@@ -58,10 +54,11 @@ class LateParts(Mapping[Offset, np.ndarray]):
         return {
             (number, *offset[1:]): row[np.newaxis]
             for offset in self
-            for number, row in enumerate(self._fetched(offset))
+            for number, row in enumerate(self.members(offset))
         }
 
-    def _fetched(self, offset: Offset) -> list[np.ndarray]:
+    def members(self, offset: Offset) -> list[np.ndarray]:
+        """Returns what of each member is in a part."""
         device = self._devices[offset]
         shards = [_fetching(member, device) for member in self._members]
         return [np.asarray(shard) for shard in shards]

@@ -85,6 +85,7 @@ def write_arrays(
     stacks: Collection[str] = (),  # the names of the arrays that are stacks
     codec: Codec | None = None,
     max_bytes: int | None = None,  # most bytes of device arrays in a batch, unless one has more
+    scratch: fetching.Scratch | None = None,
     # Called for each batch when it is on the host, with True for the last. From then on the
     # training program may delete the arrays of the batch.
     on_host: Callable[[bool], None] = lambda is_last: None,
@@ -99,8 +100,10 @@ def write_arrays(
     context = _context()
     taken: dict[str, Digests] = {}
     batches = fetching.in_batches(arrays, max_bytes)
+    scratch = scratch or fetching.Scratch()
     for batch in batches:
-        copies = {name: fetching.start(arrays[name]) for name in batch}
+        scratch.begin()
+        copies = {name: fetching.start(arrays[name], scratch) for name in batch}
         parts = {name: copy() for name, copy in copies.items()}
         del copies  # with the temporary arrays
         on_host(batch is batches[-1])

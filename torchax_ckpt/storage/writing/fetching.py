@@ -6,7 +6,8 @@ fetched through temporary arrays, which share the buffers of the original arrays
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import mmap
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -20,11 +21,39 @@ from torchax_ckpt.snapshot.stacking import LateParts
 from torchax_ckpt.storage.arrays import chunking
 from torchax_ckpt.storage.arrays.chunking import AnyArray
 
-# Twice the most bytes of a stack. More stacks at once need new memory, fewer more commits.
+# Twice the most bytes of a stack, so that two files are written at the same time.
 _STACK_BYTES = 128 << 20
+# Smaller stacks are made in memory of their own, because TensorStore may keep what it writes into
+# the nodes of a database.
+_SMALL_BYTES = 1 << 20
+_ALIGNMENT = 64  # as that of numpy's arrays
 
 Parts = Mapping[Offset, np.ndarray]
 """Where each part of an array that this process stores begins -> the part."""
+
+
+class Scratch:
+    """Memory in which the host makes stacks, used again by every batch of every save.
+
+    The system takes longer to zero and map new pages for the stacks of a state than stacking takes.
+    """
+
+    def __init__(self) -> None:
+        pages = mmap.mmap(-1, _STACK_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._whole = self._left = np.frombuffer(pages, np.uint8)
+
+    def begin(self) -> None:
+        """Begins a batch; the stacks that were made before are no longer needed."""
+        self._left = self._whole
+
+    def stack(self, rows: Sequence[np.ndarray]) -> np.ndarray:
+        """Returns a stack, in this memory if it is large and fits."""
+        shape, nbytes = (len(rows), *rows[0].shape), sum(row.nbytes for row in rows)
+        taken = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        if nbytes < _SMALL_BYTES or taken > len(self._left):
+            return np.stack(rows)
+        part, self._left = self._left[:nbytes], self._left[taken:]
+        return np.stack(rows, out=part.view(rows[0].dtype).reshape(shape))
 
 
 def in_batches(arrays: Mapping[str, AnyArray], max_bytes: int | None) -> list[list[str]]:
@@ -45,12 +74,12 @@ def in_batches(arrays: Mapping[str, AnyArray], max_bytes: int | None) -> list[li
     return [*batches.batches(arrays, size, limit)] or [[]]
 
 
-def start(array: AnyArray) -> Callable[[], Parts]:
+def start(array: AnyArray, scratch: Scratch | None = None) -> Callable[[], Parts]:
     """Starts to copy an array's parts to the host; returns a function that waits for the copies."""
     if isinstance(array, np.ndarray):
         return lambda: {(0,) * array.ndim: array}
     if isinstance(array, HostArray):
-        return lambda: _cut_shards(array)
+        return lambda: _cut_shards(array, scratch or Scratch())
     # JAX would keep the host's copy beside the original array.
     shards = {shard.device: shard.data for shard in shards_of(unshared(array))}
     is_on_host = array.sharding.memory_kind in HOST_MEMORY
@@ -80,11 +109,16 @@ def to_compare(array: AnyArray) -> Parts:
     return start(array)()
 
 
-def _cut_shards(array: HostArray) -> Parts:
+def _cut_shards(array: HostArray, scratch: Scratch) -> Parts:
     """Returns the parts that this process stores, cut from the shards of a host array."""
     index_of = array.sharding.addressable_devices_indices_map(array.shape)
     parts = {}
     for part in chunking.stored_parts(array):
-        shard = array.parts[offset_of(index_of[part.device])]
+        offset = offset_of(index_of[part.device])
+        shards = array.parts
+        if isinstance(shards, LateParts):
+            shard = scratch.stack(shards.members(offset))
+        else:
+            shard = shards[offset]
         parts[part.start] = shard if part.within is None else shard[part.within]
     return parts
