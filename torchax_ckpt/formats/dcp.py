@@ -96,16 +96,12 @@ def _ints(size: Any = ()) -> tuple[int, ...]:
     return tuple(size)
 
 
-def _no_items() -> dict[Any, Any]:
-    return {}
-
-
 _DCP = "torch.distributed.checkpoint"
 _STAND_INS: Mapping[tuple[str, str], Any] = {
     ("torch", "Size"): _ints,
     ("torch.serialization", "_get_layout"): _Stored,
     ("builtins", "getattr"): _Stored,  # how some Pythons pickle a member of an enum
-    ("collections", "OrderedDict"): _no_items,
+    ("collections", "OrderedDict"): dict[Any, Any],
     (f"{_DCP}.filesystem", "_StorageInfo"): type("_StorageInfo", (_Stored,), {}),
     **{
         (f"{_DCP}.metadata", name): type(name, (_Stored,), {})

@@ -1,10 +1,9 @@
 """The calls that each process makes, by which processes learn at once that their calls differ.
 
-A process that waits for another one cannot tell a slow process from one that made another call. So
-each process publishes its latest calls: ``restore(5)``, or ``save(12)`` if the step is saved. A
-process that waits compares the calls of the processes that it waits for with its own. If another
-process made a call that rules out the awaited one, waiting is in vain. A process whose newest call
-is one that this process made before is behind, and is waited for.
+Each process publishes its latest calls: ``restore(5)``, or ``save(12)`` if the step is saved. A
+process that waits compares the calls of the awaited processes with its own. If one made a call that
+rules out the awaited one, waiting is in vain. A process whose newest call is one that this process
+made before is behind, and is waited for.
 
 A call is its text and how often it was made: the first ``save(12)``. Its work is done by processes
 that make this same call, and by no others. After calls have differed:

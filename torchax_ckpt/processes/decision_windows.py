@@ -1,16 +1,14 @@
 """Makes save decisions that are equal on all processes, without a message at every step.
 
-Only process 0 asks the policy, usually before the training reaches the step in question, and its
-decisions hold for all processes, even if policies, clocks and the progress of saves differ between
-them. A window is a sequence of steps. During one window, process 0 decides which steps of the next
-window to save, and publishes these decisions through JAX's coordination service. The other
-processes read them in the background, and wait for a decision that they need and do not have yet.
+Only process 0 asks the policy, and its decisions hold for all processes, even if policies, clocks
+and the progress of saves differ between them. A window is a sequence of steps. During one window,
+process 0 decides which steps of the next window to save, and publishes the decisions through JAX's
+coordination service. The others read them in the background, and wait for one that they lack.
 
 Process 0 predicts the steps of a window from the difference of the last two step numbers. All
-processes must ask for decisions at the same steps in the same order, as a training loop does. At
-the first step, and at a step that was not predicted (such as the first step after a restore of an
-older step), process 0 decides when it reaches the step, and the other processes wait for the
-decision.
+processes must ask at the same steps in the same order, as a training loop does. At the first step,
+and at one that was not predicted, such as that after a restore, process 0 decides when it reaches
+the step.
 """
 
 from __future__ import annotations

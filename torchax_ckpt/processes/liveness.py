@@ -1,14 +1,12 @@
 """Which processes of a run have ended, as told by connections that the kernel closes.
 
-JAX finds that a process has died when no heartbeat of it arrives for some time, by default 100 s.
-This module knows it within a second. Each process keeps a TCP connection to process 0 open. The
-kernel closes the connections of a process that ends, however it ends; one that is stopped or busy
-keeps its connection. Only process 0 watches, because the others wait for process 0 only, and JAX
-ends them at once if it ends.
+JAX finds that a process has died when no heartbeat arrives for some time, by default 100 s. This
+module knows it within a second. Each process keeps a TCP connection to process 0 open, which the
+kernel closes when the process ends, however it ends, but not while it is stopped or busy. Only
+process 0 watches: the others wait for process 0 only, and JAX ends them at once if it ends.
 
 A host that vanishes, or a network that fails, closes no connection: after some 25 s without an
-answer, process 0 logs it, and waits on, because the host may come back before JAX's heartbeat
-times out.
+answer, process 0 logs it, and waits on, because the host may come back in time for JAX's heartbeat.
 
 Nothing that a connection carries is parsed. A new connection shows, with a secret that process 0
 publishes through JAX's coordination service, that it belongs to a process of the run, and names its

@@ -9,13 +9,11 @@
     OUT/.publishing/writing-... a folder that is being written
     OUT/.publishing/deleting-...  a folder that is being deleted
 
-A folder is written under ``.publishing``, synced to the disk, and renamed into OUT, where it
-therefore appears at once or not at all. Only then ``latest`` is replaced, by another rename. A
-folder is deleted in the reverse order: it is renamed out of OUT before its files are removed.
+A folder is written under ``.publishing``, synced to the disk, and renamed into OUT, whole or not at
+all. Only then ``latest`` is replaced, by another rename. A folder is deleted in the reverse order.
 
-A folder gets its entry in the record before its name, so that the record knows all folders. An
-entry without a folder belongs to a publication that was killed, or to a folder that somebody else
-removed, and is dropped. Folders without an entry are not ours, and are never touched.
+A folder gets its entry in the record before its name. An entry without a folder, of a publication
+that was killed or a folder that somebody removed, is dropped. Other folders are never touched.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from torchax_ckpt.errors import SaveTimeoutError
 from torchax_ckpt.processes.decision_windows import DecisionWindows
@@ -80,11 +79,9 @@ class Closing:
 
     def concerns(self, saver: Saver) -> bool:
         """Returns whether this checkpointer has not ended and writes where ``saver`` does."""
-        return (
-            not self._has_ended
-            and not any(other is saver for other in self._savers)
-            and any(_is_same(s.path, saver.path) and s.has_begun for s in self._savers)
-        )
+        begun = {os.path.realpath(str(s.path)) for s in self._savers if s.has_begun}
+        is_own = any(other is saver for other in self._savers)
+        return not (self._has_ended or is_own) and os.path.realpath(str(saver.path)) in begun
 
     @property
     def has_work(self) -> bool:
@@ -146,11 +143,6 @@ class Closing:
 _unfinished: weakref.WeakSet[Closing] = weakref.WeakSet()
 _dropped: list[Closing] = []
 _lock = threading.RLock()  # reentrant: the collector may call Closing.drop() at any point
-
-
-def _is_same(path: Any, other: Any) -> bool:
-    """Returns whether two paths name the same directory; follows symbolic links."""
-    return os.path.realpath(str(path)) == os.path.realpath(str(other))
 
 
 def close_others(saver: Saver) -> None:

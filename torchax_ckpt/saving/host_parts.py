@@ -1,9 +1,8 @@
 """How the manifest of a step in a local tier describes one host's parts of leaves.
 
-A step in a local tier holds only the shards of one host's devices. In the manifest of a step in a
-local tier, the node of a leaf that spanned several hosts has the additional field ``spec``. If the
-host had only a part of the leaf, the node's shape is that of this part, and the node has two more
-fields, ``whole`` and ``starts``:
+Such a step holds only the shards of one host's devices. The node of a leaf that spanned several
+hosts has the field ``spec``. If the host had only a part of the leaf, the node's shape is that of
+this part, and the node has two more fields, ``whole`` and ``starts``:
 
     spec      the mesh axes over which each dim of the leaf was sharded
     whole     the shape of the leaf

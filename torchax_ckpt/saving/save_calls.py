@@ -165,9 +165,8 @@ class SaveCalls:
             self._durable.reuse.plan_save(names, arrays, attached.frozen)
         skipped = identities.common([tier.reuse.skipped(names, arrays) for tier in due])
         others = skipped[0].others(names, arrays)  # in all tiers the same
-        self.snapshotter.keep_apart(self._durable.reuse.apart)
         stacks = frozenset[str]().union(*(each.stacks for each in skipped))
-        snapshot = self.snapshotter.take(*others, stacks)
+        snapshot = self.snapshotter.take(*others, stacks, self._durable.reuse.apart)
         form = captured["model"].form if "model" in captured else None
         assets = self.model_files.encoded(form)
         return [

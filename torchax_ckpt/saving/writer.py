@@ -27,6 +27,7 @@ from torchax_ckpt.saving import host_parts
 from torchax_ckpt.saving.unchanged.division import Division
 from torchax_ckpt.saving.unchanged.identities import Skipped
 from torchax_ckpt.saving.unchanged.reuse import Pending, Reuse
+from torchax_ckpt.snapshot.host_array import Memory
 from torchax_ckpt.snapshot.planner import with_host_leaves
 from torchax_ckpt.snapshot.sharding import to_host_part
 from torchax_ckpt.snapshot.snapshotter import Snapshot, Stored
@@ -139,7 +140,7 @@ class Writer:
         self._failures = failures
         self._versions = installed_versions()
         self._codec = array_writer.codec_of(options.compression)
-        self._scratch = fetching.Scratch()
+        self._memory = Memory(fetching.STACK_BYTES)
         self._reuse = reuse
         # Each host describes its parts anew at each save, so that no text is used twice.
         self._texts = None if self._hosts else seals.Texts("document", "stacks")
@@ -331,7 +332,7 @@ class Writer:
             stacks=draft.plan.stacks,
             codec=self._codec,
             max_bytes=self._options.max_host_bytes,
-            scratch=self._scratch,
+            memory=self._memory,
             on_host=on_host,
         )
         return block_digests.gathered(taken, draft.written, draft.places, self._processes)

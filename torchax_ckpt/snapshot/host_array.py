@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+import mmap
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -75,3 +76,32 @@ class HostArray:
 def offset_of(index: tuple[slice, ...] | None) -> Offset:
     """Returns where a shard begins, from the index that a sharding gives for a device."""
     return tuple(dim.start or 0 for dim in index or ())
+
+
+class Memory:
+    """Memory of the host for arrays; it goes back to the system when all of them are freed.
+
+    What ``malloc`` gives to one thread and another thread frees can stay with the process: with
+    ``np.empty``, a process that offloaded 400 MB again and again grew from 2.9 GB to 5 GB.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        pages = mmap.mmap(-1, max(1, num_bytes), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._whole = self._left = np.frombuffer(pages, np.uint8)
+
+    def array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """Returns a new array in this memory; one of its own if it does not fit."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if aligned(num_bytes) > len(self._left):
+            return np.empty(shape, dtype)
+        part, self._left = np.split(self._left, [aligned(num_bytes)])
+        return part[:num_bytes].view(dtype).reshape(shape)
+
+    def reuse(self) -> None:
+        """Makes the memory of all arrays so far free for others."""
+        self._left = self._whole
+
+
+def aligned(num_bytes: int) -> int:
+    """Returns the bytes that an array takes in ``Memory``, where it begins as those of numpy do."""
+    return -(-num_bytes // 64) * 64

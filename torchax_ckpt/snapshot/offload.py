@@ -12,11 +12,10 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import math
-import mmap
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +26,7 @@ from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.snapshot.device_memory import DeviceMemory, is_exhausted
 from torchax_ckpt.snapshot.device_programs import Program, Run, device_program, run_by_sharding
 from torchax_ckpt.snapshot.device_sizes import Needed, needed_by
-from torchax_ckpt.snapshot.host_array import HostArray, Offset, offset_of
+from torchax_ckpt.snapshot.host_array import HostArray, Memory, Offset, aligned, offset_of
 from torchax_ckpt.snapshot.sharding import replicas, shards_of, stacked
 from torchax_ckpt.snapshot.stacking import AnyArray, parts_of
 
@@ -37,8 +36,6 @@ PINNED = "pinned_host"
 # Leaves with larger shards are offloaded from one replica only. For smaller leaves, selecting the
 # shards of one replica would block the training thread for longer than their transfer takes.
 _MIN_BYTES_TO_SELECT = 1 << 20
-# Arrays on the host begin at multiples of these bytes, as those of numpy do.
-_ALIGNMENT = 64
 
 
 def is_supported(arrays: Iterable[AnyArray]) -> bool:
@@ -50,31 +47,18 @@ def is_supported(arrays: Iterable[AnyArray]) -> bool:
 
 def needed_to_offload(leaves: Mapping[str, Any]) -> Needed:
     """Returns the memory that an offload of leaves, perhaps abstract, takes."""
-    forms = [_Form(array.shape, array.dtype, array.sharding) for array in leaves.values()]
-    ordinary_bytes = sum(len(form.offsets) * form.shard_bytes for form in forms)
+    ordinary_bytes = sum(len(_offsets(array)) * _shard_bytes(array) for array in leaves.values())
     return needed_by(lambda run: pinned(leaves, run), ordinary_bytes)
 
 
-class _Form(NamedTuple):
-    """What is known of a leaf without its values."""
+def _shard_bytes(leaf: Any) -> int:
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * int(leaf.dtype.itemsize)
 
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    sharding: Sharding
 
-    @property
-    def shard_shape(self) -> tuple[int, ...]:
-        return self.sharding.shard_shape(self.shape)
-
-    @property
-    def shard_bytes(self) -> int:
-        return math.prod(self.shard_shape) * self.dtype.itemsize
-
-    @property
-    def offsets(self) -> set[Offset]:
-        """Where the shards of this process's devices begin."""
-        indices = self.sharding.addressable_devices_indices_map(self.shape)
-        return set(map(offset_of, indices.values()))
+def _offsets(leaf: Any) -> set[Offset]:
+    """Returns where the shards of this process's devices begin."""
+    indices = leaf.sharding.addressable_devices_indices_map(leaf.shape)
+    return set(map(offset_of, indices.values()))
 
 
 class Offloaded:
@@ -88,7 +72,10 @@ class Offloaded:
         self, plan: Plan, leaves: Mapping[str, jax.Array], memory: DeviceMemory, needed: Needed
     ) -> None:
         self._stacks = {n: group for n, group in plan.stacks.items() if group[0] in leaves}
-        self._forms = {n: _Form(a.shape, a.dtype, a.sharding) for n, a in leaves.items()}
+        self._forms = {
+            name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+            for name, array in leaves.items()
+        }
         self._memory = memory
         self._lock = threading.Lock()
         self._fetched: concurrent.futures.Future[dict[str, HostArray]] | None = None
@@ -124,14 +111,18 @@ class Offloaded:
     def _fetch(self) -> dict[str, HostArray]:
         members = Plan(self._stacks, frozenset()).members(list(self._forms))
         forms = {n: self._forms[group[0]] for n, group in members.items()}
-        memory = _Memory(
-            (len(members[n]) * form.shard_bytes for n, form in forms.items() for _ in form.offsets)
+        # One mapping, because a process can have some 65,000.
+        memory = Memory(
+            sum(
+                len(_offsets(form)) * aligned(len(members[name]) * _shard_bytes(form))
+                for name, form in forms.items()
+            )
         )
         arrays: dict[str, HostArray] = {}
         for stored, group in members.items():
-            form = forms[stored]
-            shape = (len(group), *form.shard_shape)
-            buffers = {offset: memory.array(shape, form.dtype) for offset in form.offsets}
+            form: Any = forms[stored]
+            shape = (len(group), *form.sharding.shard_shape(form.shape))
+            buffers = {offset: memory.array(shape, form.dtype) for offset in _offsets(form)}
             for row, name in enumerate(group):
                 arrays[name] = self._copied(name, {at: b[row, ...] for at, b in buffers.items()})
             if stored in self._stacks:
@@ -152,32 +143,8 @@ class Offloaded:
                     parts[offset][...] = np.asarray(shard.data)
             array.delete()
         assert not missing, "all shards of this process were offloaded"
-        form = self._forms[name]
+        form: Any = self._forms[name]
         return HostArray(form.shape, form.dtype, form.sharding, parts)
-
-
-class _Memory:
-    """Memory for arrays of these sizes; it goes back to the system when all of them are freed.
-
-    What ``malloc`` gives to one thread and another thread frees can stay with the process: with
-    ``np.empty``, a process that offloaded 400 MB again and again grew from 2.9 GB to 5 GB.
-    """
-
-    def __init__(self, sizes: Iterable[int]) -> None:
-        # One mapping, because a process can have some 65,000.
-        num_bytes = max(1, sum(map(_aligned, sizes)))
-        mapping = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._left = np.frombuffer(mapping, np.uint8)
-
-    def array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """Returns an array in this memory."""
-        num_bytes = math.prod(shape) * dtype.itemsize
-        part, self._left = np.split(self._left, [_aligned(num_bytes)])
-        return part[:num_bytes].view(dtype).reshape(shape)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 @device_program(maxsize=256)

@@ -104,20 +104,24 @@ class Snapshotter:
         self._mode = mode
         self._planner = Planner(layout)
         self._memory = memory or DeviceMemory()
-        self._unchanging: frozenset[str] = frozenset()
         self._donates: bool | None = None
         self._samples: list[jax.Array] = []
         self._logged: set[tuple[Way, str]] = set()
 
     def take(
-        self, names: Sequence[str], arrays: Sequence[Array], reserved: Iterable[str] = ()
+        self,
+        names: Sequence[str],
+        arrays: Sequence[Array],
+        reserved: Iterable[str] = (),
+        unchanging: frozenset[str] = frozenset(),
     ) -> Snapshot:
-        """Returns a snapshot of the leaves, without blocking; no stack gets a ``reserved`` name.
+        """Returns a snapshot of the leaves, without blocking.
 
+        No stack gets a ``reserved`` name, or has leaves ``unchanging`` beside others.
         For a snapshot by ``transfer``, ``Saver.begin`` later blocks the training thread. Raises
         OutOfMemoryError or SaveError if the mode is "copy" or "offload", and memory is lacking.
         """
-        planned = partial(self._planner, names, arrays, frozenset(reserved), self._unchanging)
+        planned = partial(self._planner, names, arrays, frozenset(reserved), unchanging)
         ways, why = self._ways(names, arrays)
         for way in ways:
             held = arrays
@@ -132,10 +136,6 @@ class Snapshotter:
                 logger.info("snapshots are taken by %s: %s", way, why)
             return Snapshot(way, names, held, make)
         raise AssertionError("a transfer needs no memory")
-
-    def keep_apart(self, unchanging: frozenset[str]) -> None:
-        """Makes later snapshots stack none of these leaves with other leaves."""
-        self._unchanging = unchanging
 
     def donated(self) -> None:
         """Records that the program donated an array held by reference: ``auto`` then copies."""

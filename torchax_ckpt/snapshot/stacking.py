@@ -96,8 +96,12 @@ def execute(
     for name, group in plan.stacks.items():
         if group[0] in leaves:
             arrays = [leaves[member] for member in group]
-            is_late = on_host and isinstance(arrays[0], jax.Array)
-            stored[name] = _late_stack(arrays) if is_late else _stack(arrays, run)
+            first = arrays[0]
+            if on_host and isinstance(first, jax.Array):
+                shape, target = (len(arrays), *first.shape), _stacked(first.sharding)
+                stored[name] = HostArray(shape, first.dtype, target, LateParts(arrays))
+            else:
+                stored[name] = _stack(arrays, run)
     return stored
 
 
@@ -111,11 +115,6 @@ def _stacked(sharding: Sharding) -> Sharding:
     target = stacked(sharding)
     assert target is not None, "planned as a stack"
     return target
-
-
-def _late_stack(arrays: list[Any]) -> HostArray:
-    shape, target = (len(arrays), *arrays[0].shape), _stacked(arrays[0].sharding)
-    return HostArray(shape, arrays[0].dtype, target, LateParts(arrays))
 
 
 def _stack(arrays: list[Any], run: Run) -> Any:

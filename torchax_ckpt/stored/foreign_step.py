@@ -87,7 +87,9 @@ class ForeignStep(StoredStep):
                 if keys in values:
                     nodes[keys] = _plain(values[keys].result())
                 elif keys in arrays:
-                    nodes[keys] = _array_node(arrays[keys], _name(keys))
+                    shape, dtype = list(arrays[keys].shape), arrays[keys].dtype.numpy_dtype.name
+                    described = {"array": _name(keys), "dtype": dtype, "shape": shape}
+                    nodes[keys] = {**described, "kind": "numpy"}
                 elif kind in _EMPTY:
                     nodes[keys] = _EMPTY[kind]
         logger.warning(
@@ -179,11 +181,6 @@ def _orbax_name(keys: Path) -> str:
 
 def _name(keys: Path) -> str:
     return names.join(key for key, _ in keys)
-
-
-def _array_node(store: ts.TensorStore, name: str) -> Node:
-    dtype, shape = store.dtype.numpy_dtype.name, list(store.shape)
-    return {"array": name, "kind": "numpy", "dtype": dtype, "shape": shape}
 
 
 def _plain(array: np.ndarray) -> Node:

@@ -32,13 +32,8 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and len(value) <= _MAX_TEXT
 
 
-def _is_steps(value: Any) -> bool:
-    return isinstance(value, list) and len(value) <= _MAX_STEPS and all(map(_is_count, value))
-
-
-def _is_rules(value: Any) -> bool:
-    is_short = isinstance(value, list) and len(value) <= _MAX_RULES
-    return is_short and all(isinstance(rule, dict) for rule in value)
+def _are(is_valid: Callable[[Any], bool], most: int) -> Callable[[Any], bool]:
+    return lambda v: isinstance(v, list) and len(v) <= most and all(map(is_valid, v))
 
 
 _NAMES = {
@@ -52,8 +47,8 @@ _VALUES: Mapping[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("pid", "num_skipped", "num_steps"), _is_count),
     **dict.fromkeys(("num_bytes", "new_bytes", "total_bytes"), _is_count),
     "is_verified": lambda value: isinstance(value, bool),
-    "keeps": _is_rules,
-    "steps": _is_steps,
+    "keeps": _are(lambda rule: isinstance(rule, dict), _MAX_RULES),
+    "steps": _are(_is_count, _MAX_STEPS),
 }
 
 

@@ -3,11 +3,10 @@
 The name of a file, such as ``1732201234123456789-5f0c2a9e.jsonl``, consists of the file's time of
 creation in nanoseconds and the identifier of its run.
 
-Each run appends only to files that it created, so no run spoils a file of another run. A process
-that is killed in the middle of a line spoils only that line. Once a file has 64 KiB, the run starts
-a new file, and deletes the oldest files, also those of earlier runs, so that at most 512 remain.
-Objects in a bucket cannot be appended to, so on a bucket the run rewrites its current file at each
-append. The journal does not sync its files, because no save should wait for events.
+Each run appends only to files that it created. A process that is killed in the middle of a line
+spoils only that line. At 64 KiB, the run starts a new file, and deletes the oldest, also those of
+earlier runs, so that at most 512 remain. On a bucket, which has no appends, it rewrites its
+current file. The journal does not sync its files, because no save should wait for events.
 
 The files are untrusted, so the reader opens only regular files and limits how much it reads.
 """

@@ -104,7 +104,7 @@ def test_a_save_takes_as_much_host_memory_as_it_may(tmp_path: Path) -> None:
 def test_stacks_on_cpus_are_made_in_batches_in_the_same_memory(
     directory: Path, written: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetching, "_STACK_BYTES", 8 << 20)
+    monkeypatch.setattr(fetching, "STACK_BYTES", 8 << 20)
     unit = jnp.arange(1 << 19).reshape(512, -1)
     state = {f"{kind}.{i}": unit * i * ord(kind) for kind in "abc" for i in (1, 2)}
     with TorchaxCheckpointer(directory, options=CheckpointOptions(snapshot="reference")) as ckpt:

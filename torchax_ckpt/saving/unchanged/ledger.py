@@ -84,12 +84,6 @@ def contents_of_step(manifest: Manifest) -> dict[str, Content]:
     }
 
 
-def leaves_in(manifest: Manifest) -> frozenset[str]:
-    """Returns the leaves in the databases of unchanged arrays of a step."""
-    stored = (name for database in manifest.unchanged.values() for name in database.arrays)
-    return frozenset(leaf for name in stored for leaf in members_of(manifest.plan, name))
-
-
 def are_on_host(
     names: Collection[str], arrays: Collection[str], here: Mapping[str, AnyArray]
 ) -> bool | None:

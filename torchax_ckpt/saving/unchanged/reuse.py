@@ -162,7 +162,9 @@ class Reuse:
         self._entries, self._newest, self._origin = {}, None, committed.key
         leader, still = self._leader, frozenset[str]()
         if compared is not None:
-            still = ledger.leaves_in(compared.manifest)
+            plan, databases = compared.manifest.plan, compared.manifest.unchanged.values()
+            stored = (name for database in databases for name in database.arrays)
+            still = frozenset(leaf for name in stored for leaf in ledger.members_of(plan, name))
         if self._processes.is_per_host:  # what the hosts have of the step may differ
             with leader._processes.round("looking for unchanged arrays"):
                 still = frozenset(leader._processes.first(lambda: sorted(still)))

@@ -10,6 +10,7 @@ Source: xxh3 (https://xxhash.com), 64 bits, seed 0, of a block's elements in C o
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -136,13 +137,9 @@ def _octets(host: np.ndarray, block: tuple[int, ...]) -> Iterable[memoryview]:
         size = math.prod(block) * host.itemsize
         return (octets[i : i + size] for i in range(0, len(octets), size))
     return (
-        np.ascontiguousarray(host[_region(cell, block)]).reshape(-1).view(np.uint8).data
-        for cell in np.ndindex(grid_shape(host.shape, block))
+        np.ascontiguousarray(host[chunking.region(start, block)]).reshape(-1).view(np.uint8).data
+        for start in itertools.product(*map(range, itertools.repeat(0), host.shape, block))
     )
-
-
-def _region(cell: Sequence[int], block: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(i * b, (i + 1) * b) for i, b in zip(cell, block, strict=True))
 
 
 def mismatches(

@@ -9,8 +9,7 @@ when it is started again.
 In memory, the ``Branches`` of each tier (``run_history.py``) have as abandoned: the steps of both
 tiers that are newer than the one that the run continues from, or that a save begins to write; and
 a step whose save failed after its commit. A step in a local tier that some host lacks is incomplete
-instead. The run removes it once a new step is on all hosts. Until then the hosts together may hold
-all parts of it, and a later start may need it, so no summary lists it.
+instead: a later start may need it, so no summary lists it, until a new step is on all hosts.
 
 On storage, the summary of the next step lists, under ``abandons``, the keys (number and commit
 time, since a later branch may use the number again) of those in both tiers that were not set aside

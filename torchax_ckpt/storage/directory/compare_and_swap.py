@@ -4,12 +4,11 @@ A program that replaces the record names the content that it last read. If the r
 since then, nothing is written and the program gets ``Conflict``.
 
 - On a local path, a program writes and syncs a new file, so that no loss of power leaves a part of
-  it under the record's name. Then it locks the directory for the moment of the exchange, compares,
-  and renames the new file over the record. The first record is a hard link, which fails if a record
-  exists. On NFS and FUSE, locks on directories exclude programs of the same host only. There, also
-  for the first record if there are no hard links, a gap of about a round trip to the server remains
-  between comparison and rename: if two hosts replace the record within it, both succeed, and the
-  later rename stays.
+  it under the record's name. Then it locks the directory, compares, and renames the new file over
+  the record. The first record is a hard link, which fails if a record exists. On NFS and FUSE, and
+  for the first record without hard links, a gap of a round trip to the server remains between
+  comparison and rename, because locks exclude programs of the same host only: if two hosts replace
+  the record within it, both succeed, and the later rename stays.
 - On a bucket, the server compares: a request names the generation that the record must still have.
 """
 

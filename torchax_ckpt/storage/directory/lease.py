@@ -1,15 +1,14 @@
 """Implements the lease of a directory; only the program that holds the lease may write there.
 
-The lease is a small file in the directory. It names the holder's host and process, the start of the
-lease, and the last sign of life, which a thread of the holder renews every 20 s. If a program wants
-to write and finds a lease, the holder of that lease decides what happens:
+The lease is a small file in the directory. It names the holder's host and process, its start, and
+the last sign of life, which a thread renews every 20 s. If a program that wants to write finds one:
 
-- If it was a process on the same host that has ended (according to the kernel), the program takes
+- If its holder, a process on the same host, has ended (according to the kernel), the program takes
   the lease over immediately. So it does if the file is empty or ends in the middle, as a loss of
   power may leave it: a program writes and syncs the whole file before it gives it its name.
-- If it is a running process on the same host, the program is refused immediately. Its lease in a
+- If its holder is a running process on the same host, the program is refused immediately. Its lease in a
   copy of its directory refuses nobody: the inodes differ, which both programs know.
-- If it is a process on another host, which cannot be examined, the program waits until the last
+- If its holder is a process on another host, which cannot be examined, the program waits until the last
   sign of life is 60 s old, and then takes the lease over; another sign of life refuses it.
 
 "The same host" means one kernel and one set of process numbers: a container is a host of its own.

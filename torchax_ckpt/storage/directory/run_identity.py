@@ -1,10 +1,9 @@
 """Stores a run's name in its directories, so that no run uses the local tier of another run.
 
-A ramdisk outlives processes and may outlive the run, whose directory may have been removed, or
-whose path the next run may get. A run with a local tier therefore has a name, in the file ``run``
-of its durable directory and of its local directories. In a local directory, the word ``local``
-precedes the name. A run deletes steps of other runs only from directories with this word, never
-from a directory that a user gave as a local tier by mistake.
+A ramdisk may outlive the run, whose path the next run may get. A run with a local tier therefore
+has a name, in the file ``run`` of its durable directory and, after the word ``local``, of its local
+directories. A run deletes steps of other runs only from directories with this word, never from one
+that a user gave as a local tier by mistake.
 
 A host may also be absent while the run goes on, and return with steps that the run has abandoned.
 Every program that saves therefore gives the run a new name, which an absent host does not learn.

@@ -26,6 +26,7 @@ from etils import epath
 from torchax_ckpt.errors import SaveError
 from torchax_ckpt.layout.manifest import Digests
 from torchax_ckpt.options import Codec
+from torchax_ckpt.snapshot.host_array import Memory
 from torchax_ckpt.storage.arrays import array_checks, block_digests, chunking
 from torchax_ckpt.storage.arrays.chunking import AnyArray
 from torchax_ckpt.storage.medium import location
@@ -85,7 +86,7 @@ def write_arrays(
     stacks: Collection[str] = (),  # the names of the arrays that are stacks
     codec: Codec | None = None,
     max_bytes: int | None = None,  # most bytes of device arrays in a batch, unless one has more
-    scratch: fetching.Scratch | None = None,
+    memory: Memory | None = None,  # for the stacks of a batch
     # Called for each batch when it is on the host, with True for the last. From then on the
     # training program may delete the arrays of the batch.
     on_host: Callable[[bool], None] = lambda is_last: None,
@@ -100,10 +101,10 @@ def write_arrays(
     context = _context()
     taken: dict[str, Digests] = {}
     batches = fetching.in_batches(arrays, max_bytes)
-    scratch = scratch or fetching.Scratch()
+    memory = memory or Memory(fetching.STACK_BYTES)
     for batch in batches:
-        scratch.begin()
-        copies = {name: fetching.start(arrays[name], scratch) for name in batch}
+        memory.reuse()
+        copies = {name: fetching.start(arrays[name], memory) for name in batch}
         parts = {name: copy() for name, copy in copies.items()}
         del copies  # with the temporary arrays
         on_host(batch is batches[-1])

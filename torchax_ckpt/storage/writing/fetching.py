@@ -6,8 +6,7 @@ fetched through temporary arrays, which share the buffers of the original arrays
 
 from __future__ import annotations
 
-import mmap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import jax
 import numpy as np
@@ -15,45 +14,21 @@ import numpy as np
 from torchax_ckpt.layout import batches
 from torchax_ckpt.snapshot.device_programs import sliced
 from torchax_ckpt.snapshot.device_sizes import HOST_MEMORY
-from torchax_ckpt.snapshot.host_array import HostArray, Offset, offset_of
+from torchax_ckpt.snapshot.host_array import HostArray, Memory, Offset, offset_of
 from torchax_ckpt.snapshot.sharding import shards_of, unshared
 from torchax_ckpt.snapshot.stacking import LateParts
 from torchax_ckpt.storage.arrays import chunking
 from torchax_ckpt.storage.arrays.chunking import AnyArray
 
-# Twice the most bytes of a stack, so that two files are written at the same time.
-_STACK_BYTES = 128 << 20
+# Bytes of the memory in which the host makes stacks, for all batches of all saves: new memory takes
+# longer than stacking. Twice the most bytes of a stack, so that two files are written at once.
+STACK_BYTES = 128 << 20
 # Smaller stacks are made in memory of their own, because TensorStore may keep what it writes into
 # the nodes of a database.
 _SMALL_BYTES = 1 << 20
-_ALIGNMENT = 64  # as that of numpy's arrays
 
 Parts = Mapping[Offset, np.ndarray]
 """Where each part of an array that this process stores begins -> the part."""
-
-
-class Scratch:
-    """Memory in which the host makes stacks, used again by every batch of every save.
-
-    The system takes longer to zero and map new pages for the stacks of a state than stacking takes.
-    """
-
-    def __init__(self) -> None:
-        pages = mmap.mmap(-1, _STACK_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._whole = self._left = np.frombuffer(pages, np.uint8)
-
-    def begin(self) -> None:
-        """Begins a batch; the stacks that were made before are no longer needed."""
-        self._left = self._whole
-
-    def stack(self, rows: Sequence[np.ndarray]) -> np.ndarray:
-        """Returns a stack, in this memory if it is large and fits."""
-        shape, nbytes = (len(rows), *rows[0].shape), sum(row.nbytes for row in rows)
-        taken = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        if nbytes < _SMALL_BYTES or taken > len(self._left):
-            return np.stack(rows)
-        part, self._left = self._left[:nbytes], self._left[taken:]
-        return np.stack(rows, out=part.view(rows[0].dtype).reshape(shape))
 
 
 def in_batches(arrays: Mapping[str, AnyArray], max_bytes: int | None) -> list[list[str]]:
@@ -70,16 +45,16 @@ def in_batches(arrays: Mapping[str, AnyArray], max_bytes: int | None) -> list[li
         counts = is_late or not (max_bytes is None or isinstance(array, HostArray))
         return chunking.num_stored_bytes(array) if counts else 0
 
-    limit = _STACK_BYTES if max_bytes is None else max_bytes
+    limit = STACK_BYTES if max_bytes is None else max_bytes
     return [*batches.batches(arrays, size, limit)] or [[]]
 
 
-def start(array: AnyArray, scratch: Scratch | None = None) -> Callable[[], Parts]:
+def start(array: AnyArray, memory: Memory | None = None) -> Callable[[], Parts]:
     """Starts to copy an array's parts to the host; returns a function that waits for the copies."""
     if isinstance(array, np.ndarray):
         return lambda: {(0,) * array.ndim: array}
     if isinstance(array, HostArray):
-        return lambda: _cut_shards(array, scratch or Scratch())
+        return lambda: _cut_shards(array, memory or Memory(0))
     # JAX would keep the host's copy beside the original array.
     shards = {shard.device: shard.data for shard in shards_of(unshared(array))}
     is_on_host = array.sharding.memory_kind in HOST_MEMORY
@@ -109,7 +84,7 @@ def to_compare(array: AnyArray) -> Parts:
     return start(array)()
 
 
-def _cut_shards(array: HostArray, scratch: Scratch) -> Parts:
+def _cut_shards(array: HostArray, memory: Memory) -> Parts:
     """Returns the parts that this process stores, cut from the shards of a host array."""
     index_of = array.sharding.addressable_devices_indices_map(array.shape)
     parts = {}
@@ -117,7 +92,10 @@ def _cut_shards(array: HostArray, scratch: Scratch) -> Parts:
         offset = offset_of(index_of[part.device])
         shards = array.parts
         if isinstance(shards, LateParts):
-            shard = scratch.stack(shards.members(offset))
+            rows = shards.members(offset)
+            is_small = len(rows) * rows[0].nbytes < _SMALL_BYTES
+            out = None if is_small else memory.array((len(rows), *rows[0].shape), rows[0].dtype)
+            shard = np.stack(rows, out=out)
         else:
             shard = shards[offset]
         parts[part.start] = shard if part.within is None else shard[part.within]
