@@ -40,7 +40,7 @@ from torchax_ckpt.storage.arrays.assembly import (
 )
 from torchax_ckpt.storage.directory.committed_step import STATE, CommittedStep
 from torchax_ckpt.storage.directory.step_files import as_corrupt, await_read
-from torchax_ckpt.storage.medium import location, permissions, storage_errors
+from torchax_ckpt.storage.medium import location, storage_errors
 
 logger = logging.getLogger(__name__)
 
@@ -206,8 +206,7 @@ def _opened(
                 f"not fit the shape {list(want.shape)}",
                 name,
             )
-    is_in_memory = permissions.is_in_memory(committed.path)
-    context = location.reading_context(is_in_memory=is_in_memory)
+    context = location.reading_context()
     base = _kvstore(committed)
     opening = {
         name: ts.open(

@@ -81,11 +81,8 @@ def kvstore(folder: epath.Path) -> dict[str, str]:
     return {"driver": "gcs", "bucket": name, "path": f"{prefix}/"}
 
 
-def reading_context(*, is_in_memory: bool = False) -> ts.Context:
+def reading_context() -> ts.Context:
     """Returns TensorStore's settings for reading: parallel file access, and a cache of the index.
-
-    Files in memory are mapped, which saves one of two copies. Others are not: the system kills a
-    program that looks at a mapped page which the disk cannot read.
 
     A failed request to a bucket is repeated for two minutes, by default for 15. TensorStore unpacks
     a chunk of Blosc, up to 2 GiB, before it compares the sizes. A limit on chunks that are unpacked
@@ -97,7 +94,6 @@ def reading_context(*, is_in_memory: bool = False) -> ts.Context:
     settings = {
         "cache_pool#ocdbt": {"total_bytes_limit": 100 << 20},
         "gcs_request_retries": {"max_retries": _RETRIES},
-        **({"file_io_mode": {"mode": "memmap"}} if is_in_memory else {}),
     }
     return ts.Context(settings, threads)
 

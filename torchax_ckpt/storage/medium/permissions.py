@@ -133,12 +133,6 @@ def refuse_object_store(path: Any) -> None:
     )
 
 
-def is_in_memory(path: Any) -> bool:
-    """Returns whether a path lies on a file system in memory."""
-    mount = _mount_of(path)
-    return mount is not None and mount.kind in ("tmpfs", "ramfs")
-
-
 def _probe(folder: epath.Path, mount: _Mount) -> None:
     lacking: list[str] = []
     name = pathlib.Path(folder / f"{PROBE}-{uuid.uuid4().hex}")
