@@ -181,7 +181,6 @@ def _directory() -> Any:
         run_name=SimpleNamespace(for_summary=dict),
         commit=commit,
         branches=lambda: SimpleNamespace(in_place=()),
-        prune=lambda keep, steps: [],
         verified=_Ignoring(),
         **dict.fromkeys(("recover", "set_aside", "fence", "delete"), lambda *args: None),
     )

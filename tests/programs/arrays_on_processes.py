@@ -30,6 +30,7 @@ from support.strategies import random_bits
 
 from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, errors, policies
 from torchax_ckpt.layout.storage_plan import Plan
+from torchax_ckpt.snapshot import snapshotter
 from torchax_ckpt.snapshot.device_memory import DeviceMemory
 from torchax_ckpt.snapshot.device_sizes import bytes_on_devices
 from torchax_ckpt.snapshot.snapshotter import Snapshotter
@@ -279,6 +280,7 @@ def full_devices(directory: str, mode: str, host_bytes: str, fulls: str) -> None
     FULLS is JSON: for each step the process whose devices are full, or null.
     """
     limit: dict[str, int] = {"bytes_in_use": 0}
+    snapshotter._is_on_cpu = lambda arrays: False
     keep = policies.PreserveAll()
     ckpt = TorchaxCheckpointer(directory, options=PATIENT, preservation_policy=keep)
     memory = DeviceMemory(lambda device: limit, lambda: int(host_bytes))

@@ -221,8 +221,8 @@ def test_without_memory_for_stacks_they_are_made_on_the_host(
     accelerator = Accelerator(peak=12 if how == "does not fit" else 9)
     if how == "is exhausted":
         monkeypatch.setattr(stacking, "stack_program", exhausted)
-    make = mock.Mock(wraps=stacking.LateParts)
-    monkeypatch.setattr(stacking, "LateParts", make)
+    make = mock.Mock(wraps=stacking.LateParts.of)
+    monkeypatch.setattr(stacking.LateParts, "of", make)
     ckpt = TorchaxCheckpointer(directory)
     ckpt._saves.snapshotter = Snapshotter(mode, "auto", DeviceMemory(accelerator))
     state: dict[str, Any] = {**start(), "counters": {str(i): np.int64(i) for i in range(3)}}

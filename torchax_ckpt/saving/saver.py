@@ -264,6 +264,7 @@ class Saver:
             aside = self._directory.set_aside(self._history.branches.unwanted)
             if durable.is_incoming:
                 steps[-1] = self._directory.settle(durable)
+            self._history.refresh(steps)
             self._telemetry.steps_gone("set_aside", aside, steps)
             keep = self._preserving.kept(steps)
             self._directory.verified.mark(steps)

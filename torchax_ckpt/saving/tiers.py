@@ -236,7 +236,11 @@ class Tiers:
 
     def find(self, step: int) -> CommittedStep:
         """Returns a step, preferably local, from readable directories, without messages."""
-        found = [s for tier in self._tiers for s in tier.directory.steps()]
+        found: list[CommittedStep] = []
+        for tier in reversed(self._tiers):  # the other one need not be readable if this has it
+            found += tier.directory.steps()
+            if same := [s for s in found if s.step == step]:
+                return same[-1]
         return committed_step.chosen(found, step, [tier.directory.path for tier in self])[-1]
 
     def _compare_local_steps(self) -> dict[tuple[int, int], CommittedStep]:

@@ -166,7 +166,9 @@ class Writer:
         draft = self._draft(capture, agreed, *stored, states, progress)
         del stored, states
         progress.enter("transferring the arrays from the devices")
-        digests = self._write_arrays(draft, progress)
+        # The training waits for a transfer, which therefore ends before anything is written.
+        memory = None if capture.snapshot.way == "transfer" else self._memory
+        digests = self._write_arrays(draft, memory, progress)
         progress.enter("writing and committing")
         at_nsecs = time.time_ns()
         if self._hosts is not None:  # equal on all, when all have written
@@ -314,7 +316,9 @@ class Writer:
         document, stored = {**document, **nodes}, {**here, **more}
         return Draft(directory.path / agreed.folder, document, plan, stored, here, division)
 
-    def _write_arrays(self, draft: Draft, progress: SaveInFlight) -> Mapping[str, Digests]:
+    def _write_arrays(
+        self, draft: Draft, memory: Memory | None, progress: SaveInFlight
+    ) -> Mapping[str, Digests]:
         """Takes over and writes arrays; returns the digests of what all processes have written."""
 
         def on_host(is_last: bool) -> None:
@@ -332,7 +336,7 @@ class Writer:
             stacks=draft.plan.stacks,
             codec=self._codec,
             max_bytes=self._options.max_host_bytes,
-            memory=self._memory,
+            memory=memory,
             on_host=on_host,
         )
         return block_digests.gathered(taken, draft.written, draft.places, self._processes)

@@ -60,12 +60,13 @@ class HostArray:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """Returns the whole array; raises ValueError if some of its shards are not among parts."""
-        if sum(part.size for part in self.parts.values()) < self.size:
+        parts = dict(self.parts)  # each part once: a stack may be made at each look
+        if sum(part.size for part in parts.values()) < self.size:
             raise ValueError(f"an array of shape {self.shape} lacks some of its parts")
-        whole = self.parts.get((0,) * self.ndim)
+        whole = parts.get((0,) * self.ndim)
         if whole is None or whole.shape != self.shape:
             whole = np.empty(self.shape, self.dtype)
-            for offset, part in self.parts.items():
+            for offset, part in parts.items():
                 region = tuple(slice(s, s + n) for s, n in zip(offset, part.shape, strict=True))
                 whole[region] = part
         elif copy:

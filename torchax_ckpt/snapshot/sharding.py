@@ -7,7 +7,7 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from torchax_ckpt.errors import MismatchError
-from torchax_ckpt.snapshot.host_array import HostArray, Local, Placement, offset_of
+from torchax_ckpt.snapshot.host_array import HostArray, Local, Offset, Placement, offset_of
 
 _listing_lock = threading.Lock()
 _MAX_TRIES = 1000
@@ -141,6 +141,59 @@ def unshared(array: jax.Array) -> jax.Array:
     return shards_as(array, array.sharding, array.shape)
 
 
+class LateParts(Mapping[Offset, np.ndarray]):
+    """Where each part of a stack begins -> the part, made on the host at each look and not kept."""
+
+    def __init__(self, members: Sequence[jax.Array], devices: Mapping[Offset, jax.Device]) -> None:
+        self._members, self._devices = members, devices
+
+    @classmethod
+    def of(cls, members: Sequence[jax.Array]) -> LateParts:
+        """Returns the parts of a stack of arrays with equal shapes and shardings."""
+        index_of = members[0].sharding.addressable_devices_indices_map(members[0].shape)
+        return cls(members, {(0, *offset_of(index)): device for device, index in index_of.items()})
+
+    def __getitem__(self, offset: Offset) -> np.ndarray:
+        return np.stack(self.members(offset))
+
+    def __contains__(self, offset: object) -> bool:
+        return offset in self._devices
+
+    def __iter__(self) -> Iterator[Offset]:
+        return iter(self._devices)
+
+    def __len__(self) -> int:
+        return len(self._devices)
+
+    def moved(self, offsets: Mapping[Offset, Offset]) -> LateParts:
+        """Returns the same parts at other offsets, given where each was."""
+        return LateParts(self._members, {to: self._devices[at] for to, at in offsets.items()})
+
+    def rows(self) -> dict[Offset, np.ndarray]:
+        """Returns where the part of each member begins -> the part; stacks nothing."""
+        return {
+            (number, *offset[1:]): row[np.newaxis]
+            for offset in self
+            for number, row in enumerate(self.members(offset))
+        }
+
+    def members(self, offset: Offset, within: slice = slice(None)) -> list[np.ndarray]:
+        """Returns what of each member, or of those ``within`` a range, is in a part."""
+        device = self._devices[offset]
+        shards = [_fetching(member, device) for member in self._members[within]]
+        return [np.asarray(shard) for shard in shards]
+
+
+def _fetching(array: jax.Array, device: jax.Device) -> jax.Array:
+    """Returns the shard of an array on a device, of which a copy to the host has begun."""
+    if device.platform == "cpu" and array.is_fully_replicated:
+        return array.addressable_data(0)  # faster than a list of shards
+    # JAX would keep the host's copy beside the original array.
+    (shard,) = (s.data for s in shards_of(unshared(array)) if s.device == device)
+    shard.copy_to_host_async()
+    return shard
+
+
 def to_host_part(array: jax.Array | HostArray) -> jax.Array | HostArray:
     """Returns the part of an array that this host holds, as an array that shares the buffers."""
     part = host_part(array.sharding, array.shape)
@@ -149,7 +202,12 @@ def to_host_part(array: jax.Array | HostArray) -> jax.Array | HostArray:
     whole = array.sharding.addressable_devices_indices_map(array.shape)
     within = part.sharding.addressable_devices_indices_map(part.shape)
     offsets = {offset_of(within[d]): offset_of(index) for d, index in whole.items()}
-    parts = {to: array.parts[at] for to, at in offsets.items() if at in array.parts}
+    parts: Mapping[Offset, np.ndarray]
+    offsets = {to: at for to, at in offsets.items() if at in array.parts}
+    if isinstance(array.parts, LateParts):
+        parts = array.parts.moved(offsets)
+    else:
+        parts = {to: array.parts[at] for to, at in offsets.items()}
     return HostArray(part.shape, array.dtype, part.sharding, parts)
 
 

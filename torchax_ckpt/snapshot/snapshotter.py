@@ -70,9 +70,11 @@ class Snapshot:
 
 
 def _is_on_cpu(arrays: Iterable[Array]) -> bool:
+    """Returns whether numpy stacks faster: each array is on one CPU device, or whole on each."""
     shardings = {array.sharding for array in arrays if isinstance(array, jax.Array)}
     devices: set[Any] = {device for sharding in shardings for device in sharding.device_set}
-    return all(device.platform == "cpu" for device in devices)
+    is_whole = all(s.is_fully_replicated and s.is_fully_addressable for s in shardings)
+    return is_whole and all(device.platform == "cpu" for device in devices)
 
 
 def way_if_donated(plan: SnapshotPlan, arrays: Sequence[AnyArray], memory: DeviceMemory) -> Way:

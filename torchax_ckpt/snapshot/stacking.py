@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,59 +23,12 @@ from torchax_ckpt.snapshot.device_programs import (
     run_by_sharding,
 )
 from torchax_ckpt.snapshot.device_sizes import Needed, needed_by
-from torchax_ckpt.snapshot.host_array import HostArray, Offset, offset_of
-from torchax_ckpt.snapshot.sharding import shards_of, stacked, unshared
+from torchax_ckpt.snapshot.host_array import HostArray
+from torchax_ckpt.snapshot.sharding import LateParts, shards_of, stacked
 
 Array = jax.Array | np.ndarray
 AnyArray = Array | jax.ShapeDtypeStruct
 """An abstract array with a sharding may stand for an array on devices."""
-
-
-class LateParts(Mapping[Offset, np.ndarray]):
-    """Where each part of a stack begins -> the part, made on the host at each look and not kept."""
-
-    def __init__(self, members: Sequence[jax.Array]) -> None:
-        self._members = members
-        sharding, shape = members[0].sharding, members[0].shape
-        index_of = sharding.addressable_devices_indices_map(shape)
-        self._devices = {(0, *offset_of(index)): device for device, index in index_of.items()}
-
-    def __getitem__(self, offset: Offset) -> np.ndarray:
-        return np.stack(self.members(offset))
-
-    def __iter__(self) -> Iterator[Offset]:
-        return iter(self._devices)
-
-    def __len__(self) -> int:
-        return len(self._devices)
-
-    def rows(self) -> dict[Offset, np.ndarray]:
-        """Returns where the part of each member begins -> the part; stacks nothing."""
-        return {
-            (number, *offset[1:]): row[np.newaxis]
-            for offset in self
-            for number, row in enumerate(self.members(offset))
-        }
-
-    def members(self, offset: Offset) -> list[np.ndarray]:
-        """Returns what of each member is in a part."""
-        device = self._devices[offset]
-        shards = [_fetching(member, device) for member in self._members]
-        return [np.asarray(shard) for shard in shards]
-
-
-def _fetching(array: jax.Array, device: jax.Device) -> jax.Array:
-    """Returns the shard of an array on a device, of which a copy to the host has begun."""
-    if device.platform != "cpu":
-        array = unshared(array)  # JAX would keep the host's copy beside the original array
-    if array.is_fully_replicated:
-        shard = array.addressable_data(0)
-    else:  # faster than ``shards_of``, which builds a list of shards
-        shards = map(array.addressable_data, range(len(array.sharding.addressable_devices)))
-        shard = next(data for data in shards if data.device == device)
-    if device.platform != "cpu":
-        shard.copy_to_host_async()
-    return shard
 
 
 def execute(
@@ -99,7 +52,7 @@ def execute(
             first = arrays[0]
             if on_host and isinstance(first, jax.Array):
                 shape, target = (len(arrays), *first.shape), _stacked(first.sharding)
-                stored[name] = HostArray(shape, first.dtype, target, LateParts(arrays))
+                stored[name] = HostArray(shape, first.dtype, target, LateParts.of(arrays))
             else:
                 stored[name] = _stack(arrays, run)
     return stored

@@ -66,12 +66,14 @@ class ForeignStep(StoredStep):
         with step_files.as_corrupt(self.committed, "metadata"):
             containment.require_contained(path, step)
             folders = [path, *(p for p in path.iterdir() if p.is_dir())]
-            trees = [folder for folder in folders if (folder / _METADATA).exists()]
-            if len(trees) > 1:
-                trees = [tree for tree in trees if tree.name == STATE]
-            if len(trees) != 1:
-                raise ValueError(f"expected one pytree, or one called {STATE}")
-            (tree,) = trees
+            trees = {p.name: p for p in folders if (p / _METADATA).exists()}
+        if len(trees) != 1 and STATE not in trees:
+            raise ForeignCheckpointError(
+                f"{path}: expected one pytree, or one called {STATE!r}, found {sorted(trees)}. Use "
+                "Orbax to read this step"
+            )
+        with step_files.as_corrupt(self.committed, "metadata"):
+            tree = trees.get(STATE) or next(iter(trees.values()))
             metadata = json.loads((tree / _METADATA).read_text())
             kinds = _kinds(metadata)
             for keys in kinds:
@@ -92,6 +94,8 @@ class ForeignStep(StoredStep):
                     nodes[keys] = {**described, "kind": "numpy"}
                 elif kind in _EMPTY:
                     nodes[keys] = _EMPTY[kind]
+                else:
+                    raise ValueError(f"{_name(keys)}: is of the type {kind!r:.80}")
         logger.warning(
             "%s was written by Orbax alone and has no digests, so damage of it may go unnoticed",
             path,

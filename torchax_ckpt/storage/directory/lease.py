@@ -6,10 +6,10 @@ the last sign of life, which a thread renews every 20 s. If a program that wants
 - If its holder, a process on the same host, has ended (according to the kernel), the program takes
   the lease over immediately. So it does if the file is empty or ends in the middle, as a loss of
   power may leave it: a program writes and syncs the whole file before it gives it its name.
-- If its holder is a running process on the same host, the program is refused immediately. Its lease in a
-  copy of its directory refuses nobody: the inodes differ, which both programs know.
-- If its holder is a process on another host, which cannot be examined, the program waits until the last
-  sign of life is 60 s old, and then takes the lease over; another sign of life refuses it.
+- If its holder is a running process on the same host, the program is refused immediately. Its lease
+  in a copy of its directory refuses nobody: the inodes differ, which both programs know.
+- If its holder is a process on another host, which cannot be examined, the program waits until the
+  last sign of life is 60 s old, and then takes the lease over; another sign of life refuses it.
 
 "The same host" means one kernel and one set of process numbers: a container is a host of its own.
 The clocks of hosts that share a directory should agree to within half a minute, or another program

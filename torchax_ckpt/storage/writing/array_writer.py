@@ -86,7 +86,7 @@ def write_arrays(
     stacks: Collection[str] = (),  # the names of the arrays that are stacks
     codec: Codec | None = None,
     max_bytes: int | None = None,  # most bytes of device arrays in a batch, unless one has more
-    memory: Memory | None = None,  # for the stacks of a batch
+    memory: Memory | None = None,  # for stacks, of one batch after the other; None: all at once
     # Called for each batch when it is on the host, with True for the last. From then on the
     # training program may delete the arrays of the batch.
     on_host: Callable[[bool], None] = lambda is_last: None,
@@ -100,10 +100,10 @@ def write_arrays(
         _require_readable(name, array)
     context = _context()
     taken: dict[str, Digests] = {}
-    batches = fetching.in_batches(arrays, max_bytes)
-    memory = memory or Memory(fetching.STACK_BYTES)
+    batches = fetching.in_batches(arrays, max_bytes, memory)
     for batch in batches:
-        memory.reuse()
+        if memory is not None:
+            memory.reuse()
         copies = {name: fetching.start(arrays[name], memory) for name in batch}
         parts = {name: copy() for name, copy in copies.items()}
         del copies  # with the temporary arrays

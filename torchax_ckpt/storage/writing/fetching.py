@@ -15,8 +15,7 @@ from torchax_ckpt.layout import batches
 from torchax_ckpt.snapshot.device_programs import sliced
 from torchax_ckpt.snapshot.device_sizes import HOST_MEMORY
 from torchax_ckpt.snapshot.host_array import HostArray, Memory, Offset, offset_of
-from torchax_ckpt.snapshot.sharding import shards_of, unshared
-from torchax_ckpt.snapshot.stacking import LateParts
+from torchax_ckpt.snapshot.sharding import LateParts, shards_of, unshared
 from torchax_ckpt.storage.arrays import chunking
 from torchax_ckpt.storage.arrays.chunking import AnyArray
 
@@ -31,10 +30,12 @@ Parts = Mapping[Offset, np.ndarray]
 """Where each part of an array that this process stores begins -> the part."""
 
 
-def in_batches(arrays: Mapping[str, AnyArray], max_bytes: int | None) -> list[list[str]]:
+def in_batches(
+    arrays: Mapping[str, AnyArray], max_bytes: int | None, memory: Memory | None
+) -> list[list[str]]:
     """Returns the names of arrays that are fetched together: at most ``max_bytes``, or one array.
 
-    Only device arrays count, without a limit only stacks on the host. There is at least one batch.
+    Only device arrays count, without a limit only stacks in ``memory``. There is one batch or more.
     """
 
     def size(name: str) -> int:
@@ -42,7 +43,7 @@ def in_batches(arrays: Mapping[str, AnyArray], max_bytes: int | None) -> list[li
         if isinstance(array, np.ndarray):
             return 0
         is_late = isinstance(array, HostArray) and isinstance(array.parts, LateParts)
-        counts = is_late or not (max_bytes is None or isinstance(array, HostArray))
+        counts = (is_late and memory) or not (max_bytes is None or isinstance(array, HostArray))
         return chunking.num_stored_bytes(array) if counts else 0
 
     limit = STACK_BYTES if max_bytes is None else max_bytes
@@ -92,11 +93,13 @@ def _cut_shards(array: HostArray, memory: Memory) -> Parts:
         offset = offset_of(index_of[part.device])
         shards = array.parts
         if isinstance(shards, LateParts):
-            rows = shards.members(offset)
+            whole = (slice(None),) * array.ndim
+            members, *within = part.within or whole
+            rows = [row[tuple(within)] for row in shards.members(offset, members)]
             is_small = len(rows) * rows[0].nbytes < _SMALL_BYTES
             out = None if is_small else memory.array((len(rows), *rows[0].shape), rows[0].dtype)
-            shard = np.stack(rows, out=out)
+            parts[part.start] = np.stack(rows, out=out)
         else:
             shard = shards[offset]
-        parts[part.start] = shard if part.within is None else shard[part.within]
+            parts[part.start] = shard if part.within is None else shard[part.within]
     return parts
