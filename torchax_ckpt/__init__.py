@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torchax_ckpt import errors
 from torchax_ckpt.options import CheckpointOptions, LocalTier
-from torchax_ckpt.runtime.lazily import attributes as _attributes
+from torchax_ckpt.runtime.lazily import attributes
 
 if TYPE_CHECKING:
     from torchax_ckpt import planning, policies
@@ -47,7 +47,7 @@ _LAZY = {
 }
 
 
-__getattr__ = _attributes(__name__, _LAZY)
+__getattr__ = attributes(__name__, _LAZY)
 
 
 def __dir__() -> list[str]:

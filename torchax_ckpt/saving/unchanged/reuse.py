@@ -25,11 +25,11 @@ from typing import Any
 import jax
 from etils import epath
 
+from torchax_ckpt import options
 from torchax_ckpt.errors import CheckpointError, DonatedBufferError, ProcessError, SaveError
 from torchax_ckpt.layout import unchanged
 from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.layout.unchanged import Database, Digests
-from torchax_ckpt.options import Reuse as Mode
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.saving.preserving import Preserving
 from torchax_ckpt.saving.unchanged import identities, ledger
@@ -82,7 +82,7 @@ class Reuse:
         history: RunHistory,
         preserving: Preserving,
         processes: Processes,
-        mode: Mode,
+        mode: options.Reuse,
         *,
         has_two_copies: bool = True,
         leader: Reuse | None = None,
