@@ -2,7 +2,7 @@
 
     python benchmarks/floor.py [--rounds 3] [--saves 5] [--directory /dev/shm]
 
-``Floor`` stacks the same leaves on the host as the library does, fetches and digests them,
+``Floor`` stacks the same leaves where the library does, fetches and digests them,
 and writes them with TensorStore so that Orbax could merge and read them. It has no manifest, no
 lease, no events and no policies. Each round runs each peer in a new process, one after the other.
 """
@@ -29,6 +29,7 @@ import xxhash
 from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.snapshot.host_array import HostArray
 from torchax_ckpt.snapshot.planner import plan_snapshot
+from torchax_ckpt.snapshot.snapshotter import stacks_on_host
 from torchax_ckpt.snapshot.stacking import execute
 from torchax_ckpt.storage.arrays import chunking
 
@@ -65,7 +66,8 @@ class Floor(peers.Peer):
 
     def _write(self, step: int, leaves: dict[str, Any]) -> None:
         plan = self._plan = self._plan or plan_snapshot([*leaves], [*leaves.values()], "auto").plan
-        arrays = execute(plan, leaves, copy=False, on_host=True)
+        on_host = stacks_on_host([*leaves.values()])
+        arrays = execute(plan, leaves, copy=False, on_host=on_host)
         folder, context = self._directory / "writing", ts.Context()
         writing = ts.Transaction(atomic=True)
         part, opened, copies, digests = folder / "ocdbt.process_0", [], [], {}

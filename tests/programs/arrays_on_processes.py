@@ -280,7 +280,7 @@ def full_devices(directory: str, mode: str, host_bytes: str, fulls: str) -> None
     FULLS is JSON: for each step the process whose devices are full, or null.
     """
     limit: dict[str, int] = {"bytes_in_use": 0}
-    snapshotter._is_on_cpu = lambda arrays: False
+    snapshotter.stacks_on_host = lambda arrays: False
     keep = policies.PreserveAll()
     ckpt = TorchaxCheckpointer(directory, options=PATIENT, preservation_policy=keep)
     memory = DeviceMemory(lambda device: limit, lambda: int(host_bytes))

@@ -217,7 +217,7 @@ def stacks(directory: Path, step: int) -> dict[str, Any]:
 def test_without_memory_for_stacks_they_are_made_on_the_host(
     mode: Any, how: str, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshotter, "_is_on_cpu", lambda arrays: False)
+    monkeypatch.setattr(snapshotter, "stacks_on_host", lambda arrays: False)
     accelerator = Accelerator(peak=12 if how == "does not fit" else 9)
     if how == "is exhausted":
         monkeypatch.setattr(stacking, "stack_program", exhausted)

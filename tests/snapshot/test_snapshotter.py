@@ -365,7 +365,7 @@ def test_saving_and_restoring_compile_nothing_else(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(snapshotter, "_is_on_cpu", lambda arrays: False)
+    monkeypatch.setattr(snapshotter, "stacks_on_host", lambda arrays: False)
     # Of shapes that nothing else here compiles programs for.
     width = {"copy": 37, "reference": 41, "transfer": 43, "offload": 47}[mode]
     rows = NamedSharding(fsdp_mesh(), P("fsdp"))

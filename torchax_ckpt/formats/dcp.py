@@ -96,12 +96,17 @@ def _ints(size: Any = ()) -> tuple[int, ...]:
     return tuple(size)
 
 
+def _no_items() -> dict[Any, Any]:
+    """Takes no items, unlike ``dict``, because a pickle could multiply them."""
+    return {}
+
+
 _DCP = "torch.distributed.checkpoint"
 _STAND_INS: Mapping[tuple[str, str], Any] = {
     ("torch", "Size"): _ints,
     ("torch.serialization", "_get_layout"): _Stored,
     ("builtins", "getattr"): _Stored,  # how some Pythons pickle a member of an enum
-    ("collections", "OrderedDict"): dict[Any, Any],
+    ("collections", "OrderedDict"): _no_items,
     (f"{_DCP}.filesystem", "_StorageInfo"): type("_StorageInfo", (_Stored,), {}),
     **{
         (f"{_DCP}.metadata", name): type(name, (_Stored,), {})

@@ -69,7 +69,7 @@ class Snapshot:
         require_alive(zip(self.names, self.arrays, strict=False))
 
 
-def _is_on_cpu(arrays: Iterable[Array]) -> bool:
+def stacks_on_host(arrays: Iterable[Array]) -> bool:
     """Returns whether numpy stacks faster: each array is on one CPU device, or whole on each."""
     shardings = {array.sharding for array in arrays if isinstance(array, jax.Array)}
     devices: set[Any] = {device for sharding in shardings for device in sharding.device_set}
@@ -163,7 +163,7 @@ class Snapshotter:
         """Stacks arrays that are held by reference, where it is faster or there is memory."""
         plan, memory = planned(), self._memory
         leaves = dict(zip(plan.names, arrays, strict=True))
-        if not _is_on_cpu(arrays):
+        if not stacks_on_host(arrays):
             try:
                 needed = plan.needed(way, arrays)
                 if needed is not None and memory.holds(needed.devices):
