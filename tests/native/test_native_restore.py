@@ -104,6 +104,33 @@ for key, part in parts.items():
     assert weights == [m.weight.tolist() for m in models.values()]
 
 
+EXTRA = """
+class Scaled(torch.nn.Linear):
+    scale = None
+    get_extra_state = lambda self: self.scale
+    def set_extra_state(self, state): self.scale = state
+"""
+
+
+def test_extra_state_comes_back_also_into_compiled_modules(tmp_path: Path) -> None:
+    built: dict[str, Any] = {"torch": torch}
+    exec(EXTRA, built)
+    layer = built["Scaled"](2, 2)
+    layer.scale = {"by": 7}
+    with TorchaxCheckpointer(tmp_path / "run") as ckpt:
+        ckpt.attach(torch.nn.Sequential(layer).to("jax"))
+        ckpt.save(1, force=True)
+    source = """
+for wrap in (torch.nn.Module.requires_grad_, torch.compile):
+    inner = Scaled(2, 2)
+    restore(run, wrap(torch.nn.Sequential(wrap(inner))))
+    assert inner.scale == {"by": 7}, wrap
+del Scaled.set_extra_state
+print(failure(lambda: restore(run, torch.nn.Sequential(Scaled(2, 2)))))
+"""
+    assert "load_state_dict does not know 0._extra" in run_native(EXTRA + source, tmp_path)
+
+
 def test_what_differs_is_one_error_and_nothing_is_changed(tmp_path: Path) -> None:
     save_net(tmp_path)
     found = run_native(

@@ -211,7 +211,9 @@ class _Plan:
         self, module: torch.nn.Module, member: str, node: Node, where: str, findings: Findings
     ) -> None:
         stored = module_state(node, where)
-        live = {names.without_compile(n): v for n, v in module.state_dict(keep_vars=True).items()}
+        every = module.state_dict(keep_vars=True)
+        raw = {names.without_compile(name): name for name in every}
+        live = {fqn: every[name] for fqn, name in raw.items()}
         ties: dict[int, int] = {}  # id of a live tensor -> of its node, and the reverse
         extra: dict[str, Node] = {}
         for fqn, tensor in live.items():
@@ -234,12 +236,17 @@ class _Plan:
         if extra:
 
             def load(state: Mapping[str, Any]) -> None:
-                module.load_state_dict(state, strict=False)
+                of_raw = {raw[fqn]: value for fqn, value in state.items()}
+                result = module.load_state_dict(of_raw, strict=False)
+                if unexpected := getattr(result, "unexpected_keys", None):
+                    raise KeyError(f"load_state_dict does not know {', '.join(unexpected)}")
 
             def get() -> dict[str, Any]:
-                return {n: v for n, v in module.state_dict().items() if n.endswith(EXTRA_STATE)}
+                state = module.state_dict()
+                return {fqn: state[raw[fqn]] for fqn in extra}
 
-            self._add_call(f"{where}/{EXTRA_STATE}", None, get, load, {"dict": [*extra.items()]})
+            node = {"dict": [[fqn, child] for fqn, child in extra.items()]}
+            self._add_call(f"{where}/{EXTRA_STATE}", None, get, load, node)
 
     def _add_optimizer(
         self, optimizer: torch.optim.Optimizer, node: Node, where: str, findings: Findings
