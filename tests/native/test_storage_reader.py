@@ -116,7 +116,11 @@ dcp.load(weights, storage_reader=StorageReader(run, 1, {"model": ""}))
 wrong = StorageReader(run, prefix={"modle": ""})
 print(json.dumps(failure(lambda: dcp.load(weights, storage_reader=wrong))))
 reader = StorageReader(run, 7)
-print(json.dumps(failure(lambda: dcp.load(weights, storage_reader=reader))))
+load = lambda: dcp.load({"model": weights}, storage_reader=reader, planner=LoadPlanner())
+print(json.dumps(failure(load)))
+(run / "2").rename(run / "7")
+load()  # the same reader finds the step now
+require_equal(weights, {n: expected["model"][n] for n in weights})
 state = {"app": {"lr_scheduler": {"step_size": 0}}}
 dcp.load(state, storage_reader=StorageReader(run, prefix="app"), planner=LoadPlanner())
 assert state == {"app": {"lr_scheduler": {"step_size": 7}}}, state

@@ -87,6 +87,7 @@ class StorageReader(dcp.StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
         """Returns names, shapes and dtypes of the newest step whose manifest is intact."""
+        self.reset()  # DCP resets a reader only if it gets a checkpoint_id
         try:
             self._candidates = self._run.candidates(self._step)
             self._planned = self._newest(self._opened)
