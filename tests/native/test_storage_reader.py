@@ -139,6 +139,26 @@ print(json.dumps(failure(load)))
     assert [kind for kind, _ in others[1:]] == kinds
 
 
+def test_optimizers_that_name_their_parameters_load(tmp_path: Path) -> None:
+    save_net(tmp_path, "sgd")
+    run_native(
+        """
+from torch.distributed.checkpoint import state_dict as sd
+for flat in (False, True):
+    for planner in (LoadPlanner(), dcp.DefaultLoadPlanner()):
+        model, options = Net(), sd.StateDictOptions(flatten_optimizer_state_dict=flat)
+        optimizer = torch.optim.SGD(model.named_parameters(), lr=9, momentum=0.25)
+        state = sd.get_optimizer_state_dict(model, optimizer, options=options)
+        dcp.load({"optimizer": state}, storage_reader=StorageReader(run), planner=planner)
+        sd.set_optimizer_state_dict(model, optimizer, state, options=options)
+        [group] = optimizer.param_groups
+        assert group["param_names"] == [name for name, _ in model.named_parameters()]
+        assert (group["lr"], group["momentum"]) == (0.125, 0.5)
+""",
+        tmp_path,
+    )
+
+
 def test_steps_of_bare_orbax_load_without_digests(tmp_path: Path) -> None:
     tree = {"params": {"w": jnp.arange(12.0).reshape(3, 4), "b": jnp.ones(3, jnp.bfloat16)}}
     with ocp.training.Checkpointer(tmp_path / "run") as checkpointer:

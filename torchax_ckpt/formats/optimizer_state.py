@@ -62,8 +62,11 @@ def state_dict_of(
         "param_groups": [
             {
                 **{key: value_of(value) for key, value in group.hyperparameters.items()},
-                "params": [key_of[n] for n, g in optimizer.group_of.items() if g is group],
+                "params": members,
+                # DCP asks for them if the program called its optimizer with named_parameters().
+                **({"param_names": [*members]} if by_name else {}),
             }
             for group in optimizer.groups
+            for members in [[key_of[n] for n, g in optimizer.group_of.items() if g is group]]
         ],
     }
