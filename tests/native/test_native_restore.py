@@ -131,6 +131,22 @@ print(failure(lambda: restore(run, torch.nn.Sequential(Scaled(2, 2)))))
     assert "load_state_dict does not know 0._extra" in run_native(EXTRA + source, tmp_path)
 
 
+def test_nested_optimizer_state_becomes_as_its_parameters_are(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1).to("jax")
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.state[model.weight] = {"old": [{"moment": torch.ones_like(model.weight)}]}
+    with TorchaxCheckpointer(tmp_path / "run") as ckpt:
+        ckpt.attach(model, optimizer)
+        ckpt.save(1, force=True)
+    source = """
+model = torch.nn.Linear(2, 1).double()
+optimizer = torch.optim.SGD(model.parameters())
+restore(run, model, optimizer)
+print(optimizer.state[model.weight]["old"][0]["moment"])
+"""
+    assert run_native(source, tmp_path) == "tensor([[1., 1.]], dtype=torch.float64)\n"
+
+
 def test_what_differs_is_one_error_and_nothing_is_changed(tmp_path: Path) -> None:
     save_net(tmp_path)
     found = run_native(

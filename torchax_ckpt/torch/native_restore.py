@@ -174,10 +174,14 @@ class _Plan:
         for change in changes:
             change()
 
-    def _reader(self, node: Node) -> Callable[[], Any]:
+    def _reader(
+        self, node: Node, placed: Callable[[Any, Node], Any] = lambda value, leaf: value
+    ) -> Callable[[], Any]:
         """Adds the leaves of a node to the reads; returns what then gives the node's value."""
         self.reads |= dict.fromkeys(leaf["array"] for leaf in array_nodes(node))
-        return lambda: decode(node, lambda leaf: revived(leaf, self._arrays[leaf["array"]]))
+        return lambda: decode(
+            node, lambda leaf: placed(revived(leaf, self._arrays[leaf["array"]]), leaf)
+        )
 
     def _add_call(
         self,
@@ -298,20 +302,20 @@ class _Plan:
 
         torch keeps counters of steps on the CPU, as torchax does, unless ``on_device``.
         """
-        readers = {key: (self._reader(node), node) for key, node in entries.items()}
 
         def placed(value: Any, node: Node) -> Any:
             if not isinstance(value, torch.Tensor):
                 return value
             is_wider = value.shape == parameter.shape and WIDER.get(value.dtype) == parameter.dtype
-            is_here = not on_device and isinstance(node, dict) and node.get("kind") == "torch"
+            is_here = not on_device and node["kind"] == "torch"
             return value.to(
                 "cpu" if is_here else parameter.device, parameter.dtype if is_wider else value.dtype
             )
 
+        readers = {key: self._reader(node, placed) for key, node in entries.items()}
+
         def stage() -> Callable[[], object]:
-            values = {key: placed(value_of(), node) for key, (value_of, node) in readers.items()}
-            return functools.partial(put, values)
+            return functools.partial(put, {key: value_of() for key, value_of in readers.items()})
 
         self._stages.append(stage)
 
