@@ -125,8 +125,9 @@ state = {"app": {"lr_scheduler": {"step_size": 0}}}
 dcp.load(state, storage_reader=StorageReader(run, prefix="app"), planner=LoadPlanner())
 assert state == {"app": {"lr_scheduler": {"step_size": 7}}}, state
 dcp.save(state, checkpoint_id=folder / "dcp")
-load = lambda: dcp.load(state, checkpoint_id=folder / "dcp", planner=LoadPlanner())
-print(json.dumps(failure(load)))
+for more in ({}, {"x": 1}):
+    load = lambda: dcp.load(state | more, checkpoint_id=folder / "dcp", planner=LoadPlanner())
+    print(json.dumps(failure(load)))
 """,
         tmp_path,
     )
@@ -135,7 +136,7 @@ print(json.dumps(failure(load)))
     for part in ("model.more", "model.norm.bias: expected torch.float32[3]", "model.small.weight"):
         assert part in text
     assert "Size mismatch" in others[0][1]
-    kinds = ["MismatchError", "SelectionError", "StepNotFoundError", "CallError"]
+    kinds = ["MismatchError", "SelectionError", "StepNotFoundError", "CallError", "CallError"]
     assert [kind for kind, _ in others[1:]] == kinds
 
 

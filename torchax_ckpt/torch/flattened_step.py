@@ -26,7 +26,7 @@ from torchax_ckpt.storage.arrays.assembly import Bounds, bounds_of, overlap
 from torchax_ckpt.storage.directory.committed_step import STATE
 from torchax_ckpt.stored.foreign_step import ForeignStep
 from torchax_ckpt.stored.stored_step import Part, StoredStep, about
-from torchax_ckpt.torch.load_planner import LoadPlanner, differences
+from torchax_ckpt.torch.load_planner import LoadPlanner, StepMeta, differences
 from torchax_ckpt.torch.state_trees import WIDER, compare, stand_in, tree_of
 
 Parts = Mapping[str, Sequence[Part]]
@@ -52,7 +52,7 @@ class FlattenedStep:
         self.metadata = dcp.Metadata(
             {name: _described(value) for name, value in self._values.items()},
             planner_data=paths,
-            storage_meta=dcp_metadata.StorageMeta(
+            storage_meta=StepMeta(
                 checkpoint_id=str(self.committed.path), save_id=str(self.committed.step)
             ),
         )

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._nested_dict import set_element
-from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from torchax_ckpt.errors import CallError, MismatchError
 from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.torch.state_trees import compare
+
+
+class StepMeta(StorageMeta):
+    """Which step ``StorageReader`` opened: the path, and the number as ``save_id``."""
 
 
 class LoadPlanner(dcp.DefaultLoadPlanner):
@@ -27,6 +34,22 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
       MismatchError: lists all names, shapes and dtypes that differ; nothing was changed.
       CallError: the storage reader is another one.
     """
+
+    def set_up_planner(
+        self, state_dict: Any, metadata: dcp.Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Refuses what other readers found, whose values are pickles."""
+        if (
+            metadata is not None
+            and metadata.state_dict_metadata  # empty if StorageReader failed, which it raises next
+            and not isinstance(metadata.storage_meta, StepMeta)
+        ):
+            raise CallError(
+                "LoadPlanner: expected the metadata of torchax_ckpt's StorageReader, found that of "
+                "another storage reader, whose values are pickles. Use this planner with "
+                "StorageReader, and DCP's own planner with other readers"
+            )
+        super().set_up_planner(state_dict, metadata, is_coordinator)
 
     def create_local_plan(self) -> LoadPlan:
         """Compares, and returns the plan of DCP's planner."""
@@ -49,14 +72,6 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
             set_element(self.original_state_dict, self.mappings[name], value)
         else:
             self.state_dict[name] = value
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Refuses bytes, which only unpickling could read."""
-        raise CallError(
-            f"{read_item.dest_index.fqn}: expected a value of torchax_ckpt's StorageReader, found "
-            "bytes of another storage reader, which are a pickle. Use this planner with "
-            "StorageReader, and DCP's own planner with other readers"
-        )
 
 
 def differences(findings: Findings, metadata: dcp.Metadata) -> MismatchError:
