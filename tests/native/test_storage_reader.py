@@ -18,6 +18,7 @@ from support.native import run_native, run_ranks, save_net
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
 from torchax_ckpt.plain_torch import native_torch
 
+GOLDEN = Path(__file__).parents[1] / "golden"
 INTEGERS = ["uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"]
 FLOATS = ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"]
 NARROW = ["e5m2", "e4m3fn", "e5m2fnuz", "e4m3fnuz"]
@@ -177,6 +178,28 @@ assert state["params"]["b"].tolist() == [1, 1, 1] and state["n"]["0"].tolist() =
         tmp_path,
     )
     assert "was written by Orbax alone and has no digests" in found
+
+
+def test_each_rank_loads_the_state_of_its_process() -> None:
+    run_native(
+        """
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+run, drawn = folder / "v1" / "processes", []
+for rank, ranks in ((0, 2), (1, 2), (0, 1)):
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    state = {"dataloader": {"position": 0, "generator": torch.zeros(5056, dtype=torch.uint8)}}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        reader = StorageReader(run)
+        dcp.load(state, storage_reader=reader, planner=LoadPlanner(), no_dist=True)
+    drawn.append(bits(state["dataloader"]["generator"]))
+    dist.destroy_process_group()
+assert drawn[0] != drawn[1] and drawn[2] == drawn[0]
+assert any("restore with 2 (plain PyTorch: with StorageR" in str(w.message) for w in caught)
+""",
+        GOLDEN,
+    )
 
 
 def test_values_that_are_no_tensors_load_from_the_newest_intact_step(tmp_path: Path) -> None:

@@ -220,9 +220,10 @@ def _warn(where: str, affected: Sequence[str], saved: int, count: int) -> None:
     remedy = ""
     if LOADER in affected:
         remedy = (
-            " To lose no samples and see none twice, pass attach(redistribute=f), where "
-            "f(states, count) returns the states for the new number of processes, or use a loader "
-            "whose state holds for any number, such as Grain's ElasticIterator."
+            f" To lose no samples and see none twice, restore with {saved} (plain PyTorch: with "
+            "StorageReader), or under torchax pass attach(redistribute=f), where f(states, count) "
+            "returns the states for the new number, or use a loader whose state holds for any "
+            "number, such as Grain's ElasticIterator."
         )
     user_messages.warn(
         f"{where} was saved by {saved} process{'es' * (saved > 1)} and is restored by {count}. "
