@@ -67,7 +67,8 @@ def test_generators_loaders_and_groups_of_objects_go_on(tmp_path: Path) -> None:
     with TorchaxCheckpointer(tmp_path / "run") as ckpt:
         loader = Loader()
         loader.count = 5
-        ckpt.attach(models, built["optimizers"], dataloader=loader)
+        scheduler = torch.optim.lr_scheduler.StepLR(built["optimizers"]["a"], 7)
+        ckpt.attach(models, built["optimizers"], lr_scheduler=scheduler, dataloader=loader)
         ckpt.save(1, force=True)
     wanted = [float(np.random.rand()), random.random()]
     with torchax_backend.native_torch():
@@ -79,8 +80,13 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from support.native_net import Loader
 device = "cpu"
 GROUPS
-loader = Loader()
-restore(run, models, optimizers, dataloader=loader)
+loader, scheduler = Loader(), torch.optim.lr_scheduler.StepLR(optimizers["a"], 3)
+class Refuses(Loader):
+    def load_state_dict(self, state): raise KeyError("no")
+failed = failure(lambda: restore(run, models, lr_scheduler=scheduler, dataloader=Refuses()))
+assert failed[0] == "MismatchError" and scheduler.step_size == 3, (failed, scheduler.step_size)
+restore(run, models, optimizers, scheduler, loader)
+assert scheduler.step_size == 7
 drawn = [float(numpy.random.rand()), random.random(), float(torch.rand(()))]
 print(json.dumps([drawn, loader.count, [m.weight.tolist() for m in models.values()]]))
 expected = {k: optimizer.state_dict()["state"] for k, optimizer in optimizers.items()}
