@@ -125,6 +125,12 @@ require_equal(weights, {n: expected["model"][n] for n in weights})
 state = {"app": {"lr_scheduler": {"step_size": 0}}}
 dcp.load(state, storage_reader=StorageReader(run, prefix="app"), planner=LoadPlanner())
 assert state == {"app": {"lr_scheduler": {"step_size": 7}}}, state
+groups = {"param_groups.0.lr": 0}  # flattened, of the parameter "0"
+load = lambda: dcp.load({"optimizer": groups}, storage_reader=reader, planner=LoadPlanner())
+print(json.dumps(failure(load)))
+groups = {"param_groups": [{"lr": 0}]}
+load()
+assert groups["param_groups"][0]["lr"] == 0.25
 dcp.save(state, checkpoint_id=folder / "dcp")
 for more in ({}, {"x": 1}):
     load = lambda: dcp.load(state | more, checkpoint_id=folder / "dcp", planner=LoadPlanner())
@@ -137,7 +143,7 @@ for more in ({}, {"x": 1}):
     for part in ("model.more", "model.norm.bias: expected torch.float32[3]", "model.small.weight"):
         assert part in text
     assert "Size mismatch" in others[0][1]
-    kinds = ["MismatchError", "SelectionError", "StepNotFoundError", "CallError", "CallError"]
+    kinds = ["MismatchError", "SelectionError", "StepNotFoundError", *["CallError"] * 3]
     assert [kind for kind, _ in others[1:]] == kinds
 
 

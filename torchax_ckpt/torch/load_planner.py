@@ -32,7 +32,8 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
 
     Raises:
       MismatchError: lists all names, shapes and dtypes that differ; nothing was changed.
-      CallError: the storage reader is another one.
+      CallError: the storage reader is another one, or names of parameters that are digits stand in
+        a flattened optimizer state.
     """
 
     def set_up_planner(
@@ -56,6 +57,12 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
         assert self.metadata is not None
         findings = Findings()
         for name, value in self.state_dict.items():
+            match str(self.mappings.get(name, ("",))[-1]).split("."):
+                case ["param_groups", parameter, _] if parameter.isdecimal():
+                    raise CallError(
+                        f"{name}: is this of parameter {parameter}, or of group {parameter}? Where "
+                        "names are digits, use flatten_optimizer_state_dict=False"
+                    )
             stored = self.metadata.state_dict_metadata.get(name)
             if stored is not None:
                 compare(name, value, _stand_in(stored), findings)
