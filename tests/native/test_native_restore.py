@@ -20,6 +20,7 @@ from support.processes import run_python
 from support.training import before_enabling
 
 from torchax_ckpt import TorchaxCheckpointer, torchax_backend
+from torchax_ckpt.cli import exit_codes
 
 RESTORE = """
 kind = sys.argv[2]
@@ -280,3 +281,40 @@ torch.save({"model": weights, "optimizer": moments}, folder / "expected.pt")
     found = plain(state_of(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 7)))
     assert_trees_identical(found["optimizer"]["state"], expected["state"])
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.125]
+
+
+def test_what_optimizers_have_is_taken_or_refused_by_name(tmp_path: Path) -> None:
+    script = """
+from torch.distributed.checkpoint.state_dict import get_state_dict
+def save(name, change, kinds=(lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.25)),)):
+    model = torch.nn.ModuleDict({"img/enc": torch.nn.Linear(4, 4)})
+    optimizers = [kind([p]) for kind, p in zip(kinds, model.parameters())]
+    if len(kinds) == 1:
+        optimizers[0].add_param_group({"params": [model["img/enc"].bias], "lr": 0.5})
+    weights, moments = get_state_dict(model, optimizers)
+    change(moments["state"]["img/enc.weight"])
+    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder / name)
+save("taken", lambda state: state.update(step=7, kind="fast"))
+save("nested", lambda state: state.update(past=[torch.ones(2)]))
+save("code", lambda state: state.update(past=random.Random()))
+save("several", lambda state: None, (torch.optim.Muon, torch.optim.AdamW))
+"""
+    assert not run_native("import random\n" + script, tmp_path)
+    for name, message in {
+        "nested": "found optimizer/state/img%2Fenc.weight/past/0.",
+        "code": "optimizer/state/img%2Fenc.weight/past: expected plain tensors",
+        "several": "found one with adjust_lr_fn and one with amsgrad",
+    }.items():
+        arguments = (tmp_path / name, tmp_path / "none", "--optimizer", "AdamW")
+        assert message in run("import", *arguments, code=exit_codes.USAGE)
+        assert not (tmp_path / "none").exists()
+    run("import", tmp_path / "taken", tmp_path / "run", "--optimizer", "AdamW")
+    with before_enabling():
+        model = torch.nn.ModuleDict({"img/enc": torch.nn.Linear(4, 4)})
+    weight, bias = model.to("jax").parameters()
+    optimizer = torch.optim.AdamW([{"params": [weight]}, {"params": [bias]}], lr=0.125)
+    with TorchaxCheckpointer(tmp_path / "run") as ckpt:
+        assert ckpt.attach(model, optimizer) == 0
+    assert [float(group["lr"]) for group in optimizer.param_groups] == [0.25, 0.5]
+    assert isinstance(optimizer.param_groups[0]["lr"], torch.Tensor)
+    assert (optimizer.state[weight]["step"], optimizer.state[weight]["kind"]) == (7, "fast")

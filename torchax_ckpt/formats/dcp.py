@@ -211,31 +211,49 @@ def open_dcp(path: Path, at: str | None = None) -> TensorFiles:
     return TensorFiles(tensors, {}, (path / METADATA,))
 
 
-def open_optimizer(path: Path, at: str) -> tuple[dict[str, dict[str, FileTensor]], list[Any]]:
-    """Returns parameter -> key -> tensor of an optimizer in a checkpoint of DCP, and its groups.
+def open_optimizer(path: Path, at: str) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
+    """Returns parameter -> key -> FileTensor or plain value of an optimizer in DCP, and its groups.
 
-    ``at`` is the key of what ``get_state_dict`` returned. Raises MismatchError if it is not there.
+    ``at`` is the key of what ``get_state_dict`` returned. Raises MismatchError if it is not there,
+    or is of several optimizers; UnsupportedLeafError if a value is nested.
     """
     every, values = _read(path)
-    state: dict[str, dict[str, FileTensor]] = {}
-    groups: dict[str, dict[str, Any]] = {}
-    for keys, tensor in every.items():
-        if keys[:2] == (at, "state") and len(keys) == 4:
-            state.setdefault(keys[2], {})[keys[3]] = tensor
-    for keys, (file, offset, length) in values.items():
-        if keys[:2] == (at, "param_groups") and len(keys) == 4 and keys[2].isdecimal():
-            with reading(file, _EXPECTED), open(file, "rb") as opened:
-                section = Section(opened, offset, length, _MAX_DESCRIPTION_BYTES)
-                members(section)
-                groups.setdefault(keys[2], {})[keys[3]] = load(section, file)
+    parts: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
+    others = []
+    for keys, found in (every | values).items():
+        if keys[0] == at and (len(keys) != 4 or keys[1] not in parts):
+            others.append(names.join(keys))
+        elif keys[0] == at:
+            if not isinstance(found, FileTensor):
+                file, offset, length = found
+                with reading(file, _EXPECTED), open(file, "rb") as opened:
+                    section = Section(opened, offset, length, _MAX_DESCRIPTION_BYTES)
+                    members(section)
+                    found = load(section, f"{file}: {names.join(keys)}", map_location="cpu")
+            parts[keys[1]].setdefault(keys[2], {})[keys[3]] = found
+    by_index = parts["param_groups"]
+    groups = [by_index[key] for key in sorted(by_index, key=lambda key: (len(key), key))]
     if not groups:
         raise MismatchError(
             f"{path}: expected the state dict of an optimizer under the key {at}, with "
             "parameters by name, as get_state_dict returns it; found none",
             path=path,
         )
-    _require_stored(path, {f"{n}.{k}": t for n, part in state.items() for k, t in part.items()})
-    return state, [groups[key] for key in sorted(groups, key=int)]
+    if others:
+        raise UnsupportedLeafError(
+            f"{path}: expected an optimizer without nested state or nested hyperparameters, found "
+            f"{', '.join(sorted(others)[:10])}. Import the weights without the optimizer"
+        )
+    for group in groups:  # those of one class have the same keys, or some have more
+        less, more = groups[0].keys() - group.keys(), group.keys() - groups[0].keys()
+        if less and more:
+            raise MismatchError(
+                f"{path}: expected groups of one optimizer, found one with {min(less)} and one "
+                f"with {min(more)}, as of several. Import the weights without the optimizers",
+                path=path,
+            )
+    _require_stored(path, {names.join(k): t for k, t in every.items() if k[0] == at})
+    return parts["state"], groups
 
 
 def _read(path: Path) -> tuple[dict[tuple[str, ...], FileTensor], dict[tuple[str, ...], Any]]:

@@ -25,6 +25,7 @@ from torchax_ckpt.layout.manifest import IMPORTED, Manifest, Node, installed_ver
 from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.snapshot.planner import with_host_leaves
+from torchax_ckpt.state import node_checks
 from torchax_ckpt.state.component import encoded
 from torchax_ckpt.state.leaf import Spec
 from torchax_ckpt.state.stored_entries import StoredOptimizer
@@ -44,10 +45,10 @@ from torchax_ckpt.storage.writing import array_writer, step_writer
 
 @dataclasses.dataclass(frozen=True)
 class ImportedOptimizer:
-    """An optimizer of another program: class, parameter -> key -> tensor, and groups by name."""
+    """An optimizer of another program; a value of state or groups is a FileTensor or plain."""
 
     class_name: str
-    state: Mapping[str, Mapping[str, FileTensor]]
+    state: Mapping[str, Mapping[str, Any]]  # parameter -> key -> value
     groups: Sequence[Mapping[str, Any]]
 
 
@@ -143,21 +144,27 @@ def import_weights(
 
 def _optimizer_node(optimizer: ImportedOptimizer, arrays: dict[str, Any]) -> Node:
     """Returns the node of an optimizer, and adds its tensors to ``arrays``, by leaf name."""
-    state: list[Any] = []
+
+    def node_of(value: Any, *key_path: object) -> Node:
+        if not isinstance(value, FileTensor):
+            captured = encoded(value, key_path)
+            arrays.update(captured.by_name())
+            return captured.form.node
+        name, array = names.join(key_path), value.mapped()
+        # Counters of steps and learning rates, which torchax too keeps on the CPU.
+        kind = "torchax" if array.ndim else "torch"
+        arrays[name] = _as_on_devices(name, array) if array.ndim else array
+        return Spec(kind, arrays[name].dtype.name, array.shape).node(name)
+
+    state, groups = [], []
     for parameter, entries in optimizer.state.items():
-        nodes: list[Any] = []
-        for key, tensor in entries.items():
-            name, array = names.join((OPTIMIZER, parameter, key)), tensor.mapped()
-            # Counters of steps, which torchax too keeps on the CPU.
-            kind = "torchax" if array.ndim else "torch"
-            arrays[name] = _as_on_devices(name, array) if array.ndim else array
-            nodes.append([key, Spec(kind, arrays[name].dtype.name, array.shape).node(name)])
-        state.append([names.join((parameter,)), {"dict": nodes}])
-    groups = []
+        nodes = [[key, node_of(v, OPTIMIZER, parameter, key)] for key, v in entries.items()]
+        state.append([names.escape(parameter), {"dict": nodes}])
     for index, group in enumerate(optimizer.groups):
-        captured = encoded(dict(group), (OPTIMIZER, "param_groups", index))
-        groups.append(captured.form.node)
-        arrays |= captured.by_name()
+        where = (OPTIMIZER, "param_groups", index)
+        params = node_checks.texts(group.get("params"), names.join((*where, "params")))
+        escaped = {**group, "params": [names.escape(name) for name in params]}
+        groups.append({"dict": [[key, node_of(v, *where, key)] for key, v in escaped.items()]})
     pairs = [["state", {"dict": state}], ["param_groups", groups]]
     node = {"dict": pairs, "class": optimizer.class_name}
     StoredOptimizer.of_node(node, OPTIMIZER)  # refuses what no attach could restore

@@ -100,7 +100,7 @@ def members(section: Section) -> dict[str, zipfile.ZipInfo]:
     return found
 
 
-def load(file: Any, path: Path, **how: Any) -> Any:
+def load(file: Any, path: Path | str, **how: Any) -> Any:
     """Returns what ``torch.save`` wrote, after ``members`` has checked it; refuses pickled code."""
     with native_torch():
         # Asked before, because torch searches its message about such a class in quadratic time.
