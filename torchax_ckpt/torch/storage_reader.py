@@ -58,8 +58,8 @@ class StorageReader(dcp.StorageReader):
       CheckpointException: of DCP, by ``load``, on all ranks. ``failures`` has this package's
         errors by rank: StepNotFoundError, CorruptCheckpointError, DirectoryError, or
         MismatchError, if a dtype differs. A stored 32-bit number may become one of 64 bits,
-        because ``.to("jax")`` narrowed it. Unless damage appears only after the ranks have
-        agreed, nothing was changed.
+        because ``.to("jax")`` narrowed it. Nothing was changed, unless a rank that had read a
+        newer step finds the chosen one damaged.
     """
 
     def __init__(
