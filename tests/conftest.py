@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import tempfile
+import threading
 
 # Set before anything imports JAX. One process simulates a host with eight chips.
 # On a busy machine, the threads of the devices may meet late.
@@ -146,6 +147,23 @@ def eight_chips(monkeypatch: pytest.MonkeyPatch) -> None:
 def identity_proves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets the identity of an array prove its values, as on accelerators."""
     monkeypatch.setattr("torchax_ckpt.saving.unchanged.identities.is_proof", lambda array: True)
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Storage that hangs until the event is set."""
+    from torchax_ckpt.storage.writing import array_writer
+
+    opened = threading.Event()
+    write = array_writer.write_arrays
+
+    def stuck_in_storage(*args: Any, **kwargs: Any) -> Any:
+        assert opened.wait(60)
+        return write(*args, **kwargs)
+
+    monkeypatch.setattr(array_writer, "write_arrays", stuck_in_storage)
+    yield opened
+    opened.set()
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import jax
 import pytest
 import safetensors.torch
 import torch
+from support.damage import fill_disk
 from support.models import values
 from support.processes import run_python
 from support.training import before_enabling, mlp
@@ -20,7 +21,6 @@ from torchax_ckpt import TorchaxCheckpointer, policies
 from torchax_ckpt.errors import SaveError
 from torchax_ckpt.integrations.huggingface import Publisher
 from torchax_ckpt.publishing import follower
-from torchax_ckpt.storage.writing import array_writer
 
 SETTINGS: dict[str, Any] = {"format": "safetensors"}
 
@@ -103,14 +103,11 @@ def test_a_preempted_program_does_not_stay_to_publish(
 
 
 def test_the_error_of_a_save_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise OSError(28, "No space left on device")
-
     with TorchaxCheckpointer(tmp_path / "run") as ckpt:
         train(ckpt, mlp(), 1)
         ckpt.wait_until_finished()
         with monkeypatch.context() as failing, Publisher(ckpt, tmp_path / "out", **SETTINGS):
-            failing.setattr(array_writer, "write_arrays", fail)
+            fill_disk(failing)
             ckpt.save(2, force=True)
         assert (tmp_path / "out" / "latest").read_text() == "step-1\n"
         with pytest.raises(SaveError, match="saving step 2"):

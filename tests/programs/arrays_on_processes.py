@@ -287,7 +287,11 @@ def full_devices(directory: str, mode: str, host_bytes: str, fulls: str) -> None
     ckpt._saves.snapshotter = Snapshotter(cast(Any, mode), "auto", memory)
     failed = {}
     for step, full in enumerate(json.loads(fulls), 1):
-        state = {f"layers.{i}.w": spread(np.full((8, 1024), step * i, "f4")) for i in range(5)}
+        state = {
+            f"{kind}.{i}.w": spread(np.full((8, 1024), step * i, "f4"), axis)
+            for kind, axis in (("layers", "fsdp"), ("copies", None))
+            for i in range(5)
+        }
         limit["bytes_limit"] = 0 if full == INDEX else 1 << 40
         ckpt.save(step, state=state, force=True)
         try:

@@ -7,7 +7,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,24 +24,8 @@ from support.waiting import wait_until
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
 from torchax_ckpt.errors import CallError, SaveTimeoutError
 from torchax_ckpt.runtime import save_in_flight
-from torchax_ckpt.storage.writing import array_writer
 
 STATE = {"w": np.arange(3)}
-
-
-@pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Storage that hangs until the event is set."""
-    opened = threading.Event()
-    write = array_writer.write_arrays
-
-    def stuck_in_storage(*args: Any, **kwargs: Any) -> Any:
-        assert opened.wait(60)
-        return write(*args, **kwargs)
-
-    monkeypatch.setattr(array_writer, "write_arrays", stuck_in_storage)
-    yield opened
-    opened.set()
 
 
 def training_calls(ckpt: TorchaxCheckpointer) -> dict[str, Callable[[], Any]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.damage import fill_disk
 from support.training import mlp
 
 from torchax_ckpt import TorchaxCheckpointer, load_torch_state_dict, warm_start
@@ -19,7 +20,6 @@ from torchax_ckpt.errors import (
     SaveError,
     StepError,
 )
-from torchax_ckpt.storage.writing import array_writer
 
 STATE = {"w": np.arange(3)}
 
@@ -71,21 +71,18 @@ def test_a_traceback_ends_at_the_public_function(
 
 
 def test_causes_of_background_errors_stay(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: Any, **kwargs: Any) -> None:
-        raise OSError("no space left")
-
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.save(1, state=STATE)
         ckpt.wait_until_finished()
-        monkeypatch.setattr(array_writer, "write_arrays", full)
+        mend = fill_disk(monkeypatch)
         ckpt.save(2, state=STATE, force=True)
         error = raised(ckpt.wait_until_finished)
         assert isinstance(error, SaveError)
         assert functions(error) == ["raised"]
-        assert "no space left" in str(error)
+        assert "No space left" in str(error)
         assert error.__cause__ is not None
-        assert functions(error.__cause__)[-1] == "full"
-        monkeypatch.undo()
+        assert functions(error.__cause__)[-1] == "fail"
+        mend()
         ckpt.save(3, state=STATE, force=True)
     (directory / "3" / "manifest" / "data.json").write_text("{")
     error = raised(lambda: TorchaxCheckpointer(directory).load(3))

@@ -262,7 +262,8 @@ def test_a_process_without_memory_costs_no_save(
     steps = list(range(1, len(fulls) + 1))
     for (report,) in told:
         assert (report["failed"], report["steps"]) == ({}, steps)
-        assert report["means"] == [[float(step * i)] * 2 for step in steps for i in range(5)]
+        values = [float(step * i) for step in steps for _ in range(2) for i in range(5)]
+        assert report["means"] == [[value] * 2 for value in values]
     assert all("layers.*.w" in "".join(stacks(directory, step)) for step in steps)
 
 

@@ -20,13 +20,14 @@ import torch
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from orbax.checkpoint import v1 as ocp
 from support.compare import assert_trees_identical, bits
+from support.damage import edit_json
 from support.linked import by_orbax
 from support.processes import run_python
 from support.strategies import JAX_DTYPES, NUMPY_DTYPES, random_bits
 from support.training import P, fsdp_mesh, fsdp_rule, mlp, train_step
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, torchax_backend
-from torchax_ckpt.errors import ForeignCheckpointError, MismatchError
+from torchax_ckpt.errors import CorruptCheckpointError, ForeignCheckpointError, MismatchError
 from torchax_ckpt.options import Codec
 
 # --- a step of this package, seen through Orbax alone ------------------------------------------
@@ -347,3 +348,16 @@ def test_a_step_of_bare_orbax_is_refused_by_attach(directory: Path, write: Write
             with pytest.raises(ForeignCheckpointError, match="load"):
                 ckpt.restore(step)
     assert {name: bits(p) for name, p in model.named_parameters()} == before
+
+
+def test_what_this_package_has_no_form_for_is_said_by_name(directory: Path) -> None:
+    tree = {"a": np.ones(2), "b": np.ones(2)}
+    ocp.save_checkpointables(directory / "1", {"params": tree, "opt": tree})
+    with pytest.raises(ForeignCheckpointError, match=r"found \['opt', 'params'\]"):  # not damaged
+        TorchaxCheckpointer(directory).load(1)
+    write_v0_named_item(directory, tree)
+    kind = {"value_type": "my.Type"}
+    metadata = directory / str(STEP) / "state" / "_METADATA"
+    edit_json(metadata, lambda d: d["tree_metadata"]["('b',)"]["value_metadata"].update(kind))
+    with pytest.raises(CorruptCheckpointError, match=r"b: is of the type 'my\.Type'"):
+        TorchaxCheckpointer(directory).load(STEP)

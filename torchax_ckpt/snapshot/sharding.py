@@ -201,9 +201,9 @@ def to_host_part(array: jax.Array | HostArray) -> jax.Array | HostArray:
         return shards_as(array, part.sharding, part.shape)
     whole = array.sharding.addressable_devices_indices_map(array.shape)
     within = part.sharding.addressable_devices_indices_map(part.shape)
-    offsets = {offset_of(within[d]): offset_of(index) for d, index in whole.items()}
+    every = ((offset_of(within[d]), offset_of(index)) for d, index in whole.items())
+    offsets = {to: at for to, at in every if at in array.parts}
     parts: Mapping[Offset, np.ndarray]
-    offsets = {to: at for to, at in offsets.items() if at in array.parts}
     if isinstance(array.parts, LateParts):
         parts = array.parts.moved(offsets)
     else:

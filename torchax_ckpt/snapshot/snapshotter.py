@@ -15,8 +15,8 @@ donated the copied arrays. If a step then donates a referenced array, later save
 memory does not suffice for copies, ``auto`` offloads, and if the host lacks memory, it transfers.
 
 In snapshots by ``reference`` and ``transfer``, the thread of the save stacks the arrays later: on
-the devices, or on the host if the devices are CPUs or lack the memory. Each process chooses by
-itself, because what is stored does not depend on it.
+the devices, or on the host if one CPU device has each array or the devices lack the memory. Each
+process chooses by itself, because what is stored does not depend on it.
 """
 
 from __future__ import annotations
@@ -119,9 +119,9 @@ class Snapshotter:
     ) -> Snapshot:
         """Returns a snapshot of the leaves, without blocking.
 
-        No stack gets a ``reserved`` name, or has leaves ``unchanging`` beside others.
-        For a snapshot by ``transfer``, ``Saver.begin`` later blocks the training thread. Raises
-        OutOfMemoryError or SaveError if the mode is "copy" or "offload", and memory is lacking.
+        No stack gets a ``reserved`` name, or has leaves ``unchanging`` beside others. Of a snapshot
+        by ``transfer``, ``Saver.begin`` later blocks the training thread. Raises OutOfMemoryError
+        or SaveError if the mode is "copy" or "offload", and memory is lacking.
         """
         planned = partial(self._planner, names, arrays, frozenset(reserved), unchanging)
         ways, why = self._ways(names, arrays)

@@ -68,9 +68,10 @@ class ForeignStep(StoredStep):
             folders = [path, *(p for p in path.iterdir() if p.is_dir())]
             trees = {p.name: p for p in folders if (p / _METADATA).exists()}
         if len(trees) != 1 and STATE not in trees:
-            raise ForeignCheckpointError(
-                f"{path}: expected one pytree, or one called {STATE!r}, found {sorted(trees)}. Use "
-                "Orbax to read this step"
+            raise self.committed.error(
+                ForeignCheckpointError,
+                f"expected one pytree, or one called {STATE!r}, found {sorted(trees)}. Use Orbax "
+                "to read this step",
             )
         with step_files.as_corrupt(self.committed, "metadata"):
             tree = trees.get(STATE) or next(iter(trees.values()))
