@@ -1,6 +1,6 @@
 """Measures saves of states that change in part only: bytes written, durable and blocking time.
 
-    python benchmarks/unchanged.py [--states lora,host,leaves,half,all] [--repeats 5]
+    python benchmarks/unchanged.py [--states lora,adapters,host,leaves,half,all] [--repeats 5]
         [--directory /dev/shm]
 
 Four forced CPU devices; each peer saves the same functional state, one save at a time, after six
@@ -102,6 +102,7 @@ def half(num_frozen: int = 6) -> tuple[Arrays, Arrays]:
 
 STATES: dict[str, Callable[[], tuple[Arrays, Arrays]]] = {
     "lora": lora,
+    "adapters": lambda: ({}, adapters()),
     "host": host,
     "leaves": leaves,
     "half": half,
