@@ -52,7 +52,7 @@ BUDGETS = {
     "files": 180,
     "files that one other imports": 25,
     "classes whose name stands twice": 0,
-    "lines of tests": 42_070,
+    "lines of tests": 42_080,
 }
 
 FILES = sorted(PACKAGE.rglob("*.py"))

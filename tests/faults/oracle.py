@@ -21,6 +21,7 @@ import disturbed
 from disturbed import Lineage, Settings, Training, as_lineage, digest, num_parts, read_log, up_to
 
 from torchax_ckpt.options import TierName
+from torchax_ckpt.policies.preservation import preserved
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 
 Key = tuple[int, Lineage]
@@ -219,7 +220,8 @@ class Oracle:
 
     def _look_at_links(self, verdict: Verdict) -> None:
         """Checks that neighbours share no files, and that the newest step is whole by itself."""
-        committed = RunDirectory(self._directory, read_only=True).steps()
+        run = RunDirectory(self._directory, read_only=True)
+        committed = run.steps()
         places = {s.step: Path(s.path) for s in committed}  # some may be called incoming-*
         steps = list(places)
         used = {
@@ -227,10 +229,15 @@ class Oracle:
             for step, place in places.items()
         }
         hosts = {step: files_of_host_leaves(place) for step, place in places.items()}
-        for before, after in itertools.pairwise(steps):
+        for number, (before, after) in enumerate(itertools.pairwise(steps)):
             # Between others, a step was saved that has gone since.
             if after == before + 1 and used[before] & used[after]:
-                verdict.found[WRONG].append(f"steps {before} and {after} share files")
+                # A step may share files with one that is about to be deleted, if an older one stays
+                # that has files of its own.
+                infos = [run.info(each) for each in committed[: number + 2]]
+                is_kept = preserved(self._settings.keep, infos, [False] * len(infos))[number]
+                if is_kept or all(used[step] & used[after] for step in steps[:number]):
+                    verdict.found[WRONG].append(f"steps {before} and {after} share files")
         for row, files in ((LINKED, used), (HOST_LINKED, hosts)):
             pairs = itertools.permutations(steps, 2)
             verdict.counts[row] += len({a for a, b in pairs if files[a] & files[b]})
