@@ -122,7 +122,7 @@ def export(
         raise UsageError(f"export: --{error}") from error  # it begins with an argument's name
     stored = StoredStep(step_named(existing(directory), step[0] if step else None))
     weights = form.weights_of(stored)
-    has_config = None
+    has_config = None  # of what is no folder
     paths: Sequence[Path] = [out]
     leaves: Sequence[StoredLeaf] = list(weights.leaves.values())
     if format in _FOR_TORCH:
@@ -133,30 +133,16 @@ def export(
         total = sum(leaf.nbytes for leaf in leaves)
         with about(stored.committed), progress.bar("writing", lambda: total) as on_bytes:
             paths, leaves = form.write(stored, weights, texts, out, on_bytes)
-    _print_export(stored, weights, paths, leaves, has_config, as_json=as_json)
-    return OK
-
-
-def _print_export(
-    stored: StoredStep,
-    weights: Weights,
-    paths: Sequence[Path],
-    leaves: Sequence[StoredLeaf],
-    has_config: bool | None,
-    *,
-    as_json: bool,
-) -> None:
-    """Prints what was written, and what not; ``has_config`` is None of what is no folder."""
-    step, num_bytes = stored.committed.step, sum(leaf.nbytes for leaf in leaves)
+    number, num_bytes = stored.committed.step, sum(leaf.nbytes for leaf in leaves)
     if has_config is False:
         output.note(
-            f"{paths[0].parent} will not load: step {step} stores no config of the model, and a "
+            f"{paths[0].parent} will not load: step {number} stores no config of the model, and a "
             "folder without config.json is no model for transformers. Give a folder that has one "
             "with --config, or save it with the steps: attach a model of transformers"
         )
     if as_json:
         content = {
-            "step": step,
+            "step": number,
             "files": [str(path) for path in paths],
             "num_tensors": len(leaves),
             "num_bytes": num_bytes,
@@ -164,15 +150,16 @@ def _print_export(
             "left_out": list(weights.left_out),
         }
         output.print_json(content if has_config is None else {**content, "has_config": has_config})
-        return
+        return OK
     if weights.left_out:
         left_out = ", ".join(weights.left_out)
         output.note(f"left out, because they are not weights: {left_out}")
     tied = f", {len(weights.ties)} tied names" if weights.ties else ""
     output.print_line(
-        f"step {step}: {len(leaves)} tensors{tied}, {output.size(num_bytes)}, in "
+        f"step {number}: {len(leaves)} tensors{tied}, {output.size(num_bytes)}, in "
         f"{', '.join(map(str, paths))}"
     )
+    return OK
 
 
 def _require_consistent(

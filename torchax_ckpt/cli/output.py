@@ -36,13 +36,6 @@ def print_json(content: Any) -> None:
     print(json.dumps(content, indent=2))
 
 
-def print_table(
-    columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right: Sequence[str] = ()
-) -> None:
-    """Prints what ``table`` returns."""
-    console().print(table(columns, rows, right=right))
-
-
 def table(
     columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right: Sequence[str] = ()
 ) -> Table:
@@ -57,8 +50,8 @@ def table(
     return found
 
 
-def print_tree(texts: Mapping[str, str]) -> None:
-    """Prints names, with parts separated by ``/``, as a tree, and after each name its text."""
+def tree(texts: Mapping[str, str]) -> Tree:
+    """Returns a tree for rich of names with parts separated by ``/``, and after each its text."""
     root = Tree("", hide_root=True)
     nodes: dict[str, tuple[Tree, Text]] = {}
     for name, text in texts.items():
@@ -70,7 +63,7 @@ def print_tree(texts: Mapping[str, str]) -> None:
                 nodes[path] = above.add(label), label
             above, label = nodes[path]
         label.append(f"  {plain(text)}", style="dim")
-    console().print(root)
+    return root
 
 
 def print_line(text: str) -> None:

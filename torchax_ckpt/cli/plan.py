@@ -27,6 +27,8 @@ from torchax_ckpt.telemetry.journal import read_events
 _CHIPS_PER_HOST = 4  # on most TPUs
 _HOST_MTBF_SECS = 365 * 86_400.0
 _TIMES, _CHIPS = "How often to save", "Before renting TPUs"
+# The options that --topology does not use.
+_OF_INTERVALS = ("params", "chips", "mtbf", "restart", "blocking", "durable", "slowdown")
 
 
 def _time(help: str, **more: Any) -> Any:
@@ -34,6 +36,7 @@ def _time(help: str, **more: Any) -> Any:
 
 
 def plan(
+    context: typer.Context,
     params: Annotated[
         str | None,
         typer.Option(metavar="N", help="Number of parameters, of 12 bytes each: 70B, 124e6."),
@@ -94,16 +97,7 @@ def plan(
     it from them: compiles what a save runs with libtpu, the TPU's compiler, and needs no TPU.
     """
     if topology is not None:
-        of_intervals = {
-            "--params": params,
-            "--chips": chips,
-            "--mtbf": mtbf,
-            "--restart": restart,
-            "--blocking": blocking,
-            "--durable": durable,
-            "--slowdown": slowdown,
-        }
-        if given := [option for option, value in of_intervals.items() if value is not None]:
+        if given := [f"--{name}" for name in _OF_INTERVALS if context.params[name] is not None]:
             raise UsageError(
                 f"plan: --topology: expected no {' and no '.join(given)}, found both; run the "
                 "command twice: it plans either saves on TPUs, or intervals and goodput"
@@ -228,7 +222,7 @@ def _print(result: Mapping[str, Any], *, as_json: bool) -> None:
         return " (measured)" if key in measured else ""
 
     continuous = ", which is to save continuously" if result["best_is_continuous"] else ""
-    output.print_table(
+    table = output.table(
         ("plan", ""),
         [
             ("one checkpoint", size(result["checkpoint_bytes"]) + source("num_bytes")),
@@ -251,6 +245,7 @@ def _print(result: Mapping[str, Any], *, as_json: bool) -> None:
             ("expected goodput", f"{result['expected_goodput']:.2%}"),
         ],
     )
+    output.console().print(table)
 
 
 # --- --topology ----------------------------------------------------------------------------------
@@ -274,7 +269,8 @@ def _plan_on_topology(
     if as_json:
         output.print_json({"step": committed.step, **dataclasses.asdict(planned)})
     else:
-        output.print_table((topology, "", "source"), _topology_rows(committed.step, planned))
+        rows = _topology_rows(committed.step, planned)
+        output.console().print(output.table((topology, "", "source"), rows))
     if planned.fits:
         return OK
     output.note(

@@ -21,7 +21,6 @@ from torchax_ckpt.cli.step_arguments import (
     Json,
     RunOrStep,
     Step,
-    all_of,
     chosen,
     existing,
     step_infos,
@@ -37,7 +36,7 @@ from torchax_ckpt.storage.directory.lease import LeaseHolder
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import location
 from torchax_ckpt.stored import shared_files
-from torchax_ckpt.stored.compare import Difference, StepComparison, compare
+from torchax_ckpt.stored.compare import Difference, compare
 from torchax_ckpt.stored.shared_files import Usage
 from torchax_ckpt.stored.stored_step import StoredStep
 from torchax_ckpt.telemetry.journal import latest_start
@@ -46,11 +45,15 @@ from torchax_ckpt.telemetry.journal import latest_start
 _WATCH_SECS, _WATCH_BUCKET_SECS = 2.0, 10.0
 
 Filter = Annotated[
-    str | None,
+    str,
     typer.Option(
-        "--filter", metavar="GLOB", help="Only leaves whose name matches: 'model/*.weight'."
+        "--filter",
+        metavar="GLOB",
+        help="Only leaves whose name matches: 'model/*.weight'.",
+        show_default=False,
     ),
 ]
+_ALL = "*"
 
 
 def list_steps(
@@ -153,12 +156,7 @@ def _as_json(writer: tuple[LeaseHolder, bool] | None) -> dict[str, Any] | None:
 
 
 def steps_of(run: RunDirectory) -> tuple[list[dict[str, Any]], int]:
-    """Describes each step of a run, oldest first, as JSON; also returns the bytes of all steps.
-
-    Of ``size_bytes``, other steps have ``shared_bytes`` too, by links to the same files; they count
-    once in the bytes of all. ``committed`` is None if damaged, ``kept_by`` if the rules are
-    unknown.
-    """
+    """Describes each step of a run, oldest first, as JSON; also returns the bytes of all steps."""
     found = run.steps()
     kept_by = _kept_by(run, found)
     usage = Usage(found)
@@ -197,16 +195,12 @@ def _kept_by(run: RunDirectory, steps: Sequence[CommittedStep]) -> list[list[str
 
 
 def show(
-    directory: RunOrStep, step: Step = None, pattern: Filter = None, as_json: Json = False
+    directory: RunOrStep, step: Step = None, pattern: Filter = _ALL, as_json: Json = False
 ) -> int:
     """Lists a step's leaves: dtype, shape, size, sharding at the save, shared array if stacked."""
     run, committed = chosen(directory, step)
     stored = StoredStep(committed)
-    leaves = [
-        leaf
-        for name, leaf in stored.leaves.items()
-        if pattern is None or fnmatch.fnmatchcase(name, pattern)
-    ]
+    leaves = [leaf for name, leaf in stored.leaves.items() if fnmatch.fnmatchcase(name, pattern)]
     total = sum(leaf.nbytes for leaf in leaves)
     if as_json:
         output.print_json(
@@ -234,31 +228,21 @@ def show(
             }
         )
         return OK
-    rows = [
-        (
-            leaf.name,
-            leaf.dtype,
-            list(leaf.shape),
-            output.size(leaf.nbytes),
-            stored.shardings.get(leaf.name, "host" if leaf.kind in _HOST_KINDS else ""),
-            leaf.stack,
-        )
-        for leaf in leaves
-    ]
+    rows, texts = [], {}
+    for leaf in leaves:
+        shape, size = list(leaf.shape), output.size(leaf.nbytes)
+        sharding = stored.shardings.get(leaf.name, "host" if leaf.kind in _HOST_KINDS else "")
+        rows.append((leaf.name, leaf.dtype, shape, size, sharding, leaf.stack))
+        parts = (f"{leaf.dtype}{shape}", size, sharding, leaf.stack and f"in {leaf.stack}")
+        texts[leaf.name] = "  ".join(part for part in parts if part)
     if output.is_watched():
-        output.print_tree({row[0]: _in_tree(*row[1:]) for row in rows})
+        output.console().print(output.tree(texts))
     else:  # pipes and files get one line for each leaf, with its whole name
         columns = ("name", "dtype", "shape", "size", "sharding", "stack")
-        output.print_table(columns, rows, right=("size",))
-    shown = "" if pattern is None else f" of {len(stored.leaves)}"
+        output.console().print(output.table(columns, rows, right=("size",)))
+    shown = "" if pattern == _ALL else f" of {len(stored.leaves)}"
     output.print_line(f"step {committed.step}: {len(leaves)}{shown} leaves, {output.size(total)}")
     return OK
-
-
-def _in_tree(dtype: str, shape: list[int], size: str, sharding: str, stack: str | None) -> str:
-    """Joins dtype, shape, size, sharding and stack of a leaf to one line of text, for the tree."""
-    parts = (f"{dtype}{shape}", size, sharding, stack and f"in {stack}")
-    return "  ".join(part for part in parts if part)
 
 
 _HOST_KINDS = frozenset({"torch", "numpy", "numpy_scalar"})
@@ -282,37 +266,38 @@ def verify(
         raise UsageError("verify: expected a step or --all, not both; omit one of them")
     if verify_all:
         run = existing(directory, read_only=read_only)
-        steps = all_of(run)
+        steps = run.candidates(None)
     else:
         run, committed = chosen(directory, step, read_only=read_only)
         steps = [committed]
-    results = []
+    results: list[dict[str, Any]] = []
+    codes: set[int] = set()
     for committed in steps:
         try:
-            result = _verify_one(run, committed, read_only=read_only)
+            result, code = _verify_one(run, committed, read_only=read_only)
         except StepNotFoundError as error:  # the training deleted the step after it was listed
             if not verify_all:
                 raise
             output.note(str(error))
             continue
         results.append(result)
+        codes.add(code)
         if not as_json and result["ok"]:
             size = output.size(result["num_bytes"])
             output.print_line(f"step {committed.step}: {size}, intact")
         elif not as_json:
             output.note(result["error"])
     if as_json:
-        steps_json = [{k: v for k, v in r.items() if k != "code"} for r in results]
-        output.print_json({"directory": str(run.path), "steps": steps_json})
+        output.print_json({"directory": str(run.path), "steps": results})
     # If one step is damaged and another could not be read, damage decides the exit code: the
     # command looks for damage, and a step that could not be read may be intact.
-    codes = {result["code"] for result in results}
     return next((code for code in (FOUND, UNAVAILABLE) if code in codes), max(codes, default=OK))
 
 
-def _verify_one(run: RunDirectory, committed: CommittedStep, *, read_only: bool) -> dict[str, Any]:
-    """Compares a step's bytes with the digests of the save; the exit code is under ``code``."""
-    result: dict[str, Any] = {"step": committed.step}
+def _verify_one(
+    run: RunDirectory, committed: CommittedStep, *, read_only: bool
+) -> tuple[dict[str, Any], int]:
+    """Compares a step's bytes with the digests of the save; returns the result and exit code."""
     try:
         # One host's part of a step has digests too, so it can be verified.
         stored = StoredStep(committed, allow_part=True)
@@ -328,27 +313,22 @@ def _verify_one(run: RunDirectory, committed: CommittedStep, *, read_only: bool)
                 run.verified.note(damaged, is_sound=False)
             if not read_only:
                 run.verified.mark((committed, *sharing))
-        return {
-            **result,
+        result = {
+            "step": committed.step,
             "ok": False,
             "error": " ".join(shared_files.naming(str(error), sharing).split()),
             "leaf": error.key_path,
             "damaged_too": [damaged.step for damaged in sharing],
-            "code": code_of(error),
         }
+        return result, code_of(error)
     if not (read_only or committed in run.verified):
         run.verified.note(committed, is_sound=True)
         run.verified.mark([committed])
     is_marked = (committed.path / VERIFIED).exists()
     if not (is_marked or read_only):
         output.note(f"step {committed.step} is intact, but cannot be marked as verified")
-    return {
-        **result,
-        "ok": True,
-        "num_bytes": stored.stored_bytes,
-        "marked": is_marked,
-        "code": OK,
-    }
+    num_bytes = stored.stored_bytes
+    return {"step": committed.step, "ok": True, "num_bytes": num_bytes, "marked": is_marked}, OK
 
 
 _IN_WORDS = {
@@ -363,7 +343,7 @@ _IN_WORDS = {
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="A step, DIRECTORY/STEP; or a directory.")],
     b: Annotated[str, typer.Argument(metavar="B", help="The step or directory to compare with A.")],
-    pattern: Filter = None,
+    pattern: Filter = _ALL,
     as_json: Json = False,
 ) -> int:
     """Compares every bit of two steps; if A or B is a run's directory, takes its newest step.
@@ -373,52 +353,41 @@ def diff(
     elements, how many elements differ and by how much at most. Two NaNs are equal. Leaves that
     differ only in the bits of equal values (NaN payloads, signs of zero) are listed too.
     """
-    steps = [StoredStep(chosen(text)[1]) for text in (a, b)]
-    left, right = steps
+    left, right = (StoredStep(chosen(text)[1]) for text in (a, b))
     with progress.bar("comparing", lambda: left.stored_bytes) as on_bytes:
         result = compare(
             left,
             right,
-            is_wanted=lambda name: pattern is None or fnmatch.fnmatchcase(name, pattern),
+            is_wanted=lambda name: fnmatch.fnmatchcase(name, pattern),
             on_bytes=on_bytes,
         )
     if as_json:
         output.print_json(
             {
-                **{
-                    side: {"path": str(step.committed.path), "step": step.committed.step}
-                    for side, step in zip("ab", steps, strict=True)
-                },
+                "a": {"path": str(left.committed.path), "step": left.committed.step},
+                "b": {"path": str(right.committed.path), "step": right.committed.step},
                 "identical": result.is_identical,
                 "num_identical": result.num_identical,
                 "leaves": [_difference_as_json(difference) for difference in result.leaves],
                 "values": [_difference_as_json(difference) for difference in result.values],
             }
         )
-    else:
-        _print_comparison(result)
-    return OK if result.is_identical else FOUND
-
-
-def _difference_as_json(difference: Difference) -> dict[str, Any]:
-    is_infinite = difference.max_abs is not None and math.isinf(difference.max_abs)
-    return {
-        **vars(difference),
-        "max_abs": "inf" if is_infinite else difference.max_abs,  # JSON has no infinity
-    }
-
-
-def _print_comparison(result: StepComparison) -> None:
-    found = (*result.leaves, *result.values)
-    if rows := [(d.name, _IN_WORDS[d.what], _difference_detail(d)) for d in found]:
-        output.print_table(("name", "difference", ""), rows)
-    if result.is_identical:
+    elif result.is_identical:
         output.print_line(f"identical to the bit: {result.num_identical} leaves, and all values")
     else:
+        found = (*result.leaves, *result.values)
+        rows = [(d.name, _IN_WORDS[d.what], _difference_detail(d)) for d in found]
+        output.console().print(output.table(("name", "difference", ""), rows))
         output.print_line(
             f"{result.num_identical} leaves are identical to the bit; {len(result.leaves)} leaves "
             f"and {len(result.values)} values differ"
         )
+    return OK if result.is_identical else FOUND
+
+
+def _difference_as_json(difference: Difference) -> dict[str, Any]:
+    is_infinite = difference.max_abs == math.inf  # JSON has no infinity
+    return {**vars(difference), "max_abs": "inf" if is_infinite else difference.max_abs}
 
 
 def _difference_detail(difference: Difference) -> str:

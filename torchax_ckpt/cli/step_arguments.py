@@ -58,28 +58,23 @@ def chosen(
     directory: str, step: int | None = None, *, read_only: bool = True
 ) -> tuple[RunDirectory, CommittedStep]:
     """Returns the run and step that arguments name: ``runs/a 20``, ``runs/a/20``, or the newest."""
-    if step is not None:
-        run = existing(directory, read_only=read_only)
-        return run, run.candidates(step)[-1]
-    if (found := _step_at(directory, read_only=read_only)) is not None:
+    if step is None and (found := _step_at(directory, read_only=read_only)) is not None:
         return found
-    run = _run_at(directory, read_only=read_only)
-    return run, all_of(run)[-1]
+    run = existing(directory, read_only=read_only)
+    return run, run.candidates(step)[-1]
 
 
 def step_named(run: RunDirectory, text: str | None) -> CommittedStep:
     """Returns the step that a number, ``best:loss`` or ``best:loss:max`` names; or the newest."""
-    if text is None:
-        return all_of(run)[-1]
-    if text.isdecimal():
-        return run.candidates(int(text))[-1]
+    if text is None or text.isdecimal():
+        return run.candidates(None if text is None else int(text))[-1]
     kind, _, rest = text.partition(":")
     rule = ranking(rest) if kind == "best" else None
     if rule is None:
         raise UsageError(
             f"STEP: expected a number, best:METRIC or best:METRIC:max, found {text!r:.80}"
         )
-    sound = {s.step: s for s in all_of(run) if not run.verified.is_damaged(s)}
+    sound = {s.step: s for s in run.candidates(None) if not run.verified.is_damaged(s)}
     ranked = rule.ranked(step_infos(run, sound.values()))
     if not ranked:
         raise UsageError(f"{run.path}: no step has the metric {rule.metric!r:.80}")
@@ -89,19 +84,12 @@ def step_named(run: RunDirectory, text: str | None) -> CommittedStep:
 def named_or_all(text: str) -> list[CommittedStep]:
     """Returns the step that a path such as ``runs/a/20`` names, or all steps of a directory."""
     found = _step_at(text)
-    return all_of(_run_at(text)) if found is None else [found[1]]
+    return _run_at(text).candidates(None) if found is None else [found[1]]
 
 
 def step_infos(run: RunDirectory, steps: Iterable[CommittedStep]) -> list[StepInfo]:
     """Returns what rules see of steps."""
     return [StepInfo(s.step, s.commit_timestamp_nsecs / 1e9, run.metrics(s)) for s in steps]
-
-
-def all_of(run: RunDirectory) -> list[CommittedStep]:
-    """Returns the steps of a run, oldest first; UsageError if there are none."""
-    if not (steps := run.steps()):
-        raise UsageError(f"{run.path}: there are no checkpoints")
-    return steps
 
 
 def _step_at(text: str, *, read_only: bool = True) -> tuple[RunDirectory, CommittedStep] | None:
