@@ -47,15 +47,15 @@ __all__ = [
 ]
 
 # Loaded at first use, because they import JAX.
-_LAZY = {
-    "StepPlan": "compiled_step",
-    "TopologyPlan": "topology_plan",
-    "on_topology": "topology_plan",
-    "step_on_topology": "compiled_step",
-}
-
-
-__getattr__ = attributes(__name__, _LAZY)
+__getattr__ = attributes(
+    __name__,
+    {
+        "StepPlan": "compiled_step",
+        "TopologyPlan": "topology_plan",
+        "on_topology": "topology_plan",
+        "step_on_topology": "compiled_step",
+    },
+)
 
 
 def __dir__() -> list[str]:

@@ -95,7 +95,7 @@ def step_on_topology(
       PlanError: libtpu is missing or cannot be used, the topology is unknown, an argument is no
         abstract array or cannot be sharded as it says, or the step exceeds the memory of a chip.
     """
-    chip = topology.chip_of(topology_name)
+    chip, _ = topology.parsed(topology_name)
     program = torchax_backend.jitted(step)
     if not hasattr(program, "lower"):
         raise PlanError(
@@ -146,9 +146,9 @@ def step_on_topology(
         donated_bytes=memory.alias_size_in_bytes,
         step_bytes=step_bytes,
         state_bytes=state_bytes,
-        snapshot=found.snapshot,
-        copy_bytes=found.copy_bytes or 0 if found.snapshot == "copy" else 0,
-        offload_host_bytes=found.offload_host_bytes,
+        snapshot=found["snapshot"],
+        copy_bytes=found["copy_bytes"] if found["snapshot"] == "copy" else 0,
+        offload_host_bytes=found["offload_host_bytes"],
         usable_bytes=chip.usable_bytes,
     )
 

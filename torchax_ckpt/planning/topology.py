@@ -76,7 +76,7 @@ def devices(
       PlanError: libtpu is not installed or cannot be used, another program uses it, or it does not
         know the topology.
     """
-    chip, lengths = _parsed(topology)
+    chip, lengths = parsed(topology)
     closed_forms.count("num_slices", num_slices, "give the number of slices of the run")
     _require_libtpu()
     options: dict[str, Any] = {}
@@ -109,11 +109,6 @@ def mesh(devices: Sequence[jax.Device], axes: Mapping[str, int]) -> Mesh:
     return Mesh(np.array(devices).reshape(*axes.values()), tuple(axes))
 
 
-def chip_of(topology: str) -> Chip:
-    """Returns the generation of chips that a topology's name begins with, or raises PlanError."""
-    return _parsed(topology)[0]
-
-
 def versions() -> str:
     """Returns a text with the versions of jax and of libtpu, and the libtpu that this jax wants."""
     wanted = [
@@ -137,7 +132,8 @@ def _libtpu_version() -> str:
         return "a libtpu of unknown version"
 
 
-def _parsed(topology: str) -> tuple[Chip, tuple[int, ...]]:
+def parsed(topology: str) -> tuple[Chip, tuple[int, ...]]:
+    """Returns the generation of chips and the lengths that a name states, or raises PlanError."""
     match = _TOPOLOGY.fullmatch(topology)
     chip = CHIPS.get(match[1]) if match else None
     if match is None or chip is None:

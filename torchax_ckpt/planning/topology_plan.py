@@ -18,7 +18,7 @@ from torchax_ckpt.planning.topology import CHIPS, Chip
 from torchax_ckpt.snapshot.device_memory import HEADROOM, DeviceMemory, is_exhausted
 from torchax_ckpt.snapshot.device_sizes import shard_bytes
 from torchax_ckpt.snapshot.planner import plan_snapshot
-from torchax_ckpt.snapshot.snapshotter import Way, way_if_donated
+from torchax_ckpt.snapshot.snapshotter import way_if_donated
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,7 +114,7 @@ def on_topology(
       PlanError: libtpu is missing or cannot be used, the topology is unknown, the mesh does not fit
         it, or a leaf cannot be sharded as its own sharding says.
     """
-    chip = topology.chip_of(topology_name)
+    chip, _ = topology.parsed(topology_name)
     closed_forms.at_least("training_bytes", training_bytes, 0, "give the bytes on one chip, or 0")
     if host_memory_bytes is not None:
         advice = "give the bytes that one host has available, or None"
@@ -143,7 +143,7 @@ def on_topology(
     replicated_bytes = sum(sizes[n] for n, leaf in leaves.items() if shards[n] == leaf.shape)
     of_save: dict[str, Any] = {}
     if is_fitting:
-        forecast = snapshot_forecast(
+        of_save = snapshot_forecast(
             leaves,
             chip,
             state_bytes=chip_bytes,
@@ -151,7 +151,6 @@ def on_topology(
             host_bytes=host_memory_bytes,
             parts_of_host=parts_of_host,
         )
-        of_save = dataclasses.asdict(forecast)
     return TopologyPlan(
         topology=topology_name,
         num_slices=num_slices,
@@ -176,18 +175,6 @@ def on_topology(
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class Forecast:
-    """How "auto" takes a snapshot, and what it needs; the fields are those of ``TopologyPlan``."""
-
-    copy_bytes: int | None
-    wanted_bytes: int | None
-    snapshot: Way
-    offload_host_bytes: int
-    num_programs: int
-    compile_secs: float
-
-
 def snapshot_forecast(
     leaves: Mapping[str, Any],
     chip: Chip,
@@ -196,12 +183,8 @@ def snapshot_forecast(
     peak_bytes: int,
     host_bytes: int | None,
     parts_of_host: int = 1,
-) -> Forecast:
-    """Asks the code of a save for its snapshot on chips with this memory in use; makes no arrays.
-
-    ``host_bytes`` is the memory available on a host, of which this process has one of so many
-    parts; None if it suffices.
-    """
+) -> dict[str, Any]:
+    """Asks the code of a save how "auto" takes a snapshot; returns the fields of TopologyPlan."""
     stats = {
         "bytes_limit": chip.usable_bytes,
         "bytes_in_use": state_bytes,
@@ -219,14 +202,14 @@ def snapshot_forecast(
     except jax.errors.JaxRuntimeError as error:
         raise topology.unusable(error) from error
     copy_bytes = None if copies is None else max(copies.devices.values(), default=0)
-    return Forecast(
-        snapshot=way,
-        copy_bytes=copy_bytes,
-        wanted_bytes=None if copy_bytes is None else math.ceil(copy_bytes * HEADROOM),
-        offload_host_bytes=found.host_bytes * parts_of_host if found and way == "offload" else 0,
-        num_programs=found.num_programs if found else 0,
-        compile_secs=time.perf_counter() - began,
-    )
+    return {
+        "snapshot": way,
+        "copy_bytes": copy_bytes,
+        "wanted_bytes": None if copy_bytes is None else math.ceil(copy_bytes * HEADROOM),
+        "offload_host_bytes": found.host_bytes * parts_of_host if found and way == "offload" else 0,
+        "num_programs": found.num_programs if found else 0,
+        "compile_secs": time.perf_counter() - began,
+    }
 
 
 def _placed(abstract_state: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:
