@@ -23,28 +23,10 @@ _WRAPPERS = frozenset({"_orig_mod", "module", "_checkpoint_wrapped_module", "_fs
 
 
 class Selection:
-    """The tensors that one restore selects.
+    """The tensors that one restore selects; it records the names that its patterns matched.
 
-    Each restore needs a new Selection, because the object records the names that its patterns
-    matched. A selection applies to the tensors of the checkpoint and to those of the program. A
-    restore does not read a tensor that is not selected, and does not report it if the checkpoint
-    lacks it. A selected tensor of the checkpoint must have the shape of the program's tensor of the
-    same name and, unless the caller allows casts, its dtype.
-
-    Args:
-      include: patterns; only tensors that match one of them are selected. None selects all.
-      exclude: patterns; tensors that match one of them are not selected.
-      rename: pattern for names in the checkpoint -> the names in the program. Both sides have
-        equally many ``*``; the n-th ``*`` on one side stands for the same text as the n-th on the
-        other. If several patterns match a name, the first of them applies. ``include`` and
-        ``exclude`` are patterns for the program's names.
-
-    Attributes:
-      left_out: the names for which ``takes`` has returned False, of tensors in the checkpoint or
-        the program.
-
-    Raises:
-      SelectionError: an argument is not a valid pattern.
+    ``include`` and ``exclude`` are patterns for the program's names, ``rename`` maps patterns for
+    names in the checkpoint to the program's; the first that matches applies.
     """
 
     def __init__(
@@ -53,13 +35,16 @@ class Selection:
         exclude: str | Iterable[str] | None = None,
         rename: Mapping[str, str] | None = None,
     ) -> None:
-        self._include = None if include is None else _patterns("include", include)
-        self._exclude = _patterns("exclude", () if exclude is None else exclude)
         if rename is not None and not isinstance(rename, Mapping):
             raise SelectionError(f"rename: expected a mapping, found {rename!r:.80}")
-        self._rename = _patterns("rename", rename or {})
         self._targets = dict(rename or {})
-        if include is not None and not self._include:
+        given = {"include": include, "exclude": exclude, "rename": self._targets}
+        self._patterns = {
+            argument: _patterns(argument, () if patterns is None else patterns)
+            for argument, patterns in given.items()
+        }
+        self._takes_all = include is None
+        if include is not None and not self._patterns["include"]:
             raise SelectionError(
                 "include: expected at least one pattern, found none; None selects all tensors"
             )
@@ -74,23 +59,17 @@ class Selection:
                 )
         self._unused = {
             f"{argument}: {pattern!r}"
-            for argument, patterns in (
-                ("include", self._include or {}),
-                ("exclude", self._exclude),
-                ("rename", self._rename),
-            )
+            for argument, patterns in self._patterns.items()
             for pattern in patterns
         }
+        # The names, in checkpoint or program, for which ``takes`` has returned False.
         self.left_out: dict[str, None] = {}
         self._unwrapped: dict[str, str] = {}
 
     def match_wrapped(self, stored: Iterable[str], live: Iterable[str]) -> dict[str, str]:
-        """Lets names that differ only by parts of wrappers be one name; returns stored -> live.
-
-        From now on ``renamed`` gives such a stored name the name that the program has. Equal names
-        go together first, and a name is left as it is if several others could be meant.
-        """
+        """Lets names that differ only by parts of wrappers be one name; returns stored -> live."""
         theirs, ours = dict.fromkeys(map(self.renamed, stored)), dict.fromkeys(live)
+        # Equal names go together first; a name stays as it is if several others could be meant.
         of_ours = _by_plain_name(name for name in ours if name not in theirs)
         matched = {
             names[0]: of_ours[plain][0]
@@ -103,8 +82,8 @@ class Selection:
     def takes(self, name: str) -> bool:
         """Returns whether the tensor that has this name in the program is selected."""
         # Evaluate both arguments, because require_used needs every pattern that matched a name.
-        included = self._include is None or self._matches("include", self._include, name)
-        excluded = self._matches("exclude", self._exclude, name)
+        included = self._matches("include", name) or self._takes_all
+        excluded = self._matches("exclude", name)
         if included and not excluded:
             return True
         self.left_out[name] = None
@@ -113,8 +92,7 @@ class Selection:
     def taken(self, stored: Iterable[str], ties: Mapping[str, str] | None = None) -> dict[str, str]:
         """Returns name in the checkpoint -> name in the program, for the selected tensors.
 
-        ``ties`` maps each further name of a tied tensor to the name under which it is stored; names
-        of one tensor may get the same new name. Raises SelectionError if two tensors would.
+        Only names of one tensor, which ``ties`` maps to its first, may get the same new name.
         """
         ties = ties or {}
         found: dict[str, str] = {}
@@ -147,20 +125,17 @@ class Selection:
 
     def renamed(self, name: str) -> str:
         """Returns the name in the program of the tensor that has this name in the checkpoint."""
-        name = self._by_pattern(name)
-        return self._unwrapped.get(name, name)
-
-    def _by_pattern(self, name: str) -> str:
-        for pattern, compiled in self._rename.items():
+        for pattern, compiled in self._patterns["rename"].items():
             if match := compiled.match(name):
                 self._unused.discard(f"rename: {pattern!r}")
                 first, *others = self._targets[pattern].split(_ANY)
                 carried = zip(match.groups(), others, strict=True)
-                return first + "".join(a + b for a, b in carried) + name[match.end() :]
-        return name
+                name = first + "".join(a + b for a, b in carried) + name[match.end() :]
+                break
+        return self._unwrapped.get(name, name)
 
-    def _matches(self, argument: str, patterns: Mapping[str, re.Pattern[str]], name: str) -> bool:
-        matching = [pattern for pattern, compiled in patterns.items() if compiled.match(name)]
+    def _matches(self, argument: str, name: str) -> bool:
+        matching = [p for p, compiled in self._patterns[argument].items() if compiled.match(name)]
         self._unused.difference_update(f"{argument}: {pattern!r}" for pattern in matching)
         return bool(matching)
 
