@@ -133,11 +133,8 @@ def _line(text: str) -> Text:
 def writer_of(run: RunDirectory) -> tuple[LeaseHolder, bool] | None:
     """Returns the program that holds the lease of a run, and whether it runs; None if none does."""
     with contextlib.suppress(OSError):
-        record = record_at(run.path / lease.NAME)
-        try:
+        with contextlib.closing(record_at(run.path / lease.NAME)) as record:
             seen, place = record.read(), record.place()
-        finally:
-            record.close()
         holder = LeaseHolder.of(seen.content) if seen is not None else None
         if holder is not None and not holder.is_of_copy(place):
             is_alive = holder.is_alive()
