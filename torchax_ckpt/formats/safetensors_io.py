@@ -10,12 +10,11 @@ the names of tied weights in the metadata.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import json
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,81 +52,49 @@ SINGLE = "model.safetensors"
 _ALIGNMENT = 8
 
 
-@dataclasses.dataclass
-class _File:
-    """One file to write: its tensors and, after ``header``, the offsets of their first bytes."""
-
-    path: Path
-    leaves: dict[str, StoredLeaf]
-    offsets: dict[str, int] = dataclasses.field(default_factory=dict)
-
-    def header(self, ties: Mapping[str, str]) -> bytes:
-        """Returns the file's header, which precedes the tensors; sets the attribute ``offsets``."""
-        described: dict[str, object] = {
-            # Hugging Face's loaders require "format". safetensors.torch.save_model writes the ties
-            # in this form.
-            METADATA: {
-                **{alias: name for alias, name in ties.items() if name in self.leaves},
-                "format": "pt",
-            }
-        }
-        end, begins = 0, {}
-        # Tensors with the widest elements come first, so that every tensor is aligned.
-        order = sorted(self.leaves, key=lambda n: (-np.dtype(self.leaves[n].dtype).itemsize, n))
-        for name in order:
-            leaf = self.leaves[name]
-            begins[name], end = end, end + leaf.nbytes
-            described[name] = {
-                "dtype": _dtype(leaf),
-                "shape": list(leaf.shape),
-                "data_offsets": [begins[name], end],
-            }
-        text = json.dumps(described, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % _ALIGNMENT)
-        self.offsets = {name: 8 + len(text) + begin for name, begin in begins.items()}
-        return len(text).to_bytes(8, "little") + text
-
-
 def export_safetensors(
     stored: StoredStep,
     weights: Weights,
     out: Path,
     *,
-    max_shard_bytes: int | None = None,
-    texts: Mapping[Path, str] | None = None,
-    on_bytes: Callable[[int], None] = lambda nbytes: None,
+    max_shard_bytes: int | None,
+    texts: Mapping[Path, str],
+    on_bytes: Callable[[int], None],
 ) -> list[Path]:
-    """Writes weights with Hugging Face's file names, index and metadata; returns all paths.
-
-    ``out`` is a ``.safetensors`` file, or a directory for one file or, with ``max_shard_bytes``,
-    for several. The index and ``texts`` (path -> content) get their names last.
-    """
+    """Writes weights with Hugging Face's file names, index and metadata; returns all paths."""
     files = _divide(weights, out, max_shard_bytes)
-    index = out / INDEX if len(files) > 1 else None
-    text_files = dict(texts or {})
-    if index:
-        text_files[index] = json.dumps(_index(files), indent=2) + "\n"
-    paths = [*(file.path for file in files), *text_files]
-    headers = [file.header(weights.ties) for file in files]
+    text_files = dict(texts)
+    if len(files) > 1:
+        index = {
+            "metadata": {"total_size": sum(leaf.nbytes for leaf in weights.leaves.values())},
+            "weight_map": {n: path.name for path, leaves in files.items() for n in sorted(leaves)},
+        }
+        text_files[out / INDEX] = json.dumps(index, indent=2) + "\n"
+    paths = [*files, *text_files]  # in this order they get their names
+    headers = [_header(leaves, weights.ties) for leaves in files.values()]
+    places = collections.defaultdict(list)
     with writing(paths) as partials:
-        of_texts = partials[len(files) :]
-        for file, header, partial in zip(files, headers, partials, strict=False):
-            _allocate(partial, file, header)
-        _fill(stored, dict(zip(partials, files, strict=False)), on_bytes)
-        for partial, text in zip(of_texts, text_files.values(), strict=True):
+        for partial, leaves, (header, offsets) in zip(
+            partials, files.values(), headers, strict=False
+        ):
+            _allocate(partial, header, sum(leaf.nbytes for leaf in leaves.values()))
+            for name, leaf in leaves.items():
+                places[leaf.name].append((partial, offsets[name], np.dtype(leaf.dtype)))
+        for name, region, content in stored.stream(places):
+            for path, offset, dtype in places[name]:
+                mapped = np.memmap(path, dtype, "r+", offset, stored.leaves[name].shape)
+                mapped[region] = as_dtype(content, dtype, name)
+                del mapped  # so that the written pages no longer count as memory of this process
+                on_bytes(math.prod(content.shape) * dtype.itemsize)
+        for partial, text in zip(partials[len(files) :], text_files.values(), strict=True):
             partial.write_bytes(text.encode())
     return paths
 
 
-def _dtype(leaf: StoredLeaf) -> str:
-    if leaf.dtype not in NAMES_OF_DTYPES:
-        raise UnsupportedLeafError(
-            f"{leaf.name}: safetensors has no dtype {leaf.dtype}", key_path=leaf.name
-        )
-    return NAMES_OF_DTYPES[leaf.dtype]
-
-
-def _divide(weights: Weights, out: Path, max_shard_bytes: int | None) -> list[_File]:
+def _divide(
+    weights: Weights, out: Path, max_shard_bytes: int | None
+) -> dict[Path, dict[str, StoredLeaf]]:
+    """Returns the tensors of each file; ``out`` is the one file, or the directory of all."""
     if METADATA in weights.leaves:
         raise UnsupportedLeafError(
             f"no tensor can have the name {METADATA} in safetensors; export to another format"
@@ -135,45 +102,52 @@ def _divide(weights: Weights, out: Path, max_shard_bytes: int | None) -> list[_F
     leaves, limit = weights.leaves, max_shard_bytes or sys.maxsize
     found = batches(leaves, lambda name: leaves[name].nbytes, limit)
     shards = [{name: leaves[name] for name in shard} for shard in found] or [{}]
-    if out.suffix == ".safetensors" and len(shards) == 1:
-        return [_File(out, shards[0])]
     if len(shards) == 1:
-        return [_File(out / SINGLE, shards[0])]
-    return [
-        _File(out / f"model-{i:05d}-of-{len(shards):05d}.safetensors", shard)
-        for i, shard in enumerate(shards, 1)
-    ]
-
-
-def _index(files: Sequence[_File]) -> dict[str, object]:
-    total = sum(leaf.nbytes for file in files for leaf in file.leaves.values())
+        return {out if out.suffix == ".safetensors" else out / SINGLE: shards[0]}
     return {
-        "metadata": {"total_size": total},
-        "weight_map": {name: file.path.name for file in files for name in sorted(file.leaves)},
+        out / f"model-{i:05d}-of-{len(shards):05d}.safetensors": shard
+        for i, shard in enumerate(shards, 1)
     }
 
 
-def _allocate(path: Path, file: _File, header: bytes) -> None:
+def _header(
+    leaves: Mapping[str, StoredLeaf], ties: Mapping[str, str]
+) -> tuple[bytes, dict[str, int]]:
+    """Returns a file's header, which precedes the tensors, and where in the file each begins."""
+    described: dict[str, object] = {
+        # Hugging Face's loaders require "format". safetensors.torch.save_model writes the ties in
+        # this form.
+        METADATA: {
+            **{alias: name for alias, name in ties.items() if name in leaves},
+            "format": "pt",
+        }
+    }
+    end, begins = 0, {}
+    # Tensors with the widest elements come first, so that every tensor is aligned.
+    for name in sorted(leaves, key=lambda n: (-np.dtype(leaves[n].dtype).itemsize, n)):
+        leaf = leaves[name]
+        if leaf.dtype not in NAMES_OF_DTYPES:
+            raise UnsupportedLeafError(
+                f"{leaf.name}: safetensors has no dtype {leaf.dtype}", key_path=leaf.name
+            )
+        begins[name], end = end, end + leaf.nbytes
+        described[name] = {
+            "dtype": NAMES_OF_DTYPES[leaf.dtype],
+            "shape": list(leaf.shape),
+            "data_offsets": [begins[name], end],
+        }
+    text = json.dumps(described, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    offsets = {name: 8 + len(text) + begin for name, begin in begins.items()}
+    return len(text).to_bytes(8, "little") + text, offsets
+
+
+def _allocate(path: Path, header: bytes, nbytes: int) -> None:
     with open(path, "xb") as opened:
         opened.write(header)
         opened.flush()
-        nbytes = sum(leaf.nbytes for leaf in file.leaves.values())
         if nbytes:  # a write to the mapped file on a full disk would kill the process
             os.posix_fallocate(opened.fileno(), len(header), nbytes)
-
-
-def _fill(stored: StoredStep, files: Mapping[Path, _File], on_bytes: Callable[[int], None]) -> None:
-    """Reads the leaves piece by piece, and writes each piece into the files of its leaf."""
-    places = collections.defaultdict(list)
-    for partial, file in files.items():
-        for name, leaf in file.leaves.items():
-            places[leaf.name].append((partial, file.offsets[name], np.dtype(leaf.dtype)))
-    for name, index, content in stored.stream(places):
-        for path, offset, dtype in places[name]:
-            mapped = np.memmap(path, dtype, "r+", offset, stored.leaves[name].shape)
-            mapped[index] = as_dtype(content, dtype, name)
-            del mapped  # so that the written pages no longer count as memory of this process
-            on_bytes(math.prod(content.shape) * dtype.itemsize)
 
 
 _DTYPES = {theirs: ours for ours, theirs in NAMES_OF_DTYPES.items()}
