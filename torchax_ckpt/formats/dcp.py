@@ -195,10 +195,7 @@ def is_dcp(path: Path) -> bool:
 
 
 def open_dcp(path: Path, at: str | None = None) -> TensorFiles:
-    """Opens a checkpoint of torch's DCP, without reading a tensor; see ``open_files``.
-
-    By default, the tensors under the key ``model``, or all without such a key.
-    """
+    """Opens a checkpoint of DCP without reading a tensor; for None, its ``model``, or else all."""
     every, _ = _read(path)
     if at is not None:
         place = names.split(at)
@@ -214,8 +211,7 @@ def open_dcp(path: Path, at: str | None = None) -> TensorFiles:
 def open_optimizer(path: Path, at: str) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
     """Returns parameter -> key -> FileTensor or plain value of an optimizer in DCP, and its groups.
 
-    ``at`` is the key of what ``get_state_dict`` returned. Raises MismatchError if it is not there,
-    or is of several optimizers; UnsupportedLeafError if a value is nested.
+    ``at`` is the key of what ``get_state_dict`` returned.
     """
     every, values = _read(path)
     parts: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
@@ -306,10 +302,7 @@ def _place(keys: Any) -> tuple[str, ...]:
 def _chunks(
     storage: Any, folder: Path
 ) -> Iterator[tuple[tuple[str, tuple[int, ...] | None], tuple[Path, int, int]]]:
-    """Yields of each chunk: (key of the tensor, start), (file, offset and length in bytes).
-
-    DCP gives starts to tensors only: a pickled value has None.
-    """
+    """Yields ((key, start), (file, offset and length in bytes)); a pickled value has no start."""
     for index, stored in storage.items():
         key, where = _state(index, "MetadataIndex"), _state(stored, "_StorageInfo")
         fqn, offset, length = _text(key["fqn"]), where["offset"], where["length"]

@@ -80,11 +80,7 @@ def import_weights(
     assets: Assets | None = None,
     optimizer: ImportedOptimizer | None = None,
 ) -> CommittedStep:
-    """Writes weights as the first step of a directory; ``attach`` can then continue from the step.
-
-    64-bit integers become 32-bit ones, as with ``.to("jax")``; UnsupportedLeafError if one does not
-    fit, or a tensor is float64. ``ties``, alias -> name, are added to those that the files state.
-    """
+    """Writes weights as the first step of a directory; ``ties`` adds some, alias -> name."""
     options = CheckpointOptions()
     tied = {**source.ties, **ties}
     for alias, name in tied.items():

@@ -47,21 +47,18 @@ def state_dict_of(
     if not by_name:
         key_of = {name: index for index, name in enumerate(key_of)}
 
-    def value_of(child: Node) -> Any:
-        return decode(child, leaf)
-
     return {
         "state": {
             key_of[name]: {
-                k: value_of(v) for k, v in node_checks.keyed(state, f"{where}/{name}").items()
+                k: decode(v, leaf) for k, v in node_checks.keyed(state, f"{where}/{name}").items()
             }
             for name, state in optimizer.state.items()
             if name in key_of
         }
-        | {key: value_of(child) for key, child in optimizer.other_state.items()},
+        | {key: decode(child, leaf) for key, child in optimizer.other_state.items()},
         "param_groups": [
             {
-                **{key: value_of(value) for key, value in group.hyperparameters.items()},
+                **{key: decode(value, leaf) for key, value in group.hyperparameters.items()},
                 "params": members,
                 # DCP asks for them if the program called its optimizer with named_parameters().
                 **({"param_names": [*members]} if by_name else {}),

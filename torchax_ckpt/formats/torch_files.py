@@ -7,6 +7,7 @@ that an archive states, and maps a compressed storage as if it were none.
 
 from __future__ import annotations
 
+import functools
 import io
 import struct
 import warnings
@@ -190,10 +191,7 @@ def _place(root: Any, at: str | None) -> Any:
     if at is None:
         dicts = (inner for key in _MODELS if isinstance(inner := _under(root, key), dict))
         return next(dicts, root)
-    found = root
-    for key in names.split(at):
-        found = _under(found, key)
-    return found
+    return functools.reduce(_under, names.split(at), root)
 
 
 def _under(root: Any, key: str) -> Any:

@@ -44,20 +44,18 @@ def weights_at(
     is_module = isinstance(node, dict) and "ties" in node
     below = [name for name in stored.leaves if name == place or name.startswith(f"{place}/")]
     if not below or (at is None and not is_module):
+        places = {"/".join(name.split("/")[:-1][:2]) or name for name in stored.leaves}
         raise MismatchError(
             f"step {stored.committed.step} in {stored.committed.path}: expected one attached model "
             f"at {place!r}, but no single model is there; found leaves at "
-            f"{', '.join(_places(stored))}. Choose one of these key paths with at= (in a command, "
-            "with --at).",
+            f"{', '.join(sorted(places)[:10])}. Choose one of these key paths with at= (in a "
+            "command, with --at).",
             missing=(place,),
             step=stored.committed.step,
             path=stored.committed.path,
         )
-    tensors: dict[str, Any] = {}
-    ties: Mapping[str, str] = {}
-    if is_module:
-        module = StoredModule.of_node(node, place)
-        tensors, ties = dict(module.tensors), module.ties
+    module = StoredModule.of_node(node, place) if is_module else StoredModule({}, {})
+    tensors, ties = dict(module.tensors), module.ties
     for name in () if is_module else below:
         torch_name = ".".join(names.split(name)[1 + len(keys) :]) or place
         if torch_name in tensors:
@@ -100,8 +98,3 @@ def as_dtype(content: np.ndarray, dtype: np.dtype[Any], name: str) -> np.ndarray
             key_path=name,
         )
     return changed
-
-
-def _places(stored: StoredStep) -> list[str]:
-    above = {"/".join(name.split("/")[:-1][:2]) or name for name in stored.leaves}
-    return sorted(above)[:10]

@@ -53,18 +53,20 @@ class ModelFiles:
         self.encoded(None)
 
     def encoded(self, form: Any) -> Assets | None:
-        """Returns the files as they are now; None if there are none.
-
-        The configs are read again, which takes a blocking save a millisecond each, only if ``form``
-        is another object: the models' tensors changed in number, name, shape or dtype.
-        """
+        """Returns the files as they are now; None if there are none."""
+        # Reading a config takes a blocking save a millisecond. ``form`` is another object if the
+        # models' tensors changed in number, name, shape or dtype.
         if form is not self._form:
             found = copy.deepcopy(self._of_tokenizer)
             for key_path, model in self._models.items():
                 with found.trying("a model's config"):
                     self._add_model(found, (MODEL, *map(assets.part_of, key_path)), model)
             if found.left_out and found.left_out != self._found.left_out:
-                found.warn()
+                user_messages.warn(
+                    "the steps of this run are saved without these files of the model, so that a "
+                    f"folder exported from them may lack them: {'; '.join(found.left_out)}",
+                    stacklevel=3,
+                )
             if found.files != self._found.files:
                 self._assets = Assets.of(found.files) if found.files else None
             self._found, self._form = found, form
@@ -120,14 +122,6 @@ class _Collected:
             yield
         except Exception as error:  # the libraries raise errors of many types
             self.left_out.append(f"{what} cannot be read: {error!r:.200}")
-
-    def warn(self) -> None:
-        """Warns about the files that were left out."""
-        user_messages.warn(
-            "the steps of this run are saved without these files of the model, so that a "
-            f"folder exported from them may lack them: {'; '.join(self.left_out)}",
-            stacklevel=4,
-        )
 
 
 def _config(config: Any, base: Any) -> bytes:

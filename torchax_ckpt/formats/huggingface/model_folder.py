@@ -68,14 +68,12 @@ def files_of(stored: StoredStep, at: str | None, config: Path | None = None) -> 
             texts[name.rpartition("/")[2]] = text
         elif name.startswith(f"{place}/{ADAPTERS}/") and name.endswith(f"/{ADAPTER_CONFIG}"):
             adapters[name.split("/")[-2]] = text
-    if config is not None:
-        found = _texts_in(config)
-        adapters |= {
-            name.rpartition("/")[0] or _DEFAULT_ADAPTER: text
-            for name, text in found.items()
-            if name.rpartition("/")[2] == ADAPTER_CONFIG
-        }
-        texts |= {n: t for n, t in found.items() if n.rpartition("/")[2] != ADAPTER_CONFIG}
+    for name, text in () if config is None else _texts_in(config).items():
+        folder, _, last = name.rpartition("/")
+        if last == ADAPTER_CONFIG:
+            adapters[folder or _DEFAULT_ADAPTER] = text
+        else:
+            texts[name] = text
     return FolderFiles(texts, adapters)
 
 
@@ -139,27 +137,19 @@ def adapters_in(
     if not found:
         raise MismatchError("expected tensors of PEFT's adapters, found none; omit --format peft")
     pieces = {}
+    every = {**weights.leaves, **{a: weights.leaves[n] for a, n in weights.ties.items()}}
     for name in found:
-        folder = out if name == _DEFAULT_ADAPTER else out / assets.part_of(name)
-        tensors, config = _adapter(weights, files, name)
-        pieces[folder / ADAPTER_WEIGHTS] = tensors, {folder / ADAPTER_CONFIG: config}
+        part = assets.part_of(name)
+        if (text := files.adapters.get(part)) is None:
+            raise MismatchError(
+                f"the adapter {name!r:.80} has no {ADAPTER_CONFIG}, without which PEFT cannot load "
+                "it: give a folder that has the file with --config"
+            )
+        in_file = names_in_file(every, name, _parsed(ADAPTER_CONFIG, text))
+        tensors = Weights({file: every[fqn] for file, fqn in in_file.items()}, {}, ())
+        folder = out if name == _DEFAULT_ADAPTER else out / part
+        pieces[folder / ADAPTER_WEIGHTS] = tensors, {folder / ADAPTER_CONFIG: text}
     return pieces
-
-
-def _adapter(weights: Weights, files: FolderFiles, name: str) -> tuple[Weights, str]:
-    text = files.adapters.get(assets.part_of(name))
-    if text is None:
-        raise MismatchError(
-            f"the adapter {name!r:.80} has no {ADAPTER_CONFIG}, without which PEFT cannot load it: "
-            "give a folder that has the file with --config"
-        )
-    config = _parsed(ADAPTER_CONFIG, text)
-    every = {**{n: n for n in weights.leaves}, **weights.ties}
-    leaves = {
-        file: weights.leaves[every[model_name]]
-        for file, model_name in names_in_file(every, name, config).items()
-    }
-    return Weights(leaves, {}, ()), text
 
 
 def _parsed(name: str, text: str) -> dict[str, Any]:
