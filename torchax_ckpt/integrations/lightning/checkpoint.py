@@ -105,7 +105,8 @@ class TorchaxCheckpoint(Checkpoint):
                 f"resumes from the newest step in {ckpt.directory}"
             )
         _refuse_unsaved(trainer)
-        _remember_sigterm()  # before Lightning registers its handler
+        if jax.distributed.is_initialized():
+            _sigterm_action()  # remembers it before Lightning registers its handler
         position = self._position = LoopPosition(trainer)
         step = ckpt.attach(
             pl_module,
@@ -315,11 +316,6 @@ def _sigterm_action() -> ctypes.Array[ctypes.c_char]:
     action = ctypes.create_string_buffer(1024)
     ctypes.CDLL(None).sigaction(signal.SIGTERM, None, action)
     return action
-
-
-def _remember_sigterm() -> None:
-    if jax.distributed.is_initialized():
-        _sigterm_action()
 
 
 def _put_sigterm_back() -> None:
