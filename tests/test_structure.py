@@ -47,8 +47,8 @@ MAX_FILES, MAX_FILES_AT_THE_TOP, MAX_LINES = 13, 6, 500
 MAX_LINES_OF = {"checkpointer.py": 560}
 # What a person who takes this over reads. A change that needs more makes room first.
 BUDGETS = {
-    "lines": 30_720,
-    "lines of docstrings": 4_080,
+    "lines": 30_535,
+    "lines of docstrings": 4_022,
     "files": 180,
     "files that one other imports": 25,
     "classes whose name stands twice": 0,
