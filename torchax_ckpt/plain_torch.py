@@ -29,10 +29,11 @@ def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
 
 
 def tensor_of(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-    """Returns a plain CPU tensor that shares the memory of a numpy array."""
-    octets = array.reshape(-1).view(np.uint8)
+    """Returns a plain CPU tensor that shares the memory of a numpy array, which may be a view."""
+    if array.dtype.isbuiltin != 1:  # of ml_dtypes, see array_of
+        array = array.view(np.int16 if array.itemsize == 2 else np.uint8)
     with native_torch():
-        return torch.from_numpy(octets).view(dtype).reshape(array.shape)
+        return torch.from_numpy(array).view(dtype)
 
 
 def array_of(tensor: torch.Tensor) -> np.ndarray:

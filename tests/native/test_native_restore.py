@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support import ROOT
 from support.commands import run
 from support.compare import assert_trees_identical
 from support.damage import flip_arrays
@@ -21,6 +23,8 @@ from support.training import before_enabling
 
 from torchax_ckpt import TorchaxCheckpointer, torchax_backend
 from torchax_ckpt.cli import exit_codes
+
+RUN_OF_TWO = ROOT / "tests" / "golden" / "v1" / "processes"
 
 RESTORE = """
 kind = sys.argv[2]
@@ -77,11 +81,14 @@ def test_generators_loaders_and_groups_of_objects_go_on(tmp_path: Path) -> None:
     found = run_native(
         """
 import numpy
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint import state_dict as sd
 from support.native_net import Loader
-device = "cpu"
-GROUPS
-loader, scheduler = Loader(), torch.optim.lr_scheduler.StepLR(optimizers["a"], 3)
+device, GROUPS = "cpu", sys.argv[2]
+exec(GROUPS)
+class Energon(Loader):
+    save_state_rank, restore_state_rank = Loader.state_dict, Loader.load_state_dict
+    state_dict = load_state_dict = None
+loader, scheduler = Energon(), torch.optim.lr_scheduler.StepLR(optimizers["a"], 3)
 class Refuses(Loader):
     def load_state_dict(self, state): raise KeyError("no")
 failed = failure(lambda: restore(run, models, lr_scheduler=scheduler, dataloader=Refuses()))
@@ -90,20 +97,25 @@ restore(run, models, optimizers, scheduler, loader)
 assert scheduler.step_size == 7
 drawn = [float(numpy.random.rand()), random.random(), float(torch.rand(()))]
 print(json.dumps([drawn, loader.count, [m.weight.tolist() for m in models.values()]]))
-expected = {k: optimizer.state_dict()["state"] for k, optimizer in optimizers.items()}
-GROUPS
-parts = {"a": (models["a"], optimizers["a"]), "pair": (pair, optimizers["pair"])}
-for parameter in [p for model in models.values() for p in model.parameters()]:
-    parameter.grad = torch.ones_like(parameter)
-found = {key: get_state_dict(*part) for key, part in parts.items()}
-moments = {key: state for key, (_, state) in found.items()}
-dcp.load({"optimizer": moments}, storage_reader=StorageReader(run), planner=LoadPlanner())
-for key, part in parts.items():
-    set_state_dict(*part, model_state_dict=found[key][0], optim_state_dict=moments[key])
-    require_equal(part[1].state_dict()["state"], expected[key])
-    assert expected[key]
-""".replace("GROUPS", GROUPS),
+expected = {k: optimizer.state_dict() for k, optimizer in optimizers.items()}
+for number in range(4):
+    exec(GROUPS)
+    options = sd.StateDictOptions(flatten_optimizer_state_dict=number < 2)
+    parts = {"a": (models["a"], optimizers["a"]), "pair": (pair, optimizers["pair"])}
+    if number % 2:
+        parts = {"": (torch.nn.ModuleDict(models), [*optimizers.values()])}  # merged
+    found = {k: sd.get_optimizer_state_dict(*part, options=options) for k, part in parts.items()}
+    state = {"optimizer": found.get("", found)}
+    dcp.load(state, storage_reader=StorageReader(run), planner=LoadPlanner())
+    for key, part in parts.items():
+        sd.set_optimizer_state_dict(*part, found[key], options=options)
+    for key, optimizer in optimizers.items():
+        require_equal(optimizer.state_dict(), expected[key])
+        require_equal(expected[key]["state"], optimizer.state_dict()["state"])
+        assert optimizer.state
+""",
         tmp_path,
+        GROUPS,
     )
     drawn, count, weights = json.loads(found)
     assert drawn == wanted
@@ -136,6 +148,45 @@ del Scaled.set_extra_state
 print(failure(lambda: restore(run, torch.nn.Sequential(Scaled(2, 2)))))
 """
     assert "load_state_dict does not know 0._extra" in run_native(EXTRA + source, tmp_path)
+
+
+def test_what_cannot_be_filled_in_place_is_refused_before_anything_changes() -> None:
+    run_native(
+        """
+for problem, bias in {
+    "expanded": torch.nn.Parameter(torch.zeros(1).expand(8)),
+    "sparse": torch.nn.Parameter(torch.zeros(8).to_sparse()),
+    "uninitialized": torch.nn.UninitializedParameter(),
+}.items():
+    layer = torch.nn.Linear(8, 8)
+    before, layer.bias = bits(layer.weight), bias
+    kind, text = failure(lambda: restore(folder, torch.nn.Sequential(layer), strict=False))
+    assert kind == "AttachError" and "model/0.bias: is" in text and problem in text, text
+    assert bits(layer.weight) == before
+""",
+        RUN_OF_TWO,
+    )
+
+
+def test_a_restore_in_inference_mode_gives_what_can_be_trained() -> None:
+    run_native(
+        """
+def restored():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    optimizer = torch.optim.AdamW(model.parameters())
+    restore(folder, model, optimizer, strict=False)
+    return model, optimizer
+model, optimizer = restored()
+with torch.inference_mode():
+    inside = restored()
+    restore(folder, model, optimizer, strict=False)
+restore(folder, *inside, strict=False)  # tensors of inference mode, outside of it
+require_equal(dict(inside[0].state_dict()), dict(model.state_dict()))
+model(torch.ones(8)).sum().backward()
+optimizer.step()
+""",
+        RUN_OF_TWO,
+    )
 
 
 def test_nested_optimizer_state_becomes_as_its_parameters_are(tmp_path: Path) -> None:
@@ -239,17 +290,31 @@ assert detected > 60, detected
     )
 
 
-def test_neither_jax_nor_more_time_is_needed_to_import() -> None:
+# What pip installs with etils[epath], and what fsspec tries to import.
+OF_THESE = {"backports", "importlib_resources", "typing_extensions", "zipp"}
+
+
+def test_loading_needs_little_time_to_import_and_only_the_packages_that_the_page_names() -> None:
     script = """
-import sys, time
-import torch
-began = time.process_time()
-import torchax_ckpt.torch
+import json, sys, time, warnings
+import torch, torch.distributed.checkpoint
+before, began = {*sys.modules}, time.process_time()
+from torchax_ckpt.torch import LoadPlanner, StorageReader, restore
 secs = time.process_time() - began
-assert not {"jax", "torchax", "orbax"} & sys.modules.keys()
-print(secs)
+warnings.simplefilter("ignore")
+restore(sys.argv[1], torch.nn.Linear(1, 1), strict=False)
+names = {name.partition(".")[0] for name in sys.modules.keys() - before}
+print(json.dumps([secs, sorted(names - sys.stdlib_module_names)]))
 """
-    assert float(run_python(script, fresh=True).stdout) < 0.3
+    for _ in range(3):  # other processes may slow one down
+        secs, modules = json.loads(run_python(script, str(RUN_OF_TWO), fresh=True).stdout)
+        if secs < 0.3:
+            break
+    assert secs < 0.3
+    page = (ROOT / "docs" / "native-pytorch.md").read_text()
+    (line,) = re.findall(r'pip install "(etils.*)$', page, re.M)
+    named = {word.partition("[")[0].replace("-", "_") for word in line.split()}
+    assert {m for m in modules if m[0] != "_"} <= {*named, *OF_THESE, "torchax_ckpt"}
 
 
 def test_what_plain_pytorch_trained_comes_back_with_its_optimizer(tmp_path: Path) -> None:

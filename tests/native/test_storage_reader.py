@@ -17,6 +17,8 @@ from support.native import run_native, run_ranks, save_net
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
 from torchax_ckpt.plain_torch import native_torch
+from torchax_ckpt.storage.directory.run_directory import RunDirectory
+from torchax_ckpt.stored.stored_step import StoredStep
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 INTEGERS = ["uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"]
@@ -89,11 +91,29 @@ def test_a_step_that_is_damaged_for_one_rank_is_loaded_by_none(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_leaves_no_rank_waiting(tmp_path: Path) -> None:
+@pytest.mark.parametrize("moment", ["before the load", "in read_data"])
+def test_a_rank_that_dies_leaves_no_rank_waiting(moment: str, tmp_path: Path) -> None:
     save_net(tmp_path)
-    found, died = run_ranks("weights", 2, tmp_path, DIES="1")
+    found, died = run_ranks("weights", 2, tmp_path, DIES=moment)
     assert died == "died"
     assert found
+
+
+def test_a_rank_holds_at_most_twice_what_it_needs(directory: Path) -> None:
+    whole, rows = np.zeros((512, 512), np.float32), [np.zeros((64, 64), np.float32)] * 8
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state={"whole": whole, "rows": rows}, force=True)
+    stored = StoredStep(RunDirectory(directory, read_only=True).candidates(1)[-1])
+    assert stored.leaves["state/rows/7"].stack
+    row, part = ((0, 64), (0, 64)), ((0, 1), (0, 64))
+    for wanted, sizes in (
+        ({"state/whole": [((0, 512), (64, 128))]}, [131_072]),
+        ({"state/whole": [((0, 512), (9, 41)), ((500, 512), (0, 64))]}, [65_536, 3072]),
+        ({"state/whole": [((0, 512), (128, 384))]}, [whole.nbytes + 64]),  # aligned, and no copy
+        ({"state/rows/1": [row], "state/rows/2": [part]}, [16_384, 256]),
+    ):
+        held = [part for parts in stored.read_parts(wanted).values() for _, part in parts]
+        assert [(part if part.base is None else part.base).nbytes for part in held] == sizes
 
 
 def test_what_differs_is_one_error_and_nothing_is_changed(tmp_path: Path) -> None:
@@ -167,6 +187,54 @@ for flat in (False, True):
     )
 
 
+def test_a_parameter_without_a_gradient_has_no_state_afterwards_either(tmp_path: Path) -> None:
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in ("used", "unused")})
+    model = model.to("jax")
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model["used"].parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 2, 30])
+    with TorchaxCheckpointer(tmp_path / "run") as ckpt:
+        ckpt.attach(model, optimizer, lr_scheduler=scheduler)
+        ckpt.save(1, force=True)
+    run_native(
+        """
+from collections import Counter
+from torch.distributed.checkpoint import state_dict as sd
+def build():
+    model = torch.nn.ModuleDict({n: torch.nn.Linear(2, 2) for n in ("used", "unused")})
+    optimizer = torch.optim.AdamW(model.parameters())
+    return model, optimizer, torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 2, 30])
+def load(*left_out, frozen=(), **settings):
+    model, optimizer, scheduler = build()
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+    weights, moments = sd.get_state_dict(model, optimizer)
+    for name in left_out:
+        del moments["state"][name]
+    state = {"model": weights, "optimizer": moments, "lr_scheduler": scheduler.state_dict()}
+    dcp.load(state, storage_reader=StorageReader(run), planner=LoadPlanner(**settings))
+    assert state["lr_scheduler"]["milestones"] == Counter({2: 2, 30: 1})
+    options = sd.StateDictOptions(strict=not left_out)
+    sd.set_optimizer_state_dict(model, optimizer, moments, options=options)
+    return model, optimizer, scheduler
+restore(run, *(wanted := build()))
+kind, text = failure(load)
+assert kind == "MismatchError" and "optimizer.state.unused.weight.exp_avg" in text, text
+unused = "unused.weight", "unused.bias"
+model, optimizer, _ = partial = load(allow_partial_load=True)
+made = [optimizer.state.pop(parameter) for parameter in model["unused"].parameters()]
+assert [float(state["step"]) for state in made] == [1, 1] and not made[0]["exp_avg"].any()
+for found in (load(*unused), load(frozen=unused), partial):
+    require_equal(state_of(*wanted), state_of(*found))
+model, optimizer, _ = load(*unused, frozen=["used.bias"])  # whose state the program lacks
+assert model["used"].weight in optimizer.state and model["used"].bias not in optimizer.state
+""",
+        tmp_path,
+    )
+
+
 def test_steps_of_bare_orbax_load_without_digests(tmp_path: Path) -> None:
     tree = {"params": {"w": jnp.arange(12.0).reshape(3, 4), "b": jnp.ones(3, jnp.bfloat16)}}
     with ocp.training.Checkpointer(tmp_path / "run") as checkpointer:
@@ -191,18 +259,25 @@ def test_each_rank_loads_the_state_of_its_process() -> None:
         """
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
-run, drawn = folder / "v1" / "processes", []
+run, drawn, said = folder / "v1" / "processes", [], []
 for rank, ranks in ((0, 2), (1, 2), (0, 1)):
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     state = {"dataloader": {"position": 0, "generator": torch.zeros(5056, dtype=torch.uint8)}}
+    reader = StorageReader(run)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        reader = StorageReader(run)
-        dcp.load(state, storage_reader=reader, planner=LoadPlanner(), no_dist=True)
+        for part in ({"model": {"0.bias": torch.zeros(8)}}, state, state):
+            dcp.load(part, storage_reader=reader, planner=LoadPlanner(), no_dist=True)
+            said.append([str(w.message) for w in caught if "was saved by" in str(w.message)])
     drawn.append(bits(state["dataloader"]["generator"]))
     dist.destroy_process_group()
 assert drawn[0] != drawn[1] and drawn[2] == drawn[0]
-assert any("restore with 2 (plain PyTorch: with StorageR" in str(w.message) for w in caught)
+*others, [once], [again] = said
+assert not any(others) and once == again, said
+assert "(dataloader)" in once and "restore with 2 (plain PyTorch: with StorageR" in once
+with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    restore(run, torch.nn.Linear(1, 1), strict=False)
 """,
         GOLDEN,
     )
@@ -211,7 +286,8 @@ assert any("restore with 2 (plain PyTorch: with StorageR" in str(w.message) for 
 def test_values_that_are_no_tensors_load_from_the_newest_intact_step(tmp_path: Path) -> None:
     with native_torch():
         one = torch.ones(2)
-    values = {"set": {1, "x"}, "tuple": (one, 1.5), "array": np.arange(3), "one": np.int8(4)}
+        values = {"tuple": (one, 1.5), "wide": one.to(torch.complex64)}  # narrowed by torchax
+    values |= {"set": {1, "x"}, "array": np.arange(3), "one": np.int8(4)}
     with TorchaxCheckpointer(tmp_path / "run") as ckpt:
         ckpt.attach(stateful={"box": Box(values)})
         for step in (1, 2):
@@ -222,14 +298,16 @@ def test_values_that_are_no_tensors_load_from_the_newest_intact_step(tmp_path: P
         """
 for planner in (LoadPlanner(), dcp.DefaultLoadPlanner()):
     box = dict.fromkeys(("set", "tuple", "array", "one"))
+    box["wide"] = torch.zeros(2, dtype=torch.complex128)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         state = {"stateful": {"box": box}}
         dcp.load(state, storage_reader=StorageReader(run), planner=planner)
     assert any("skipping an unreadable checkpoint: step 2" in str(w.message) for w in caught)
     tensor, number = box["tuple"]
-    assert tensor.tolist() == [1, 1] and number == 1.5 and box["set"] == {1, "x"}
-    assert box["array"].tolist() == [0, 1, 2] and box["one"] == 4 and box["one"].dtype == "int8"
+    assert tensor.tolist() == box["wide"].tolist() == [1, 1] and box["set"] == {1, "x"}
+    assert number == 1.5 and box["array"].tolist() == [0, 1, 2] and box["one"] == 4
+    assert box["one"].dtype == "int8"
 """,
         tmp_path,
     )
@@ -245,10 +323,13 @@ class Slow(LoadPlanner):
         shutil.rmtree(run / "2")
         return super().create_local_plan()
 
+deleting = torch.nn.Linear(1, 1)
+deleting.register_state_dict_pre_hook(lambda *args: shutil.rmtree(run / "1"))
+print(json.dumps(failure(lambda: restore(run, deleting, step=1, strict=False))))
 weights = {n: torch.zeros_like(t) for n, t in expected["model"].items()}
 load = lambda: dcp.load({"model": weights}, storage_reader=StorageReader(run, 2), planner=Slow())
 print(json.dumps(failure(load)))
 """,
         tmp_path,
     )
-    assert json.loads(found)[0] == "StepNotFoundError"
+    assert [kind for kind, _ in map(json.loads, found.splitlines())] == ["StepNotFoundError"] * 2

@@ -9,6 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchax_ckpt.plain_torch import native_torch
+from torchax_ckpt.state import node_checks
+
 
 def states() -> dict[str, Any]:
     """Returns the states of the three generators, by library."""
@@ -59,3 +62,13 @@ TRIALS: Mapping[str, Callable[[Any], None]] = {
     "numpy": _try_numpy,
     "python": _try_python,
 }
+
+
+def check(state: Mapping[str, Any], trials: Mapping[str, Callable[[Any], None]] = TRIALS) -> None:
+    """Raises CorruptCheckpointError unless the generators can take this random state."""
+    for part, attempt in trials.items():
+        try:
+            with native_torch():
+                attempt(state[part])
+        except Exception as error:  # the generators raise many types
+            raise node_checks.corrupt(f"rng/{part}", "random state", f"{error!r:.200}") from error

@@ -20,7 +20,7 @@ import copy
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -175,9 +175,15 @@ def _renamed(node: Node, state: PerProcessState, index: int) -> Node:
 
 
 def document_of(
-    document: Mapping[str, Node], index: int, count: int, where: str, *, redistributes: bool = False
+    document: Mapping[str, Node],
+    index: int,
+    count: int,
+    where: str,
+    *,
+    redistributes: bool = False,
+    taken: Collection[str] = COMPONENTS,
 ) -> Mapping[str, Any]:
-    """Returns the document that process ``index`` of ``count`` restores, with its own state."""
+    """Returns what process ``index`` of ``count`` restores; may warn of ``taken`` components."""
     states = ProcessStates.of_document(document)
     if states.count is None and (LOADER not in document or count == 1):
         return document
@@ -204,7 +210,7 @@ def document_of(
         if redistributes:
             affected -= {LOADER}
             result[LOADER] = SavedStates(nodes, index, count)
-    if affected and index == 0:
+    if (affected := affected.intersection(taken)) and index == 0:
         _warn(where, sorted(affected), saved, count)
     return result
 
@@ -234,6 +240,19 @@ def _warn(where: str, affected: Sequence[str], saved: int, count: int) -> None:
 
 
 # --- loaders -----------------------------------------------------------------------------------
+
+STATE_DICT = ("state_dict", "load_state_dict")
+_METHODS = (STATE_DICT, ("get_state", "set_state"), ("save_state_rank", "restore_state_rank"))
+
+
+def methods_of(value: object) -> tuple[str, str] | None:
+    """Returns the names of the methods that return and set an object's state; None without any."""
+    if isinstance(value, type):
+        return None
+    for pair in _METHODS:
+        if all(callable(getattr(value, name, None)) for name in pair):
+            return pair
+    return None
 
 
 @dataclasses.dataclass(frozen=True)

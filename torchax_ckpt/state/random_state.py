@@ -55,7 +55,9 @@ class RandomStateComponent:
         needs = leaf_names(node)
         # The check tries the state on throwaway generators. The random state is set last, because
         # loading other state may draw random numbers.
-        plan.checks.append(Change(lambda values: _check(value_of(node, values)), needs=needs))
+        plan.checks.append(
+            Change(lambda values: generators.check(value_of(node, values), _TRIALS), needs=needs)
+        )
         plan.changes.append(Change(lambda values: _set(value_of(node, values)), needs=needs))
 
 
@@ -82,7 +84,7 @@ class RandomState:
         Raises:
           CorruptCheckpointError: a generator refuses its state; nothing was changed.
         """
-        _check(state_dict)
+        generators.check(state_dict, _TRIALS)
         _set(state_dict)
 
 
@@ -102,16 +104,6 @@ def _try_key(key: Any) -> None:
 
 
 _TRIALS: Mapping[str, Callable[[Any], None]] = {"torchax": _try_key, **generators.TRIALS}
-
-
-def _check(state: Mapping[str, Any]) -> None:
-    """Raises CorruptCheckpointError unless ``_set`` can set this random state."""
-    for part, attempt in _TRIALS.items():
-        try:
-            with torchax_backend.native_torch():
-                attempt(state[part])
-        except Exception as error:  # the generators raise many types
-            raise node_checks.corrupt(f"rng/{part}", "random state", f"{error!r:.200}") from error
 
 
 @contextlib.contextmanager

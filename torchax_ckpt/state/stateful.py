@@ -18,13 +18,10 @@ from torchax_ckpt.runtime import user_messages
 from torchax_ckpt.state.component import Captured, Restoration, encoded, restore_by_call
 from torchax_ckpt.state.findings import type_name
 from torchax_ckpt.state.functional import PytreeCapture
-from torchax_ckpt.state.per_process_state import LOADER, SavedStates
+from torchax_ckpt.state.per_process_state import LOADER, STATE_DICT, SavedStates, methods_of
 
 Redistribute = Callable[[list[Any], int], Sequence[Any]]
 """Maps the states of one loader on all processes that saved a step to as many new states."""
-
-_STATE_DICT = ("state_dict", "load_state_dict")
-_METHODS = (_STATE_DICT, ("get_state", "set_state"), ("save_state_rank", "restore_state_rank"))
 
 _REMEDY = "Give the loader worker_init_fn=lambda worker: torchax.disable_globally()"
 
@@ -39,8 +36,8 @@ class StatefulComponent:
         self.key_path = key_path
         self._redistribute = redistribute
         self._is_loader = key_path[0] == LOADER
-        methods = _methods_of(value)
-        if methods is None or not (self._is_loader or methods == _STATE_DICT):
+        methods = methods_of(value)
+        if methods is None or not (self._is_loader or methods == STATE_DICT):
             where = names.join(key_path)
             hint = _alternatives(value) if self._is_loader else ""
             raise AttachError(
@@ -59,7 +56,7 @@ class StatefulComponent:
 
     def _present_state(self) -> Any:
         state = getattr(self.value, self._methods[0])()
-        return state if self._methods == _STATE_DICT else _plain(state)
+        return state if self._methods == STATE_DICT else _plain(state)
 
     def prepare(self, node: Node | SavedStates, plan: Restoration) -> None:
         """Plans to give the object its stored state; a failure puts the old one back."""
@@ -67,7 +64,7 @@ class StatefulComponent:
 
         def take(state: Any) -> None:
             load(state)
-            if self._is_loader and self._methods == _STATE_DICT:
+            if self._is_loader and self._methods == STATE_DICT:
                 # torchdata's loader draws from torch's random state when it first uses a loaded
                 # state. This call makes it draw now, before the random state is restored, instead
                 # of in the middle of the resumed run.
@@ -89,16 +86,6 @@ class StatefulComponent:
             take=take_share if is_shared else take,
             put_back=take,
         )
-
-
-def _methods_of(value: object) -> tuple[str, str] | None:
-    """Returns the names of the methods that return and set an object's state; None without any."""
-    if isinstance(value, type):
-        return None
-    for pair in _METHODS:
-        if all(callable(getattr(value, name, None)) for name in pair):
-            return pair
-    return None
 
 
 def _plain(state: Any) -> Any:

@@ -23,7 +23,7 @@ from torchax_ckpt.storage.arrays.assembly import Bounds
 from torchax_ckpt.storage.directory import step_files
 from torchax_ckpt.storage.directory.committed_step import STATE, CommittedStep
 from torchax_ckpt.storage.medium import containment, location
-from torchax_ckpt.stored.stored_step import Part, StoredStep, still_there
+from torchax_ckpt.stored.stored_step import Parts, StoredStep, still_there
 
 logger = logging.getLogger(__name__)
 
@@ -104,19 +104,19 @@ class ForeignStep(StoredStep):
         empty = frozenset(name for name, store in self._stores.items() if 0 in store.shape)
         return Manifest({STATE: _node(nodes)}, Plan(empty=empty), {}, {})
 
-    def read_parts(self, wanted: Mapping[str, Collection[Bounds]]) -> dict[str, list[Part]]:
+    def read_parts(self, wanted: Mapping[str, Collection[Bounds]]) -> Parts:
         """Returns exactly the regions: pieces are chunks, and a chunk may be the whole array."""
         reading = {
-            name: [
-                (index, self._stores[name][index].read())
-                for index in (tuple(slice(*dim) for dim in bounds) for bounds in every)
-            ]
+            (name, bounds): self._stores[name][tuple(slice(*dim) for dim in bounds)].read()
             for name, every in wanted.items()
+            for bounds in every
         }
         with still_there(self.committed), step_files.as_corrupt(self.committed, "arrays"):
             return {
-                name: [(index, np.ascontiguousarray(read.result())) for index, read in every]
-                for name, every in reading.items()
+                (name, bounds): [
+                    (tuple(slice(b - a) for a, b in bounds), np.asarray(read.result()))
+                ]
+                for (name, bounds), read in reading.items()
             }
 
     def _require_stored(self, leaves: Iterable[str]) -> int:

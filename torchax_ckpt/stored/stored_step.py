@@ -7,7 +7,6 @@ checkpoint starts within a second, and can run beside one that uses the accelera
 from __future__ import annotations
 
 import base64
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -44,8 +43,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Part = tuple[Index, np.ndarray]
-"""The slices of a leaf that an array on the host covers, and this array."""
+Parts = Mapping[tuple[str, Bounds], list[tuple[Index, np.ndarray]]]
+"""(leaf, region of it) -> the slices of the region that arrays on the host cover, and these."""
 
 
 @contextlib.contextmanager
@@ -213,6 +212,13 @@ class StoredStep:
         pieces for which ``is_needed`` returns True. Raises CorruptCheckpointError, which names the
         leaf and, if known, the file; or DirectoryError.
         """
+        for _, contents in self._pieces(names, is_needed):
+            yield from contents
+
+    def _pieces(
+        self, names: Iterable[str], is_needed: Callable[[str, Index], bool]
+    ) -> Iterator[tuple[int, list[tuple[str, Index, np.ndarray]]]]:
+        """Yields each piece's size in bytes, and what ``stream`` yields of it, in its memory."""
         selected = set(names)
         with still_there(self.committed), about(self.committed):
             wanted = self._wanted(dict.fromkeys(selected))
@@ -228,14 +234,15 @@ class StoredStep:
             for stored, piece, host in read_arrays.stream_arrays(
                 self.committed, wanted, self.options, is_wanted
             ):
-                members = wanted[stored].members
-                if not members:
-                    yield stored, piece.index, host
-                    continue
-                for row, content in enumerate(host, start=piece.start[0]):
-                    if members[row] in selected:
+                contents = [(stored, piece.index, host)]
+                if members := wanted[stored].members:
+                    contents = [
                         # numpy gives a 0-d row as a scalar, so it is made an array again.
-                        yield members[row], piece.index[1:], np.asarray(content, host.dtype)
+                        (members[row], piece.index[1:], np.asarray(content, host.dtype))
+                        for row, content in enumerate(host, start=piece.start[0])
+                        if members[row] in selected
+                    ]
+                yield piece.nbytes, contents
 
     def read(
         self,
@@ -262,23 +269,27 @@ class StoredStep:
                 on_bytes(content.nbytes)
         return found
 
-    def read_parts(self, wanted: Mapping[str, Collection[Bounds]]) -> dict[str, list[Part]]:
-        """Returns, by leaf, the pieces that overlap with any of the leaf's regions, compared.
+    def read_parts(self, wanted: Mapping[str, Collection[Bounds]]) -> Parts:
+        """Returns regions of leaves, in parts that hold at most twice their bytes, compared.
 
-        Copying them together would take longer than reading them. Raises as ``stream`` does.
+        Copying all of them together would take longer than reading them. Raises as ``stream`` does.
         """
-        found: dict[str, list[Part]] = {name: [] for name in wanted}
+        found: Parts = {(name, bounds): [] for name, every in wanted.items() for bounds in every}
 
         def is_needed(name: str, index: Index) -> bool:
             return any(overlap(bounds, index) is not None for bounds in wanted[name])
 
-        sharing = collections.Counter(self.leaves[name].stack for name in wanted)
-        for name, index, content in self.stream(wanted, is_needed):
-            if is_needed(name, index):
-                stack = self.leaves[name].stack
-                # A few rows would keep the memory of the whole stack.
-                is_few = stack and 2 * sharing[stack] < len(self.manifest.plan.stacks[stack])
-                found[name].append((index, content.copy() if is_few else content))
+        for nbytes, contents in self._pieces(wanted, is_needed):
+            parts = [
+                ((name, bounds), both[0], np.asarray(content[both[1]], content.dtype))
+                for name, index, content in contents
+                for bounds in wanted[name]
+                if (both := overlap(bounds, index)) is not None
+            ]
+            # A view keeps the memory of the whole piece.
+            is_most = 2 * sum(part.nbytes for *_, part in parts) >= nbytes
+            for key, within, part in parts:
+                found[key].append((within, part if is_most else part.copy()))
         return found
 
     def read_assets(self) -> dict[str, str]:

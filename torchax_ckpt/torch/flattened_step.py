@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
+import functools
 import io
 import operator
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,14 +22,12 @@ from torchax_ckpt.layout.manifest import Node
 from torchax_ckpt.plain_torch import native_torch, tensor_of
 from torchax_ckpt.state import per_process_state
 from torchax_ckpt.state.findings import Findings
-from torchax_ckpt.storage.arrays.assembly import Bounds, bounds_of, overlap
+from torchax_ckpt.storage.arrays.assembly import Bounds, bounds_of
 from torchax_ckpt.storage.directory.committed_step import STATE
 from torchax_ckpt.stored.foreign_step import ForeignStep
-from torchax_ckpt.stored.stored_step import Part, StoredStep, about
+from torchax_ckpt.stored.stored_step import Parts, StoredStep, about
 from torchax_ckpt.torch.load_planner import LoadPlanner, StepMeta, differences
-from torchax_ckpt.torch.state_trees import WIDER, compare, stand_in, tree_of
-
-Parts = Mapping[str, Sequence[Part]]
+from torchax_ckpt.torch.state_trees import WIDER, compare, revived, stand_in, tree_of
 
 
 class FlattenedStep:
@@ -39,16 +37,27 @@ class FlattenedStep:
         self._content, self.committed = content, content.committed
         # id of what stands for a leaf -> this object, so that the id stays its, and the leaf's node
         self._nodes: dict[int, tuple[object, Node]] = {}
-        document: Mapping[str, Node] = content.document
+        self._values: dict[str, Any] = {}
+        self._components: dict[str, str] = {}
+        paths: dict[str, Any] = {}
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        where = f"step {self.committed.step}"
+        self._document = functools.partial(
+            per_process_state.document_of, content.document, rank, ranks, where
+        )
         with native_torch(), about(self.committed):
-            where = f"step {self.committed.step}"
-            document = per_process_state.document_of(document, rank, ranks, where)
-            tree = tree_of(document, self._stand_in)
+            tree = tree_of(self._document(taken=()), self._stand_in)
             if isinstance(content, ForeignStep) and isinstance(tree[STATE], dict):
                 tree = tree[STATE]  # the keys of the pytree are the program's
-            tree = _placed(tree, prefix)
-            self._values, paths = flatten_state_dict(tree)
+            for component, state in _placed(tree, prefix):
+                values, its_paths = flatten_state_dict(state)
+                if clash := values.keys() & self._values.keys():
+                    raise SelectionError(
+                        f"prefix: two components would have {min(clash)}; give them other keys"
+                    )
+                self._values |= values
+                self._components |= dict.fromkeys(values, component)
+                paths |= its_paths
         self.metadata = dcp.Metadata(
             {name: _described(value) for name, value in self._values.items()},
             planner_data=paths,
@@ -61,17 +70,19 @@ class FlattenedStep:
         """Returns what stands for a leaf: a tensor on the meta device, if the leaf is a tensor."""
         if isinstance(self._content, ForeignStep):
             node = {**node, "kind": "torch"}  # Orbax stores numpy's arrays like others
-        tensor = None
-        with contextlib.suppress(UnsupportedLeafError):  # of a dtype that torch lacks
+        try:
             tensor = stand_in(node)
+        except UnsupportedLeafError:  # of a dtype that torch lacks
+            tensor, node = None, {**node, "kind": "numpy"}
         found = object() if tensor is None else tensor
         self._nodes[id(found)] = found, node
         return found
 
-    def read(self, items: Sequence[ReadItem], planned: FlattenedStep) -> Parts:
+    def read(self, items: Sequence[ReadItem], planned: FlattenedStep, told: set[str]) -> Parts:
         """Returns the parts of leaves for items that were planned for this step or a newer one.
 
-        Raises MismatchError if the newer one has tensors of other shapes or dtypes.
+        Raises MismatchError if the newer one has tensors of other shapes or dtypes. Warns if items
+        depend on the number of ranks, unless their component is in ``told``; then it is.
         """
         findings, regions = Findings(), dict[str, set[Any]]()
         for item in items:
@@ -82,6 +93,9 @@ class FlattenedStep:
                 compare(name, planned._values[name], self._values[name], findings)
         if findings:
             raise differences(findings, self.metadata)
+        taken = {self._components[item.storage_index.fqn] for item in items} - told
+        self._document(taken=taken)
+        told |= taken
         for item in items:
             for leaf, bounds in self._needs(item):
                 regions.setdefault(leaf, set()).add(bounds)
@@ -110,12 +124,9 @@ class FlattenedStep:
         leaves: dict[int, Any] = {}
         for found, node in self._leaves_in(value):
             array = np.empty(node["shape"], node["dtype"])
-            for index, host in parts[node["array"]]:
-                array[index] = host
-            if isinstance(found, torch.Tensor):
-                leaves[id(found)] = tensor_of(array, found.dtype)
-            else:
-                leaves[id(found)] = array[()] if node["kind"] == "numpy_scalar" else array
+            for within, part in parts[node["array"], bounds_of(None, array.shape)]:
+                array[within] = part
+            leaves[id(found)] = revived(node, array)
         return copy.deepcopy(value, leaves)
 
     def fill(self, items: Sequence[ReadItem], planner: dcp.LoadPlanner, parts: Parts) -> None:
@@ -135,11 +146,9 @@ class FlattenedStep:
         if findings:
             raise differences(findings, self.metadata)
         for item, target, dtype in targets:
-            ((leaf, bounds),) = self._needs(item)
-            for index, host in parts[leaf]:
-                if (both := overlap(bounds, index)) is not None:
-                    source = tensor_of(host, dtype)
-                    target[both[0]].copy_(source[both[1]])
+            (region,) = self._needs(item)
+            for within, part in parts[region]:
+                target[within].copy_(tensor_of(part, dtype))
             planner.commit_tensor(item, target)
         for item in items:
             if item.type == LoadItemType.BYTE_IO:
@@ -150,23 +159,22 @@ class FlattenedStep:
                     planner.load_bytes(item, _pickled(value))
 
 
-def _placed(tree: Mapping[str, Any], prefix: str | Mapping[str, str]) -> dict[str, Any]:
-    """Returns the tree with its components under the keys that the program has for them."""
-    if isinstance(prefix, str):
-        return {prefix: dict(tree)} if prefix else dict(tree)
-    if unknown := prefix.keys() - tree.keys():
+def _placed(
+    tree: Mapping[str, Any], prefix: str | Mapping[str, str]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields each component, and its state under the key that the program has for it."""
+    if isinstance(prefix, Mapping) and (unknown := prefix.keys() - tree.keys()):
         raise SelectionError(
             f"prefix: expected components of the step, {', '.join(sorted(tree))}; found "
             f"{', '.join(sorted(unknown))}"
         )
-    placed: dict[str, Any] = {}
     for component, state in tree.items():
-        key = prefix.get(component, component)
-        added = {key: state} if key else state
-        if clash := placed.keys() & added.keys():
-            raise SelectionError(f"prefix: two components would be at {min(clash)}; name others")
-        placed |= added
-    return placed
+        key = component
+        if isinstance(prefix, Mapping):
+            key = prefix.get(component, component)
+        elif prefix:
+            key, state = prefix, {component: state}
+        yield component, {key: state} if key else state
 
 
 def _described(value: Any) -> dcp_metadata.STORAGE_TYPES:

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.metadata import (
     STORAGE_TYPES,
     StorageMeta,
@@ -75,10 +74,21 @@ class LoadPlanner(dcp.DefaultLoadPlanner):
     def load_value(self, item: ReadItem, value: Any) -> None:
         """Puts a value that is no tensor into the state dict."""
         name = item.dest_index.fqn
-        if self.flatten_state_dict:
-            set_element(self.original_state_dict, self.mappings[name], value)
-        else:
+        if not self.flatten_state_dict:
             self.state_dict[name] = value
+            return
+        *parents, last = self.mappings[name]
+        container = self.original_state_dict
+        for part in parents:
+            container = container[_key(container, part)]
+        container[_key(container, last)] = value
+
+
+def _key(container: Any, part: str | int) -> Any:
+    """Returns the key that DCP's path has as text, such as one of MultiStepLR's ``milestones``."""
+    if isinstance(part, int) or part in container:
+        return part
+    return next(key for key in container if str(key) == part)
 
 
 def differences(findings: Findings, metadata: dcp.Metadata) -> MismatchError:

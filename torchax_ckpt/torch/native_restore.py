@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 
 from torchax_ckpt.errors import AttachError
 from torchax_ckpt.layout import names
@@ -27,8 +28,6 @@ from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.stored.stored_step import StoredStep, about
 from torchax_ckpt.torch.state_trees import WIDER, compare, module_state, revived, stand_in
-
-_METHODS = (("state_dict", "load_state_dict"), ("get_state", "set_state"))
 
 
 @brief
@@ -55,7 +54,7 @@ def restore(
       optimizer: a ``torch.optim.Optimizer`` over parameters of ``model``; state that it lacks is
         made on the devices of the parameters. Or a mapping, as for ``model``.
       lr_scheduler: an object with ``load_state_dict``, a list or a mapping of such objects.
-      dataloader: an object with ``load_state_dict`` or ``set_state``, or a mapping.
+      dataloader: an object with the methods that ``attach`` knows, or a mapping.
       step: completed optimizer steps of the checkpoint; None for the newest that is readable. Each
         newer one that is damaged is a UserWarning.
       strict: raise on any difference; otherwise restore what matches, and report the rest.
@@ -83,7 +82,8 @@ def restore(
     directory = RunDirectory(run, read_only=True)
 
     def attempt(committed: CommittedStep) -> RestoreReport:
-        with about(committed), native_torch():
+        # Tensors that are made in inference mode could not be trained.
+        with about(committed), native_torch(), torch.inference_mode(False):
             return _restored(StoredStep(committed), objects, strict=strict)
 
     report, skipped = newest_readable(directory.candidates(step), attempt)
@@ -92,7 +92,9 @@ def restore(
 
 def _restored(stored: StoredStep, objects: Mapping[str, Any], *, strict: bool) -> RestoreReport:
     step, path = stored.committed.step, str(stored.committed.path)
-    document = per_process_state.document_of(stored.manifest.document, 0, 1, f"step {step}")
+    document = per_process_state.document_of(
+        stored.manifest.document, 0, 1, f"step {step}", taken=objects
+    )
     plan, findings = _Plan(), Findings()
     for component, value in objects.items():
         live = dict(value) if isinstance(value, Mapping) else {"": value}
@@ -125,6 +127,7 @@ class _Plan:
         self._arrays: Mapping[str, np.ndarray] = {}
         # Each gives an object its state, which may fail, and adds what undoes that.
         self._calls: list[Callable[[list[Callable[[], object]]], None]] = []
+        self._fills: list[Callable[[], object]] = []  # cannot fail
         # Each makes new values on their devices, and returns a change that cannot fail.
         self._stages: list[Callable[[], Callable[[], object]]] = []
 
@@ -132,20 +135,18 @@ class _Plan:
         self, component: str, name: str, value: Any, node: Node, where: str, findings: Findings
     ) -> None:
         """Compares an object with its node, and plans its change."""
+        kind = {"model": torch.nn.Module, "optimizer": torch.optim.Optimizer}.get(component)
+        if kind is not None and not isinstance(value, kind):
+            raise AttachError(f"{where}: expected a {kind.__name__}, found {type_name(value)}")
         if component == "model":
-            if not isinstance(value, torch.nn.Module):
-                raise AttachError(f"{where}: expected a torch.nn.Module, found {type_name(value)}")
             self._add_module(value, name, node, where, findings)
         elif component == "optimizer":
-            if not isinstance(value, torch.optim.Optimizer):
-                raise AttachError(f"{where}: expected an Optimizer, found {type_name(value)}")
             self._add_optimizer(value, node, where, findings)
-        else:
-            for get, load in _METHODS:
-                if callable(getattr(value, get, None)) and callable(getattr(value, load, None)):
-                    self._add_call(where, value, getattr(value, get), getattr(value, load), node)
-                    return
+        elif (methods := per_process_state.methods_of(value)) is None:
             raise AttachError(f"{where}: expected a state_dict method, found {type_name(value)}")
+        else:
+            get, load = (getattr(value, name) for name in methods)
+            self._add_call(where, value, get, load, node)
 
     def add_generators(self, node: Node) -> None:
         """Plans to set the generators last, because objects may draw while they load."""
@@ -154,12 +155,7 @@ class _Plan:
 
         def stage() -> Callable[[], None]:
             state = value_of()
-            for library, attempt in generators.TRIALS.items():
-                try:
-                    attempt(state[library])
-                except Exception as error:  # the generators raise many types
-                    found = f"{error!r:.200}"
-                    raise node_checks.corrupt(f"rng/{library}", "random state", found) from error
+            generators.check(state)
             return functools.partial(generators.set_states, state)
 
         self._stages.append(stage)
@@ -171,7 +167,7 @@ class _Plan:
         with undone_on_failure() as undos:
             for call in self._calls:
                 call(undos)
-        for change in changes:
+        for change in (*self._fills, *changes):
             change()
 
     def _reader(
@@ -184,12 +180,7 @@ class _Plan:
         )
 
     def _add_call(
-        self,
-        where: str,
-        owner: Any,
-        get: Callable[[], Any],
-        load: Callable[[Any], Any],
-        node: Node,
+        self, where: str, owner: Any, get: Callable[[], Any], load: Callable[[Any], Any], node: Node
     ) -> None:
         """Plans a call that gives an object its state; it may fail: it runs the user's code."""
         value_of = self._reader(node)
@@ -235,7 +226,8 @@ class _Plan:
                 if (ties.setdefault(a, b), ties.setdefault(b, a)) != (b, a):
                     findings.mismatch(name, "the same ties", "others")
                 elif compare(name, tensor, stand_in(stored[fqn]), findings):
-                    self._stages.append(_filling(tensor.detach(), self._reader(stored[fqn])))
+                    fill = functools.partial(_fill, tensor.detach(), self._reader(stored[fqn]))
+                    self._fills.append(fill)
         findings.unexpected += [f"{where}/{names.escape(n)}" for n in stored if n not in live]
         if extra:
 
@@ -313,25 +305,30 @@ class _Plan:
             )
 
         readers = {key: self._reader(node, placed) for key, node in entries.items()}
-
-        def stage() -> Callable[[], object]:
-            return functools.partial(put, {key: value_of() for key, value_of in readers.items()})
-
-        self._stages.append(stage)
+        self._stages.append(
+            lambda: functools.partial(put, {key: value_of() for key, value_of in readers.items()})
+        )
 
 
-def _filling(target: torch.Tensor, value_of: Callable[[], Any]) -> Callable[[], Callable[[], Any]]:
-    return lambda: lambda: target.copy_(value_of())
+def _fill(target: torch.Tensor, value_of: Callable[[], Any]) -> None:
+    with torch.inference_mode(target.is_inference()):  # which such a tensor's changes need
+        target.copy_(value_of())
 
 
 def _require_plain(name: str, tensor: torch.Tensor) -> None:
     """Raises AttachError for a tensor that cannot be filled in place."""
     problem = ""
-    if hasattr(tensor, "device_mesh"):
+    if is_lazy(tensor):
+        problem = "uninitialized: run the model once before"
+    elif hasattr(tensor, "device_mesh"):
         problem = "a DTensor: load it with torchax_ckpt.torch.StorageReader"
     elif tensor.device.type == "jax":
         problem = "on torchax: attach the model to a TorchaxCheckpointer"
     elif tensor.is_meta:
         problem = "on the meta device: call model.to_empty(device=...) before"
+    elif tensor.layout != torch.strided or 0 in (
+        stride for stride, length in zip(tensor.stride(), tensor.shape, strict=True) if length > 1
+    ):
+        problem = "expanded or sparse: give the model a tensor that has memory for every element"
     if problem:
         raise AttachError(f"{name}: is {problem}", key_path=name)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from torchax_ckpt.errors import CorruptCheckpointError
 from torchax_ckpt.formats.optimizer_state import state_dict_of
 from torchax_ckpt.formats.state_dict import torch_dtype
 from torchax_ckpt.layout.manifest import Node
@@ -21,7 +23,12 @@ LeafValue = Callable[[Mapping[str, Any]], Any]
 """Returns what stands for an array node."""
 
 # .to("jax") narrows to 32 bits, so a program in plain PyTorch may have the wider dtype.
-WIDER = {torch.int32: torch.int64, torch.uint32: torch.uint64, torch.float32: torch.float64}
+WIDER = {
+    torch.int32: torch.int64,
+    torch.uint32: torch.uint64,
+    torch.float32: torch.float64,
+    torch.complex64: torch.complex128,
+}
 
 
 def tree_of(document: Mapping[str, Node], leaf: LeafValue) -> dict[str, Any]:
@@ -43,7 +50,11 @@ def _indexed(value: Any) -> Any:
 def _state(node: Node, where: str, leaf: LeafValue) -> Any:
     members = node_checks.members(node, where)
     if members.keys() != {""}:
-        return {n: _state(member, f"{where}/{n}", leaf) for n, member in members.items()}
+        states = {n: _state(member, f"{where}/{n}", leaf) for n, member in members.items()}
+        if members and all(isinstance(m, dict) and "class" in m for m in members.values()):
+            with contextlib.suppress(CorruptCheckpointError):  # one parameter is in two of them
+                return _state(_merged(members.values()), where, leaf) | states
+        return states
     if isinstance(node, dict) and "ties" in node:
         state = module_state(node, where)
         return {name: decode(child, leaf) for name, child in state.items()}
@@ -51,6 +62,14 @@ def _state(node: Node, where: str, leaf: LeafValue) -> Any:
         state_dict = state_dict_of(node, where, leaf, by_name=True)
         return state_dict | _flat_groups(state_dict["param_groups"])
     return decode(node, leaf)
+
+
+def _merged(optimizers: Iterable[Node]) -> Node:
+    """Returns the node of one optimizer with the groups and state of several, as DCP has them."""
+    contents = [dict(node["dict"]) for node in optimizers]
+    groups = [group for content in contents for group in content["param_groups"]]
+    states = [state for content in contents for state in content["state"]["dict"]]
+    return {"class": None, "dict": [["param_groups", groups], ["state", {"dict": states}]]}
 
 
 def module_state(node: Node, where: str) -> dict[str, Node]:

@@ -42,7 +42,8 @@ class StorageReader(dcp.StorageReader):
     gave it. A tied weight has all its names. Steps of bare Orbax have the keys of their pytree,
     and no digests.
 
-    Each rank holds what it needs in host memory until all ranks have read. Values that are no
+    Each rank holds what it needs in host memory until all ranks have read, at most twice its size.
+    Values that are no
     tensors are plain (numbers, strings, bytes, and dicts, lists and tuples of them) or numpy
     arrays. The random state of torch, numpy and Python is under ``rng``.
 
@@ -70,6 +71,7 @@ class StorageReader(dcp.StorageReader):
     ) -> None:
         self._run = RunDirectory(run, read_only=True)
         self._step, self._prefix = step, prefix
+        self._told: set[str] = set()  # components that a warning about other ranks may have named
         self.reset()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -163,4 +165,4 @@ class StorageReader(dcp.StorageReader):
         assert self._planned is not None
         is_planned = committed == self._planned.committed
         step = self._planned if is_planned else self._opened(committed)
-        return step, step.read(plan.items, self._planned)
+        return step, step.read(plan.items, self._planned, self._told)
