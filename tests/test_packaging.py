@@ -229,7 +229,10 @@ def test_what_the_package_imports_is_a_core_dependency() -> None:
 
 
 def test_what_is_imported_elsewhere_is_in_an_extra() -> None:
-    extras_of = {"torchax_ckpt": ["cli", "gcs", "lightning"], "examples": ["examples", "ray"]}
+    extras_of = {
+        "torchax_ckpt": ["cli", "gcs", "lightning", "prometheus"],
+        "examples": ["examples", "ray"],
+    }
     extras_of |= {"notebooks": ["notebooks"], "benchmarks": ["bench"], "tests": ["tests"]}
     for folder, extras in extras_of.items():
         paths = sorted((ROOT / folder).rglob("*.py"))

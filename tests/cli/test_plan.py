@@ -77,7 +77,7 @@ def test_a_plan_from_what_a_run_has_recorded(directory: Path, tmp_path: Path) ->
     assert "(measured)" in run("plan", "--run", directory)
     # What a local tier restored says nothing of the durable one.
     told = synthetic.run(first=25, last=500, at_secs=synthetic.BEGAN_SECS)
-    local = Event("restored", told[0].time_secs - 1, 25, {"secs": 0.1, "tier": "local"})
+    local = Event("restored", told[0].time_secs - 1, 25, {"restore_secs": 0.1, "tier": "local"})
     synthetic.write(tmp_path / "local", [[local] * 3 + told])
     assert run_json("plan", "--run", tmp_path / "local")["restore_secs"] == 21.5
 

@@ -309,10 +309,12 @@ def fit_losses(checkpoint: TorchaxCheckpoint, losses: list[float]) -> TorchaxChe
 
 def test_the_best_steps_by_a_monitored_metric_are_kept(directory: Path) -> None:
     policy, keep = policies.SpecificStepsPolicy([4]), policies.LatestN(1)
-    checkpoint = monitoring(directory, "val_loss", policy, keep, num_best=2)
+    told: list[Any] = []
+    checkpoint = monitoring(directory, "val_loss", policy, keep, num_best=2, on_event=told.append)
     ckpt = fit_losses(checkpoint, [3.0, 1.0, 2.0, 5.0, 4.0])
     assert ckpt.all_steps() == [6, 9, 15]
     assert ckpt.best_step() == 6
+    assert told[-1].name == "closed"
     assert {step: ckpt.metrics(step)["val_loss"] for step in (6, 9, 15)} == {6: 1, 9: 2, 15: 4}
 
 

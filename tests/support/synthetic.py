@@ -51,7 +51,9 @@ def run(
     events = []
     kept = {} if kept is None else kept
     if first:
-        events.append(Event("restored", at_secs - 1, first, {"secs": 21.5, "is_verified": True}))
+        events.append(
+            Event("restored", at_secs - 1, first, {"restore_secs": 21.5, "is_verified": True})
+        )
     about = {"host": "tpu-worker-0", "pid": 4711, "version": "0.1.0"}
     keeps = [{"rule": "LatestN", "n": 3}]
     events.append(Event("started", at_secs, None, {**about, "keeps": keeps}))
@@ -60,7 +62,7 @@ def run(
         now = max(now, at_secs + (step - first) * step_secs * draw.uniform(0.98, 1.02))
         values: dict[str, float] = {"num_skipped": every - 1}
         if began_before is not None:
-            values |= {"interval_secs": now - began_before, "num_steps": every}
+            values |= {"interval_secs": now - began_before, "interval_steps": every}
         began_before = now
         events.append(Event("saving", now, step, values))
         if step + every > last and end == "killed":

@@ -182,16 +182,10 @@ def _measured(directory: str) -> dict[str, float]:
     """Returns the medians of the sizes and times of a run's recorded saves and restores."""
     events = [e for of_run in read_events(existing(directory).path).values() for e in of_run]
     found = {}
-    for name, key, known_as in (
-        ("durable", "num_bytes", "num_bytes"),
-        ("durable", "new_bytes", "new_bytes"),
-        ("durable", "blocking_secs", "blocking_secs"),
-        ("durable", "durable_secs", "durable_secs"),
-        ("restored", "secs", "restore_secs"),
-    ):
-        of_name = (e for e in events if e.name == name and e.values.get("tier") != "local")
-        if values := [e.values[key] for e in of_name if key in e.values]:
-            found[known_as] = float(statistics.median(values))
+    for name in ("num_bytes", "new_bytes", "blocking_secs", "durable_secs", "restore_secs"):
+        durable = (e.values for e in events if e.values.get("tier") != "local")
+        if numbers := [values[name] for values in durable if name in values]:
+            found[name] = float(statistics.median(numbers))
     if "durable_secs" not in found:
         raise UsageError(
             f"plan: --run: {directory}: no durable save is recorded in this directory; give a "

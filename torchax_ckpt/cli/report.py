@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
@@ -29,11 +29,12 @@ from torchax_ckpt.cli.step_arguments import Directory, Json, existing
 from torchax_ckpt.errors import DirectoryError
 from torchax_ckpt.storage.medium import fsync, location, permissions
 from torchax_ckpt.telemetry.journal import read_events
-from torchax_ckpt.telemetry.stats import Quantiles
+from torchax_ckpt.telemetry.stats import Quantiles, Stats
 from torchax_ckpt.telemetry.timeline import (
     RecordedRun,
     Save,
     bytes_over_time,
+    numbers_of,
     runs_of,
     steps_over_time,
 )
@@ -73,8 +74,7 @@ def report(
 
 def _as_json(run: RecordedRun) -> dict[str, Any]:
     outcomes = [save.outcome for save in run.saves]
-    names = ("blocking_secs", "durable_secs", "interval_secs", "num_bytes", "new_bytes")
-    found = {name: quantiles(run.saves, name) for name in names}
+    found = {name: Quantiles.of(numbers) for name, numbers in numbers_of([run]).items()}
     return {
         "began": output.moment(int(run.began_secs * 1e9)),
         "last_event": output.moment(int(run.ended_secs * 1e9)),
@@ -121,13 +121,14 @@ def page(
 ) -> str:
     """Returns the page as HTML; ``steps`` and ``num_bytes`` are what ``steps_of`` returns."""
     saves = [save for run in runs for save in run.saves]
-    intervals = _measured(saves, "interval_secs")
+    numbers = numbers_of(runs)
     curve = bytes_over_time(runs)
     if curve:
         curve.append((now_secs, num_bytes))
     last_secs = max((run.ended_secs for run in runs), default=now_secs)
     lost_saves = [save for save in saves if save.outcome in ("failed", "cut off")]
-    figures = [*_figures_of_steps(steps, num_bytes), *_figures_of_saves(saves, len(lost_saves))]
+    figures = _figures_of_steps(steps, num_bytes)
+    figures += _figures_of_saves(saves, len(lost_saves), numbers)
     if any(run.lost_steps is not None for run in runs):
         lost = sum(run.lost_steps or 0 for run in runs)
         figures.append(("done again", f"{lost:,} steps", "at least, after restarts"))
@@ -144,7 +145,7 @@ def page(
             end_secs=now_secs if runs and runs[-1].is_running else last_secs,
             chart_width=WIDTH,
             timeline=timeline(runs, now_secs) if runs else None,
-            histogram=histogram(intervals) if intervals else None,
+            histogram=histogram(numbers["interval_secs"]) if numbers["interval_secs"] else None,
             storage=storage(runs, curve, now_secs) if curve else None,
             lost_saves=lost_saves,
             max_rows=_MAX_ROWS,
@@ -195,34 +196,24 @@ def _figures_of_steps(steps: Sequence[dict[str, Any]], num_bytes: int) -> list[_
     return [("newest step", f"{steps[-1]['step']:,}", note), on_storage]
 
 
-def _figures_of_saves(saves: Sequence[Save], num_lost: int) -> list[_Figure]:
+def _figures_of_saves(
+    saves: Sequence[Save], num_lost: int, numbers: Mapping[str, Sequence[float]]
+) -> list[_Figure]:
     if not saves:
         return []
     num_durable = sum(save.outcome == "durable" for save in saves)
     figures = [("durable saves", f"{num_durable:,}", f"{num_lost:,} failed or cut off")]
-    for label, name, text in (
-        ("save blocks", "blocking_secs", duration),
-        ("durable after", "durable_secs", duration),
-        ("between snapshots", "interval_secs", duration),
-        ("steps between", "num_steps", _count),
-    ):
-        if (found := quantiles(saves, name)) is not None:
-            figures.append((label, text(found.p50), f"p90 {text(found.p90)}"))
-    new, whole = quantiles(saves, "new_bytes"), quantiles(saves, "num_bytes")
+    measured = {name: Quantiles.of(found) for name, found in numbers.items()}
+    for metric in Stats.metrics().values():
+        if metric.label and (found := measured.get(metric.name)):
+            text = duration if metric.unit == "seconds" else _count
+            figures.append((metric.label, text(found.p50), f"p90 {text(found.p90)}"))
+    new, whole = measured["new_bytes"], measured["num_bytes"]
     if new is not None and whole is not None and new != whole:
         figures.append(
             ("new in a save", size(int(new.p50)), f"of {size(int(whole.p50))} in a step")
         )
     return figures
-
-
-def quantiles(saves: Sequence[Save], name: str) -> Quantiles | None:
-    """Returns the quantiles of a value of saves; None if no save has it."""
-    return Quantiles.of(_measured(saves, name))
-
-
-def _measured(saves: Sequence[Save], name: str) -> list[float]:
-    return [save.values[name] for save in saves if name in save.values]
 
 
 WIDTH = 640

@@ -138,8 +138,8 @@ class ReadCalls:
             verb = "resumed from"
             replaced = ", in place of values that had been trained" * attached.was_trained
         logger.info("%s step %s of %s%s%s%s", verb, report.step, where, which, age, replaced)
-        values = {"secs": secs, "is_verified": report.is_verified, "tier": tier.name}
-        self._tiers.durable.telemetry.emit("restored", report.step, **values)
+        values = {"restore_secs": secs, "is_verified": report.is_verified}
+        self._tiers.durable.telemetry.restored(committed, tier.name, **values)
         tier.restored(committed, source.compared, is_verified=report.is_verified)
         return dataclasses.replace(report, tier=tier.name)
 

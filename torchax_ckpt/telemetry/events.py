@@ -12,6 +12,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torchax_ckpt.telemetry.stats import Metric, Stats
+
 _MAX_TEXT = 1000
 _MAX_STEPS = 1000
 _MAX_RULES = 50
@@ -40,12 +42,13 @@ _NAMES = {
     *("started", "restored", "reached", "saving", "durable", "failed"),
     *("deleted", "set_aside", "closed"),
 }
+_METRICS = Stats.metrics()
 # Name of a value -> check of that value. Any event may lack any value.
 _VALUES: Mapping[str, Callable[[Any], bool]] = {
+    **{m.name: _is_number if m.unit == "seconds" else _is_count for m in _METRICS.values()},
     **dict.fromkeys(("host", "version", "tier", "error"), _is_text),
-    **dict.fromkeys(("secs", "interval_secs", "blocking_secs", "durable_secs"), _is_number),
-    **dict.fromkeys(("pid", "num_skipped", "num_steps"), _is_count),
-    **dict.fromkeys(("num_bytes", "new_bytes", "total_bytes"), _is_count),
+    "secs": _is_number,
+    "pid": _is_count,
     "is_verified": lambda value: isinstance(value, bool),
     "keeps": _are(lambda rule: isinstance(rule, dict), _MAX_RULES),
     "steps": _are(_is_count, _MAX_STEPS),
@@ -64,11 +67,8 @@ class Event:
         checkpointer was closed).
       time_secs: when it happened, in seconds since the epoch.
       step: completed optimizer steps; None if the event concerns no single step.
-      values: details of the event: numbers (``..._secs``, ``num_...``, ``..._bytes``), text, lists.
-        Of a durable save, ``num_bytes`` are the bytes of the step, and ``new_bytes`` those that the
-        save wrote itself; the others it took over from an earlier step. ``total_bytes`` are the
-        bytes of all steps of the run after the event; bytes in files that several steps share count
-        once. What is not known is left out.
+      values: details of the event: text, lists, and numbers, which are named as the attributes of
+        ``Stats`` that are made of them. What is not known is left out.
     """
 
     name: str
@@ -78,8 +78,19 @@ class Event:
 
     @property
     def numbers(self) -> Mapping[str, float]:
-        """The event's numeric values by name; a logger can plot them."""
-        return {key: value for key, value in self.values.items() if _is_number(value)}
+        """The event's numbers by the attributes of ``Stats``; a logger can plot them."""
+        metrics = (_METRICS[name] for name in self.values if name in _METRICS)
+        found = {metric.name: self.number(metric) for metric in metrics if metric.kind != "age"}
+        return {name: number for name, number in found.items() if number is not None}
+
+    def number(self, metric: Metric) -> float | None:
+        """Returns what the event adds to a metric, if anything; of an "age", when the age began."""
+        if metric.event not in ("", self.name):
+            return None
+        value: Any = 1 if metric.kind == "count" else self.values.get(metric.name)
+        if not _is_number(value):
+            return None
+        return self.time_secs - value if metric.kind == "age" else value
 
     def to_line(self) -> bytes:
         """Returns the event as one line of JSON."""

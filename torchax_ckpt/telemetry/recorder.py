@@ -30,13 +30,15 @@ from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.stored.shared_files import Usage
 from torchax_ckpt.telemetry.events import Event, bounded
 from torchax_ckpt.telemetry.journal import Journal
-from torchax_ckpt.telemetry.stats import Stats, Tally
+from torchax_ckpt.telemetry.stats import Quantiles, Stats
 
 logger = logging.getLogger(__name__)
 
 # The most events that wait for the hook, and the most lines that wait for the journal. Beyond that,
 # the newest events and the oldest lines are dropped.
 _MAX_WAITING = 10_000
+# Quantiles are computed from the latest values only.
+_MAX_VALUES = 1000
 _REACHED_SECS = 60.0
 _RETRY_SECS = 30.0
 _CLOSING_SECS = 10.0
@@ -55,6 +57,42 @@ def _errors_logged() -> Iterator[None]:
     except Exception:
         text = "an event is dropped after an error; training and saves go on"
         logger.warning(text, exc_info=True)
+
+
+def _newest(steps: Sequence[CommittedStep] | None) -> dict[str, Any]:
+    """Returns what an event says of the newest of the durable steps."""
+    return {"newest_step": steps[-1].step, "newest_age_secs": steps[-1].age_secs} if steps else {}
+
+
+class Tally:
+    """Keeps the numbers of events for ``Stats``; its callers hold one lock."""
+
+    def __init__(self) -> None:
+        self._totals: collections.Counter[str] = collections.Counter()
+        self._values: dict[str, collections.deque[float]] = {}
+
+    def take(self, event: Event, *, counts: bool = True) -> None:
+        """Takes the numbers of an event, or without ``counts`` those measured after it."""
+        for metric in Stats.metrics().values():
+            if (number := event.number(metric)) is None:
+                continue
+            if metric.kind in ("count", "sum"):
+                self._totals[metric.name] += int(number) if counts else 0
+            else:
+                latest = collections.deque[float](maxlen=_MAX_VALUES)
+                self._values.setdefault(metric.name, latest).append(number)
+
+    def stats(self, num_skipped: int) -> Stats:
+        """Returns the statistics of the events so far; ``num_skipped`` counts also later calls."""
+        found: dict[str, Any] = {name: values[-1] for name, values in self._values.items()}
+        for name, metric in Stats.metrics().items():
+            if metric.kind in ("count", "sum"):
+                found[name] = self._totals[name]
+            elif metric.kind == "quantiles":
+                found[name] = Quantiles.of(self._values.get(name, ()))
+            elif metric.kind == "age" and name in found:
+                found[name] = time.time() - found[name]
+        return Stats(**{**dict.fromkeys(Stats.metrics()), **found, "num_skipped": num_skipped})
 
 
 class Telemetry:
@@ -107,7 +145,7 @@ class Telemetry:
         if self._saving is not None:
             last_began, last_step = self._saving
             values["interval_secs"] = began - last_began
-            values["num_steps"] = max(0, step - last_step)
+            values["interval_steps"] = max(0, step - last_step)
         self._saving, self._num_reported = (began, step), num_skipped
         self._step = max(step, self._step or 0)
         self._take("saving", step, values, ago_secs=time.perf_counter() - began)
@@ -121,6 +159,11 @@ class Telemetry:
         """Records ``deleted`` or ``set_aside``, unless no steps are gone; ``steps`` are left."""
         if gone:
             self._take(name, None, {"steps": list(gone)}, steps)
+
+    def restored(self, committed: CommittedStep, tier: str, **values: Any) -> None:
+        """Records that the run continues from a step of the tier of this name."""
+        newest = _newest([committed]) if tier == "durable" else {}
+        self._take("restored", committed.step, {**values, "tier": tier, **newest})
 
     def emit(self, name: str, step: int | None = None, **values: Any) -> None:
         """Records an event that happened just now."""
@@ -137,7 +180,7 @@ class Telemetry:
         *,
         ago_secs: float = 0.0,
     ) -> None:
-        event = Event(name, time.time() - ago_secs, step, bounded(values))
+        event = Event(name, time.time() - ago_secs, step, bounded({**values, **_newest(steps)}))
         with self._lock:
             self._tally.take(event)
             if not self._is_closed and self._queue.qsize() < _MAX_WAITING:
@@ -238,10 +281,11 @@ class Telemetry:
         sizes = {"total_bytes": self._usage.total_bytes}
         new = next((s for s in reversed(steps) if s.step == event.step), None)
         if new is not None and (num_bytes := self._usage.num_bytes(new)):  # 0: deleted meanwhile
-            sizes |= {"num_bytes": num_bytes, "new_bytes": max(0, num_bytes - reused_bytes)}
-        with self._lock:
-            for key, value in sizes.items():
-                self._tally.measured(event.name, key, value)
+            shared_bytes = min(num_bytes, reused_bytes)
+            sizes |= {"num_bytes": num_bytes, "new_bytes": num_bytes - shared_bytes}
+            sizes |= {"shared_bytes": shared_bytes}
+        with self._lock, _errors_logged():
+            self._tally.take(dataclasses.replace(event, values=sizes), counts=False)
         return dataclasses.replace(event, values={**event.values, **sizes})
 
     def _handle(self, event: Event) -> None:

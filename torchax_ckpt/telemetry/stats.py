@@ -1,17 +1,18 @@
-"""Counts the saves and restores of a checkpointer, and computes quantiles of their costs."""
+"""Defines ``Stats``, whose attributes are the table of all metrics of saves and restores.
+
+Events, loggers, Prometheus and ``torchax-ckpt report`` take names and descriptions from it.
+"""
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-from collections.abc import Collection
+import functools
+from collections.abc import Collection, Mapping
+from typing import Any, Literal
 
 import numpy as np
 
-from torchax_ckpt.telemetry.events import Event
-
-# Quantiles are computed from the latest values only.
-_MAX_VALUES = 1000
+Kind = Literal["count", "sum", "quantiles", "latest", "age"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,76 +36,80 @@ class Quantiles:
         return cls(p50=p50, p90=p90)
 
 
+@dataclasses.dataclass(frozen=True)
+class Metric:
+    """Describes an attribute of ``Stats``.
+
+    Attributes:
+      name: of the attribute, and of the value in events.
+      kind: "count" counts events; of the values in events, "sum" is the sum, "quantiles" the
+        distribution and "latest" the latest one; "age" is the latest one, and grows with time.
+      event: name of the events that count; "" for all that have the value.
+      help: what it says.
+      label: its title on the page of ``torchax-ckpt report``; "" if it has none.
+    """
+
+    name: str
+    kind: Kind
+    event: str
+    help: str
+    label: str = ""
+
+    @property
+    def unit(self) -> str:
+        """Its unit, "seconds" or "bytes", as the name ends; "" for what is counted."""
+        return {"secs": "seconds", "bytes": "bytes"}.get(self.name.rpartition("_")[2], "")
+
+
+def _metric(event: str, text: str, label: str = "", *, kind: Kind = "quantiles") -> Any:
+    about = {"kind": kind, "event": event, "help": text, "label": label}
+    return dataclasses.field(metadata=about)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stats:
     """How many saves and restores a checkpointer made in this process, and what they cost.
 
-    An attribute of type ``Quantiles`` is None until its first value is measured.
-
-    Attributes:
-      num_saves: saves that began.
-      num_durable: saves that were committed.
-      num_failed: saves that failed.
-      num_skipped: calls of ``save`` that the policy declined.
-      num_restores: steps that were restored.
-      blocking_secs: seconds for which a save blocked the training thread; durable saves only.
-      durable_secs: seconds from the call of ``save`` to the commit.
-      interval_secs: seconds from one snapshot to the next.
-      interval_steps: training steps from one snapshot to the next.
-      num_bytes: bytes a step takes on storage; only process 0 measures them, after the save.
-      new_bytes: those of them that the save wrote; it took the others over from an earlier step,
-        as links or, within a bucket, as copies.
-      restore_secs: seconds that a restore took.
+    Any attribute but a count is None until its first value is measured. Of several processes, only
+    process 0 measures bytes, and does so after the save.
     """
 
-    num_saves: int
-    num_durable: int
-    num_failed: int
-    num_skipped: int
-    num_restores: int
-    blocking_secs: Quantiles | None
-    durable_secs: Quantiles | None
-    interval_secs: Quantiles | None
-    interval_steps: Quantiles | None
-    num_bytes: Quantiles | None
-    new_bytes: Quantiles | None
-    restore_secs: Quantiles | None
+    num_saves: int = _metric("saving", "saves that began", kind="count")
+    num_durable: int = _metric("durable", "saves that were committed", kind="count")
+    num_failed: int = _metric("failed", "saves that failed", kind="count")
+    num_skipped: int = _metric("saving", "calls of save() that the policy declined", kind="sum")
+    num_restores: int = _metric("restored", "steps that were restored", kind="count")
+    blocking_secs: Quantiles | None = _metric(
+        "durable", "seconds for which a durable save blocked the training thread", "save blocks"
+    )
+    durable_secs: Quantiles | None = _metric(
+        "durable", "seconds from the call of save() to the commit", "durable after"
+    )
+    interval_secs: Quantiles | None = _metric(
+        "saving", "seconds from one snapshot to the next", "between snapshots"
+    )
+    interval_steps: Quantiles | None = _metric(
+        "saving", "training steps from one snapshot to the next", "steps between"
+    )
+    num_bytes: Quantiles | None = _metric("durable", "bytes that a step takes on storage")
+    new_bytes: Quantiles | None = _metric("durable", "bytes of a step that its save wrote")
+    shared_bytes: Quantiles | None = _metric(
+        "durable", "bytes of a step taken over from an earlier one, by links or a bucket's copies"
+    )
+    restore_secs: Quantiles | None = _metric("restored", "seconds that a restore took")
+    total_bytes: int | None = _metric("", "bytes of all steps, linked ones once", kind="latest")
+    newest_step: int | None = _metric("", "the newest durable step", kind="latest")
+    newest_age_secs: float | None = _metric(
+        "", "seconds since the newest durable step was committed", kind="age"
+    )
+
+    @classmethod
+    @functools.cache
+    def metrics(cls) -> Mapping[str, Metric]:
+        """Returns what each attribute is made of, by its name."""
+        return {f.name: Metric(f.name, **f.metadata) for f in dataclasses.fields(cls)}
 
 
-class Tally:
-    """Counts events, and keeps their latest numbers; its callers hold one lock."""
-
-    def __init__(self) -> None:
-        self._counts: collections.Counter[str] = collections.Counter()
-        self._values: dict[tuple[str, str], collections.deque[float]] = {}
-
-    def take(self, event: Event) -> None:
-        """Counts an event and keeps its numbers."""
-        self._counts[event.name] += 1
-        for key, value in event.numbers.items():
-            self.measured(event.name, key, value)
-
-    def measured(self, name: str, key: str, value: float) -> None:
-        """Keeps a number that was measured for an event after it was counted."""
-        self._values.setdefault((name, key), collections.deque(maxlen=_MAX_VALUES)).append(value)
-
-    def stats(self, num_skipped: int) -> Stats:
-        """Returns the statistics of the events so far."""
-
-        def quantiles(name: str, key: str) -> Quantiles | None:
-            return Quantiles.of(self._values.get((name, key), ()))
-
-        return Stats(
-            num_saves=self._counts["saving"],
-            num_durable=self._counts["durable"],
-            num_failed=self._counts["failed"],
-            num_skipped=num_skipped,
-            num_restores=self._counts["restored"],
-            blocking_secs=quantiles("durable", "blocking_secs"),
-            durable_secs=quantiles("durable", "durable_secs"),
-            interval_secs=quantiles("saving", "interval_secs"),
-            interval_steps=quantiles("saving", "num_steps"),
-            num_bytes=quantiles("durable", "num_bytes"),
-            new_bytes=quantiles("durable", "new_bytes"),
-            restore_secs=quantiles("restored", "secs"),
-        )
+Stats.__doc__ = f"{Stats.__doc__}\n    Attributes:\n" + "".join(
+    f"      {name}: {metric.help}.\n" for name, metric in Stats.metrics().items()
+)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from torchax_ckpt.telemetry.events import Event
+from torchax_ckpt.telemetry.stats import Stats
 
 SaveOutcome = Literal["durable", "failed", "cut off", "in flight"]
 _ENDS: Mapping[str, SaveOutcome] = {"durable": "durable", "failed": "failed"}
@@ -18,14 +19,12 @@ class Save:
     """One save, as the recorded events describe it; times are in seconds since the epoch.
 
     A save that was cut off (its program ended) or is in flight ends with the last event of its run.
-    ``values`` are those of the event ``saving`` and, of a durable save, of ``durable``.
     """
 
     step: int
     began_secs: float
     ended_secs: float
     outcome: SaveOutcome
-    values: Mapping[str, Any]
     error: str
 
 
@@ -131,7 +130,6 @@ def _save(begun: Event, ended: Event, outcome: SaveOutcome) -> Save:
         began_secs=begun.time_secs,
         ended_secs=ended.time_secs,
         outcome=outcome,
-        values={**begun.values, **(ended.values if outcome == "durable" else {})},
         error=str(ended.values.get("error", "")) if outcome == "failed" else "",
     )
 
@@ -140,6 +138,16 @@ def steps_over_time(run: RecordedRun) -> list[tuple[float, int]]:
     """Returns the progress of training as points (seconds since the epoch, step)."""
     with_steps = run.named("restored", "reached", "saving", "closed")
     return [(event.time_secs, event.step) for event in with_steps if event.step is not None]
+
+
+def numbers_of(runs: Sequence[RecordedRun]) -> dict[str, list[float]]:
+    """Returns the numbers of events of which ``Stats`` has quantiles, by its attributes."""
+    metrics = Stats.metrics().values()
+    found: dict[str, list[float]] = {m.name: [] for m in metrics if m.kind == "quantiles"}
+    for event in (event for run in runs for event in run.events):
+        for name, number in event.numbers.items():
+            found.get(name, []).append(number)
+    return found
 
 
 def bytes_over_time(runs: Sequence[RecordedRun]) -> list[tuple[float, int]]:

@@ -20,7 +20,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
+from torchax_ckpt import CheckpointOptions, Event, TorchaxCheckpointer, policies
 from torchax_ckpt.errors import CheckpointError, MetricsError, SaveError
 from torchax_ckpt.integrations.lightning.loop_position import LoopPosition, Moment
 
@@ -49,7 +49,7 @@ class TorchaxCheckpoint(Checkpoint):
       mode: "min" if small values of the metric are better, "max" if large values are better.
       num_best: how many of the best steps to keep, besides those that ``preservation_policy``
         keeps.
-      save_decision_policy, preservation_policy, options: see ``TorchaxCheckpointer``.
+      save_decision_policy, preservation_policy, options, on_event: see ``TorchaxCheckpointer``.
       shardings, init: see ``TorchaxCheckpointer.attach``.
 
     Attributes:
@@ -70,6 +70,7 @@ class TorchaxCheckpoint(Checkpoint):
         save_decision_policy: policies.SaveDecisionPolicy | None = None,
         preservation_policy: policies.PreservationPolicy | None = None,
         options: CheckpointOptions | None = None,
+        on_event: Callable[[Event], None] | None = None,
         shardings: Any = None,
         init: Callable[..., Any] | None = None,
     ) -> None:
@@ -84,6 +85,7 @@ class TorchaxCheckpoint(Checkpoint):
             save_decision_policy=save_decision_policy,
             preservation_policy=preservation_policy,
             options=options,
+            on_event=on_event,
         )
         self._placing = {"shardings": shardings, "init": init}
         self._position: LoopPosition | None = None

@@ -53,6 +53,11 @@ class CommittedStep:
         message = f"step {self.step} in {self.path}: {text}"
         return kind(message, step=self.step, path=self.path, key_path=key_path)
 
+    @property
+    def age_secs(self) -> float | None:
+        """Seconds since the commit; None if the commit time is unknown."""
+        return None if self.has_lost_record else time.time() - self.commit_timestamp_nsecs / 1e9
+
     def age(self) -> str:
         """Returns the time since the commit as text, for example ``5 min``."""
         return time_since(self.commit_timestamp_nsecs / 1e9)

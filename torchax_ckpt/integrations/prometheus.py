@@ -1,0 +1,69 @@
+"""``PrometheusMetrics``: what ``ckpt.stats()`` returns, for Prometheus to scrape."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+
+from torchax_ckpt import Event, Stats
+
+__all__ = ["PrometheusMetrics"]
+
+_BUCKETS = {
+    "seconds": [2.0**n for n in range(-10, 13)],  # from 1 ms to an hour
+    "bytes": [4.0**n for n in range(5, 22)],  # from 1 KiB to 4 TiB
+    "": [2.0**n for n in range(17)],
+}
+
+
+class PrometheusMetrics:
+    """Exports the metrics of saves and restores with ``prometheus_client``::
+
+        prometheus_client.start_http_server(9400)
+        with TorchaxCheckpointer("runs/a", on_event=PrometheusMetrics()) as ckpt:
+            ...
+
+    Of the attributes of ``Stats``, counts are counters (``torchax_ckpt_saves_total``), quantiles
+    histograms (``torchax_ckpt_blocking_seconds``), the others gauges. The age of the newest durable
+    step is that at the scrape; while none is known, it counts from the construction of this object.
+    One object may serve the checkpointers of a program, one after another.
+
+    Args:
+      registry: where the metrics are registered; default: what ``start_http_server`` serves.
+
+    Raises:
+      ValueError: the registry has these metrics already.
+    """
+
+    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+        self._committed_at = time.time()
+        self._metrics = []
+        for metric in Stats.metrics().values():
+            is_total = metric.kind in ("count", "sum")
+            name = metric.name.removeprefix("num_" * is_total).replace("_secs", "_seconds")
+            about = f"torchax_ckpt_{name}", metric.help
+            take: Callable[[float], None]
+            if is_total:
+                take = Counter(*about, registry=registry).inc
+            elif metric.kind == "quantiles":
+                take = Histogram(*about, buckets=_BUCKETS[metric.unit], registry=registry).observe
+            elif metric.kind == "latest":
+                take = Gauge(*about, registry=registry).set
+            else:
+                Gauge(*about, registry=registry).set_function(self._age_secs)
+                take = self._committed
+            self._metrics.append((metric, take))
+
+    def __call__(self, event: Event) -> None:
+        """Takes the numbers of an event."""
+        for metric, take in self._metrics:
+            if (number := event.number(metric)) is not None:
+                take(number)
+
+    def _committed(self, at_secs: float) -> None:
+        self._committed_at = at_secs
+
+    def _age_secs(self) -> float:
+        return max(0.0, time.time() - self._committed_at)
