@@ -18,7 +18,7 @@ from torchax_ckpt.processes.call_log import Kind
 from torchax_ckpt.restoring.read_calls import ReadCalls
 from torchax_ckpt.runtime.call_guard import Calls, as_step, guarded
 from torchax_ckpt.runtime.preemption import Preemption
-from torchax_ckpt.runtime.user_messages import brief
+from torchax_ckpt.runtime.user_messages import brief, fields
 from torchax_ckpt.saving.loop import Loop
 from torchax_ckpt.saving.save_calls import SaveCalls
 from torchax_ckpt.saving.tiers import Tiers
@@ -218,6 +218,9 @@ class TorchaxCheckpointer:
                 fresh = attached.prepare_fresh()
                 fresh.require_filled()
                 fresh.apply({}, self._processes.meet)
+            why = "it has no step to resume from" if resume else "attach was told not to resume"
+            about = fields(step=0, path=self.directory)
+            logger.info("new run in %s: %s", self.directory, why, extra=about)
         self._tiers.go_on_from(self._loop.position)
         self._attached = attached
         if not self._options.read_only:
@@ -501,8 +504,19 @@ class TorchaxCheckpointer:
         self._is_closed = True  # no further saves, even if close() raises for a save in flight
         self._closing.close()
         self._has_ended = True
+        self._log_end()
         if self._saver.newest_failure is not None:
             raise self._saver.newest_failure
+
+    def _log_end(self) -> None:
+        stats = self.stats()
+        if self._attached is None and not stats.num_saves:
+            return  # it was only read with
+        text = "closed %s: newest durable step %s; saves: %d durable, %d failed"
+        told = self.directory, stats.newest_step, stats.num_durable, stats.num_failed
+        medians = {name: getattr(value, "p50", value) for name, value in vars(stats).items()}
+        about = fields(step=stats.newest_step, path=self.directory, **medians)
+        logger.info(text, *told, extra=about)
 
     # At the end of a program, Python sets the names of modules to None, and may then call this.
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:

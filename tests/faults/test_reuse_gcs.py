@@ -225,6 +225,7 @@ def test_a_bucket_that_refuses_every_copy_fails_fewer_and_fewer_saves(
     gcs: FaultProxy, url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     give_up_soon(monkeypatch)
+    caplog.set_level(logging.INFO, "torchax_ckpt")
     model = Tuned(1024).to("jax")
     with TorchaxCheckpointer(url, options=REUSE, **ALL) as ckpt:
         ckpt.attach(model)

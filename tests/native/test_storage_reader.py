@@ -242,7 +242,7 @@ def test_steps_of_bare_orbax_load_without_digests(tmp_path: Path) -> None:
     found = run_native(
         """
 import logging
-logging.basicConfig(stream=sys.stdout)
+logging.basicConfig(stream=sys.stdout, level=logging.INFO)
 state = {"params": {"w": torch.zeros(3, 4), "b": torch.zeros(3).bfloat16()}}
 state["n"] = {"0": torch.zeros(3, dtype=torch.int32)}
 dcp.load(state, storage_reader=StorageReader(run), planner=LoadPlanner())

@@ -144,7 +144,9 @@ def check(ckpt: TorchaxCheckpointer, steps: Sequence[int]) -> None:
 
 def saves(folder: str, kind: str) -> None:
     """Saves to a medium that becomes full, read-only and removed, and works again each time."""
-    logging.getLogger("torchax_ckpt").addHandler(Ear(logging.WARNING))
+    logger = logging.getLogger("torchax_ckpt")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(Ear())
     kinds: dict[str, Any] = {"mounted": SmallDisk, "limited": LimitedDisk}
     disk = kinds[kind](Path(folder))
     run = Path(folder, "run")

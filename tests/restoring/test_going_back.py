@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import signal
 import warnings
@@ -124,13 +125,14 @@ def test_an_error_filter_for_warnings_does_not_keep_a_run_from_resuming(
     assert len(skipped) == 2
 
 
-def test_only_a_save_warns_of_steps_that_will_be_set_aside(
+def test_only_a_save_says_which_steps_will_be_set_aside(
     directory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     local = LocalTier(tmp_path / "ramdisk")
     model, optimizer, _ = trained(directory, 3)
+    caplog.set_level(logging.INFO, "torchax_ckpt")
 
-    def warned() -> list[str]:
+    def told() -> list[str]:
         return [r.getMessage() for r in caplog.records if "not on the branch" in r.getMessage()]
 
     with TorchaxCheckpointer(directory, options=CheckpointOptions(read_only=True)) as reader:
@@ -141,14 +143,14 @@ def test_only_a_save_warns_of_steps_that_will_be_set_aside(
         ckpt.restore(3)  # what the error for a changed optimizer advises
         ckpt.save(4, force=True)
         ckpt.wait_until_finished()
-        assert warned() == []
+        assert told() == []
         ckpt.restore(2)
         ckpt.restore(3)
-        assert warned() == []
+        assert told() == []
         ckpt.save(4, force=True)
         expected = f"{directory}: steps [4] are not on the branch that this run continues; "
         ckpt.save(5, force=True)
-        assert warned() == [expected + "they will be set aside once a new step is durable"]
+        assert told() == [expected + "they will be set aside once a new step is durable"]
 
 
 def test_saving_below_the_restored_step_is_refused(directory: Path) -> None:

@@ -1,7 +1,9 @@
-"""The errors of this package show where the program called it, and not what it did inside."""
+"""What users read: errors that show where the program called the package, and a short log."""
 
 from __future__ import annotations
 
+import json
+import logging
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 from support.damage import fill_disk
 from support.training import mlp
 
-from torchax_ckpt import TorchaxCheckpointer, load_torch_state_dict, warm_start
+from torchax_ckpt import LocalTier, TorchaxCheckpointer, load_torch_state_dict, policies, warm_start
 from torchax_ckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -20,6 +22,7 @@ from torchax_ckpt.errors import (
     SaveError,
     StepError,
 )
+from torchax_ckpt.saving import saver
 
 STATE = {"w": np.arange(3)}
 
@@ -70,7 +73,9 @@ def test_a_traceback_ends_at_the_public_function(
     assert functions(error) == ["raised", "<lambda>", "<lambda>"]
 
 
-def test_causes_of_background_errors_stay(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_causes_of_background_errors_stay(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.save(1, state=STATE)
         ckpt.wait_until_finished()
@@ -82,6 +87,7 @@ def test_causes_of_background_errors_stay(directory: Path, monkeypatch: pytest.M
         assert "No space left" in str(error)
         assert error.__cause__ is not None
         assert functions(error.__cause__)[-1] == "fail"
+        assert fields(caplog.records[-1]) == {"ckpt_step": 2, "ckpt_path": str(directory)}
         mend()
         ckpt.save(3, state=STATE, force=True)
     (directory / "3" / "manifest" / "data.json").write_text("{")
@@ -124,3 +130,45 @@ def test_errors_of_users_functions_keep_frames(directory: Path, kind: type[Excep
         assert type(seen) is kind
         assert functions(seen)[-1] == "refuse"
         refusing.refuses = None
+
+
+# --- the log -------------------------------------------------------------------------------------
+
+
+def fields(record: logging.LogRecord) -> dict[str, Any]:
+    """The fields of a record for loggers of JSON; what is no JSON raises."""
+    found = {name: value for name, value in vars(record).items() if name.startswith("ckpt_")}
+    return json.loads(json.dumps(found, allow_nan=False))
+
+
+@pytest.mark.parametrize("many", [10, pytest.param(100, marks=pytest.mark.slow)])
+def test_an_ordinary_run_logs_a_screenful_with_fields(
+    many: int, directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert saver._LOGGED_SAVES == 100
+    monkeypatch.setattr(saver, "_LOGGED_SAVES", many)
+    caplog.set_level(logging.DEBUG, "torchax_ckpt")
+    last, every, ramdisk = 5 * many // 2, policies.FixedIntervalPolicy, directory.with_name("local")
+    local = LocalTier(ramdisk, save_decision_policy=every(1))
+    said: list[list[logging.LogRecord]] = []
+    for total in (last, last + 1):
+        caplog.clear()
+        with TorchaxCheckpointer(directory, save_decision_policy=every(5), local=local) as ckpt:
+            ckpt.attach(mlp(), rng=False)
+            list(ckpt.steps(total))
+        said.append([r for r in caplog.records if r.name.startswith("torchax_ckpt")])
+    first, second = ([r for r in each if r.levelno > logging.DEBUG] for each in said)
+    assert {record.levelno for record in (*first, *second)} == {logging.INFO}
+    (start, one, two, end), num = first, last // 5
+    assert start.getMessage() == f"new run in {directory}: it has no step to resume from"
+    assert fields(start) == {"ckpt_step": 0, "ckpt_path": str(directory)}
+    for record, step in ((one, many), (two, 2 * many)):
+        assert f"{ramdisk}: step {step} is durable (median of {many}: " in record.getMessage()
+        assert 0 < fields(record)["ckpt_blocking_secs"] < fields(record)["ckpt_durable_secs"]
+    assert f"step {last}; saves: {num} durable, 0 failed" in end.getMessage()
+    assert (fields(end)["ckpt_step"], fields(end)["ckpt_num_durable"]) == (last, num)
+    each = [fields(r) for r in said[0] if "is durable (median of 1:" in r.getMessage()]
+    assert [f["ckpt_step"] for f in each if f["ckpt_path"] == str(ramdisk)] == [*range(1, last)]
+    start, end = second
+    assert f"resumed from step {last} of {directory} (durable tier)" in start.getMessage()
+    assert fields(start).keys() == {"ckpt_secs", "ckpt_age_secs", "ckpt_path", "ckpt_step"}

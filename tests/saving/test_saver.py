@@ -348,7 +348,6 @@ def test_a_program_that_ends_without_close_still_completes_its_save(
     result = run_python(PROGRAMS / "saves.py", *arguments, devices=1, check=False, fresh=True)
     assert result.returncode == code
     assert "ending without close(): finishing the save of step 1" in result.stderr
-    assert "step 1 is saved" in result.stderr
     assert "Exception ignored" not in result.stderr
     assert not (directory / "lease").exists()
     np.testing.assert_array_equal(TorchaxCheckpointer(directory).load()["w"], np.arange(3))

@@ -103,7 +103,7 @@ def test_a_peak_that_holds_the_own_copies_does_not_keep_from_copying(
     accelerator = Accelerator()
     ckpt = TorchaxCheckpointer(directory, options=CheckpointOptions(layout=layout))
     ckpt._saves.snapshotter = Snapshotter("auto", layout, Watched(accelerator))
-    with ckpt, caplog.at_level(logging.INFO, logger="torchax_ckpt"):
+    with ckpt, caplog.at_level(logging.DEBUG, logger="torchax_ckpt"):
         for step in range(1, 5):
             state = start()
             assert ckpt.save(step, state=state, force=True)
@@ -170,7 +170,7 @@ def test_after_memory_was_exhausted_the_whole_peak_counts(
     accelerator.step(9)
     assert held.way == "copy"
     del held
-    with monkeypatch.context() as patch, caplog.at_level(logging.INFO, logger="torchax_ckpt"):
+    with monkeypatch.context() as patch, caplog.at_level(logging.DEBUG, logger="torchax_ckpt"):
         patch.setattr(stacking, "copy_program", exhausted)
         assert take(snapshotter).way == "transfer"
     assert "taken by transfer: the program donates" in caplog.text

@@ -187,7 +187,7 @@ def test_auto_copies_while_the_program_donates(
     state = start()
     names = [f"state/{n}" for n in state]
     ways = []
-    with caplog.at_level(logging.INFO, logger="torchax_ckpt"):
+    with caplog.at_level(logging.DEBUG, logger="torchax_ckpt"):
         for _ in range(3):
             ways.append(snapshotter.take(names, list(state.values())).way)
             state = step_fn(state)
@@ -211,7 +211,7 @@ def test_the_way_of_snapshots_is_said_once(
     memory = limited(free_bytes) if mode == "auto" else None
     snapshotter = Snapshotter(mode, "auto", *filter(None, [memory]))
     state = start()
-    with caplog.at_level(logging.INFO, logger="torchax_ckpt"):
+    with caplog.at_level(logging.DEBUG, logger="torchax_ckpt"):
         for _ in range(1 if mode == "auto" else 2):
             snapshotter.take([f"state/{n}" for n in state], list(state.values()))
     # A collection of garbage may have other things logged.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,7 @@ def values(layer: Layer, optimizer: torch.optim.Optimizer) -> Any:
 def test_a_run_resumes_with_and_without_a_wrapper_and_says_so_once(
     directory: Path, caplog: pytest.LogCaptureFixture, saved: str, resumed: str | None
 ) -> None:
+    caplog.set_level(logging.INFO, "torchax_ckpt")
     layer, optimizer = saved_as_called(directory, saved)
     fresh, fresh_layer, fresh_optimizer = built(resumed)
     assert resume(directory, fresh, fresh_optimizer) == 1
@@ -93,6 +95,7 @@ def compiled(module: nn.Module) -> Any:
 def test_a_compiled_model_is_stored_under_the_names_of_the_plain_one(
     directory: Path, is_inner: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, "torchax_ckpt")
     model, layer, optimizer = built(None)
     layer.extra = 7
     attached: Any = nn.Sequential(compiled(layer)) if is_inner else compiled(model)

@@ -126,5 +126,5 @@ class Publisher:
     def _run(self) -> None:
         # Whatever the error is, training goes on.
         for new in self._follower.follow(Exception, publishes_last=True):
-            logger.info("published step %d as %s", new.step, new.path)
+            logger.debug("published step %d as %s", new.step, new.path)
         self._follower.close()

@@ -191,7 +191,7 @@ class Listener(Liveness):
         peer.host = peer.received[_TOKEN_BYTES:].rstrip(b"\0").decode(errors="replace")
         self._peers[index] = peer
         if self._ended.pop(index, None):
-            logger.warning("%s, has connected again", self._name(peer))
+            logger.info("%s, has connected again", self._name(peer))
 
     def _conclude(self, peer: _Peer) -> None:
         """Records that a process has ended, unless it has connected again or was never known."""
@@ -203,7 +203,7 @@ class Listener(Liveness):
             logger.error("%s", end)
         else:
             end = f"{self._name(peer)}, has ended"
-            logger.info("%s", end)
+            logger.debug("%s", end)
         self._ended[peer.index] = end
 
     def _report_silence(self, peer: _Peer, error: OSError) -> None:

@@ -196,7 +196,7 @@ class HostSteps:
         try:
             host_shards.stored_starts(reads, document)
         except ValueError as error:
-            logger.warning("cannot use %s on this host: %s", self.committed.path, error)
+            logger.info("cannot use %s on this host: %s", self.committed.path, error)
             self._copy = None
             return
         with self._ignoring_damage():

@@ -19,6 +19,7 @@ from torchax_ckpt.restoring.local_tier import HostSteps
 from torchax_ckpt.restoring.restore import restore_attached
 from torchax_ckpt.runtime import progress
 from torchax_ckpt.runtime.call_guard import as_step
+from torchax_ckpt.runtime.user_messages import fields
 from torchax_ckpt.saving.tiers import RunTier, Tiers
 from torchax_ckpt.state import functional, per_process_state
 from torchax_ckpt.state.findings import Findings, RestoreReport
@@ -137,7 +138,9 @@ class ReadCalls:
         if selection is None:
             verb = "resumed from"
             replaced = ", in place of values that had been trained" * attached.was_trained
-        logger.info("%s step %s of %s%s%s%s", verb, report.step, where, which, age, replaced)
+        text = f"{verb} step {report.step} of {where}{which}{age}{replaced}"
+        about = fields(step=report.step, path=where, secs=secs, age_secs=committed.age_secs)
+        logger.info("%s", text, extra=about)
         values = {"restore_secs": secs, "is_verified": report.is_verified}
         self._tiers.durable.telemetry.restored(committed, tier.name, **values)
         tier.restored(committed, source.compared, is_verified=report.is_verified)

@@ -13,6 +13,7 @@ from typing import Any
 
 from torchax_ckpt.errors import CheckpointError, SaveTimeoutError
 from torchax_ckpt.runtime.background import Flag, Task
+from torchax_ckpt.runtime.user_messages import fields
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +94,8 @@ class FailureLog:
         ERROR, and not kept while earlier failures wait to be raised.
         """
         is_known = bool(action) and self._known.get(action) == kind
-        logger.log(logging.DEBUG if is_known else logging.ERROR, "%s", failure)
+        level = logging.DEBUG if is_known else logging.ERROR
+        logger.log(level, "%s", failure, extra=fields(step=failure.step, path=failure.path))
         if action:
             self._known[action] = kind
         if not is_known or not self.unread:

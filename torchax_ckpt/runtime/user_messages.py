@@ -1,4 +1,4 @@
-"""Warnings, which no filter can turn into errors, and the tracebacks of errors, for users."""
+"""What users read: fields of log records, warnings, and the tracebacks of errors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import logging
 import traceback
 import warnings
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from torchax_ckpt.errors import CheckpointError
 
@@ -18,6 +18,13 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _OWN = frozenset({__name__.partition(".")[0], "asyncio", "concurrent", "contextlib"})
+
+
+def fields(**values: Any) -> dict[str, Any]:
+    """Returns the ``extra`` of a log record: values of JSON, under names that begin with ckpt_."""
+    given = {name: value for name, value in values.items() if value is not None}
+    plain = (int, float, list)
+    return {f"ckpt_{n}": v if isinstance(v, plain) else str(v) for n, v in given.items()}
 
 
 def warn(message: str, stacklevel: int = 1) -> None:

@@ -106,7 +106,7 @@ class Closing:
                 logger.error("giving up: %s", error)
                 continue
             if step is not None and saver.newest_failure is None:
-                logger.warning("step %d is saved", step)
+                logger.info("step %d is saved", step)
 
     def _finish_later(self) -> None:
         with self._lock:
@@ -154,7 +154,7 @@ def close_others(saver: Saver) -> None:
     for other in others:
         if other.is_asked:
             logger.warning(
-                "%s: taking over from a checkpointer of this program that is no longer used",
+                "%s: taking over from a checkpointer of this program that nobody has closed",
                 saver.path,
             )
             other.close()

@@ -75,5 +75,5 @@ class Loop:
             save(step, force=step == total)
             self.position = step
             if reached_preemption():
-                logger.warning("step %d: preempted; ending the loop", step)
+                logger.info("step %d: preempted; ending the loop", step)
                 return

@@ -8,8 +8,10 @@ error. With several processes, a save succeeds on all or fails on all, and proce
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import logging
+import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +23,7 @@ from torchax_ckpt.processes.call_log import Call, Kind
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.runtime import progress
 from torchax_ckpt.runtime.save_in_flight import FailureLog, SaveCost, SaveInFlight
+from torchax_ckpt.runtime.user_messages import fields
 from torchax_ckpt.saving.preserving import Preserving
 from torchax_ckpt.saving.unchanged.reuse import Reuse
 from torchax_ckpt.saving.writer import Capture, Writer
@@ -35,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 # An interrupt may end ``begin`` before it sets ``handed_over``.
 _HAND_OVER_SECS = 5.0
+_LOGGED_SAVES = 100  # in a line of the log at the level INFO
 
 
 class Saver:
@@ -76,6 +80,7 @@ class Saver:
         self.newest_failure: SaveError | None = None
         # The costs of durable saves, for the save policy; not asked, it removes none of them.
         self.finished: collections.deque[SaveCost] = collections.deque(maxlen=64)
+        self._unlogged: list[SaveCost] = []
 
     @property
     def saving_step(self) -> int | None:
@@ -239,15 +244,19 @@ class Saver:
         else:
             durable_secs = time.perf_counter() - capture.began
             self.newest_failure = None
-            logger.info("saved step %d to %s in %.2f s", durable.step, durable.path, durable_secs)
             if self._num_failures:
                 text = "saving to %s works again after %d failed saves"
-                logger.warning(text, self._directory.path, self._num_failures)
+                logger.info(text, self._directory.path, self._num_failures)
             self._num_failures = 0
             self._failures.over("saving")
             save.enter("deleting what no rule keeps")
             save.handed_over.wait(_HAND_OVER_SECS)
             cost = SaveCost(capture.step, save.blocking_secs, durable_secs)
+            self._log([cost], logging.DEBUG)
+            self._unlogged.append(cost)
+            if len(self._unlogged) == _LOGGED_SAVES:
+                self._log(self._unlogged, logging.INFO)
+                self._unlogged.clear()
             steps = self._history.branches.committed
             self._telemetry.durable(cost, self._writer.reused_bytes, steps)
             self._tidy(durable, call)
@@ -255,6 +264,15 @@ class Saver:
         finally:
             save.transferred.set()
             del capture  # the traceback of a stored error refers to this frame
+
+    def _log(self, costs: Sequence[SaveCost], level: int) -> None:
+        """Logs the medians of the costs of saves; the step is that of the last one."""
+        step, path = costs[-1].step, self.path
+        columns = zip(*map(dataclasses.astuple, costs), strict=True)
+        _, blocking, durable = map(statistics.median, columns)
+        text = "%s: step %d is durable (median of %d: blocked %.4f s, durable after %.3f s)"
+        about = fields(step=step, path=path, blocking_secs=blocking, durable_secs=durable)
+        logger.log(level, text, path, step, len(costs), blocking, durable, extra=about)
 
     def _tidy(self, durable: CommittedStep, call: Call | None) -> None:
         """Renames abandoned steps (deletes them in a local tier); deletes what no policy keeps."""

@@ -135,7 +135,7 @@ class Snapshotter:
                 continue
             if (way, why) not in self._logged:
                 self._logged.add((way, why))
-                logger.info("snapshots are taken by %s: %s", way, why)
+                logger.debug("snapshots are taken by %s: %s", way, why)
             return Snapshot(way, names, held, make)
         raise AssertionError("a transfer needs no memory")
 
@@ -176,7 +176,7 @@ class Snapshotter:
                 if not is_exhausted(error):
                     raise
                 memory.record_failure()
-            logger.info("no device memory for stacks: the leaves of this save are stacked on hosts")
+            logger.debug("no device memory for stacks: the leaves are stacked on the host")
         return plan.plan, execute(plan.plan, leaves, copy=False, on_host=True)
 
     def _copied(

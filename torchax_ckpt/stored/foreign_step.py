@@ -97,7 +97,7 @@ class ForeignStep(StoredStep):
                     nodes[keys] = _EMPTY[kind]
                 else:
                     raise ValueError(f"{_name(keys)}: is of the type {kind!r:.80}")
-        logger.warning(
+        logger.info(
             "%s was written by Orbax alone and has no digests, so damage of it may go unnoticed",
             path,
         )

@@ -111,7 +111,7 @@ def read_events(directory: epath.Path) -> dict[str, list[Event]]:
         num_bytes += len(content)
         num_lines += len(lines)
         if num_bytes >= _MAX_ALL_BYTES or num_lines >= _MAX_ALL_LINES:
-            logger.warning("%s: more events than runs write; only the newest are read", directory)
+            logger.info("%s: more events than runs write; only the newest are read", directory)
             break
     runs: dict[str, dict[bytes, Event]] = {}
     for run, found in reversed(files):
@@ -166,7 +166,7 @@ def _read(folder: epath.Path, name: str) -> bytes:
         with _opened(folder) as opened, os.fdopen(os.open(name, flags, dir_fd=opened), "rb") as f:
             return f.read(_MAX_READ_BYTES) if stat.S_ISREG(os.fstat(f.fileno()).st_mode) else b""
     except Exception as error:  # the other files may still be readable
-        logger.info("%s cannot be read and is skipped: %s", folder / name, error)
+        logger.debug("%s cannot be read and is skipped: %s", folder / name, error)
         return b""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import shutil
 from pathlib import Path
@@ -165,6 +166,7 @@ def test_a_step_that_cannot_be_read_back_now_stays_until_the_next_one_is_durable
             failing.setattr(StoredStep, "verify", fail)
             save(ckpt, step, of=state)
 
+    caplog.set_level(logging.INFO, "torchax_ckpt")
     with TorchaxCheckpointer(directory, options=CheckpointOptions(read_back=True)) as ckpt:
         save(ckpt, 1, of=state)
         fails(ckpt, 2)

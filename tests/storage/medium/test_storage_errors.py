@@ -107,7 +107,7 @@ def save(ckpt: TorchaxCheckpointer, step: int) -> None:
 def test_a_failure_is_said_once_then_when_it_changes_then_when_it_is_over(
     directory: Path, fail: Fail, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.WARNING, logger="torchax_ckpt")
+    caplog.set_level(logging.INFO, logger="torchax_ckpt")
 
     def told() -> int:
         return sum(f" to {directory}" in text for text in caplog.messages)

@@ -157,7 +157,7 @@ class TorchaxCheckpoint(Checkpoint):
             logger.exception("no step was saved for the %s", type(exception).__name__)
         with contextlib.suppress(CheckpointError):  # The error is logged already.
             self.teardown(trainer, pl_module, "fit")
-        logger.warning(
+        logger.info(
             "%s: a restart will resume from step %s in %s",
             type(exception).__name__,
             ckpt.latest_step(),

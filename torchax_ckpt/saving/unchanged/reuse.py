@@ -31,6 +31,7 @@ from torchax_ckpt.layout import unchanged
 from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.layout.unchanged import Database, Digests
 from torchax_ckpt.processes.coordination import Processes
+from torchax_ckpt.runtime.user_messages import fields
 from torchax_ckpt.saving.preserving import Preserving
 from torchax_ckpt.saving.unchanged import identities, ledger
 from torchax_ckpt.saving.unchanged.division import Division
@@ -138,7 +139,7 @@ class Reuse:
         self._is_on, self._is_decided = 2 * frozen_bytes >= all_bytes > 0, True
         if self._is_on:
             text = "%s: %d of %d bytes of the state are frozen parameters, so saves reuse them"
-            logger.info(text, self._directory.path, frozen_bytes, all_bytes)
+            logger.debug(text, self._directory.path, frozen_bytes, all_bytes)
             self._preserving.warn_of_sharing()
 
     @property
@@ -150,7 +151,9 @@ class Reuse:
 
     def _keep_apart(self, leaves: frozenset[str]) -> None:
         if leaves != self.apart:
-            logger.info("%d leaves do not change and are stored apart from the others", len(leaves))
+            logger.debug(
+                "%d leaves do not change and are stored apart from the others", len(leaves)
+            )
             self.apart = leaves
 
     # --- what earlier steps have ---
@@ -195,7 +198,7 @@ class Reuse:
                 state = committed.path / STATE
                 files = unchanged_files.present(state) if before is None else before.files
         except OSError as error:
-            logger.info("nothing is taken over from step %d: %s", committed.step, error)
+            logger.debug("nothing is taken over from step %d: %s", committed.step, error)
             return
         self._record(Entry(committed.key, copy, manifest.unchanged, contents, files=files))
 
@@ -280,7 +283,7 @@ class Reuse:
         if lacking := [*unchanged_files.differing(entry.files, here)]:
             others = f", and {len(lacking) - 1} more" if len(lacking) > 1 else ""
             where = f"{path / STATE / lacking[0]}{others}"
-            logger.warning("%s: the unchanged arrays are written again", where)
+            logger.warning("%s: the unchanged arrays are written again; verify the steps", where)
             return nothing
         return [self._turn, entry.key, path.name]
 
@@ -291,7 +294,7 @@ class Reuse:
         for copy, entry in [*self._entries.items()]:
             if entry.key in new or (new and not self._has_two_copies):
                 text = "%s: a step is damaged, so the unchanged arrays are written again"
-                logger.warning(text, self._directory.path)
+                logger.info(text, self._directory.path)
                 del self._entries[copy]
 
     def _copy_of(self, committed: CommittedStep) -> int | None:
@@ -398,7 +401,8 @@ class Reuse:
         if location.is_bucket(committed.path):
             how = "as copies that the storage service made"
         text = "step %d of %s has %d bytes of unchanged arrays of an earlier step, %s"
-        logger.info(text, committed.step, self._directory.path, reused_bytes, how)
+        about = fields(step=committed.step, path=self._directory.path, shared_bytes=reused_bytes)
+        logger.info(text, committed.step, self._directory.path, reused_bytes, how, extra=about)
 
     def failed(self, error: BaseException) -> None:
         """Records that a save failed: a database may be damaged, or processes may not agree.
@@ -415,7 +419,7 @@ class Reuse:
             self._num_refused = min(self._num_refused + 1, _MAX_DOUBLINGS)
             self._num_in_full = 2**self._num_refused
             said = (self._directory.path, self._num_in_full)
-            logger.warning("%s: the next %d saves write all arrays", *said)
+            logger.info("%s: the next %d saves write all arrays", *said)
         self._takes_over, self._base = False, None  # the next may fail before it knows
         if self._processes.count > 1:
             self._still = None
@@ -436,7 +440,7 @@ class Reuse:
             try:
                 unchanged_files.retain(directory.path, by_key[spare.key], folders, directory.fence)
             except OSError as error:  # the next save writes these arrays
-                logger.info("%s: no unchanged arrays are kept aside: %s", spare.key, error)
+                logger.debug("%s: no unchanged arrays are kept aside: %s", spare.key, error)
                 return
             self._retained = spare.key
         elif all(entry.key != self._retained for entry in self._entries.values()):

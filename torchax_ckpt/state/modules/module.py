@@ -246,7 +246,7 @@ class ModuleComponent:
         ours += map(extra_state_key, self._extra_state_modules)
         matched = selection.match_wrapped(*map(self._selection_names, (theirs, ours)))
         if matched and jax.process_index() == 0:
-            logger.warning(
+            logger.info(
                 "%s: %d names of the checkpoint are matched with names of the model that differ by "
                 "a wrapper, such as torch.compile's _orig_mod: %s with %s",
                 *(names.join(self.key_path), len(matched), *next(iter(matched.items()))),

@@ -400,7 +400,7 @@ def place_of_chunk(folder: epath.Path, key: str, chunk: Sequence[int]) -> str | 
                     end = int(start) + int(length)
                     return f"{folder / (database + file)}, bytes {start} to {end}"
     except Exception as error:  # must not replace the error that is being reported
-        logger.info("cannot locate the damaged chunk of %s in %s: %s", key, folder, error)
+        logger.debug("cannot locate the damaged chunk of %s in %s: %s", key, folder, error)
     return None
 
 

@@ -203,4 +203,4 @@ def remove_leftover(path: epath.Path) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.ENOENT):
             raise
-        logger.info("%s is still being written to: it will be removed later", path)
+        logger.debug("%s is still being written to: it will be removed later", path)

@@ -133,7 +133,7 @@ class Verified:
                 permissions.make_file(path) if self._noted[key] else path.unlink(missing_ok=True)
                 self._written.add(key)
             except Exception as error:  # each client of a bucket has its own error types
-                logger.info("%s cannot be created or deleted: %s", path, error)
+                logger.debug("%s cannot be created or deleted: %s", path, error)
 
     def is_damaged(self, committed: CommittedStep) -> bool:
         """Returns whether a read or the listing of the directory found the step damaged."""

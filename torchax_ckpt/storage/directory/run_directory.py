@@ -174,7 +174,7 @@ class RunDirectory:
             self.fence()
             if self._durable is not None:
                 for committed in self.run_name.others(present, self._visible()):
-                    logger.warning("%s: removing step %d of another run", self.path, committed.step)
+                    logger.info("%s: removing step %d of another run", self.path, committed.step)
                     self.delete(committed)
             self.run_name.write([*present, name])
 
@@ -213,7 +213,7 @@ class RunDirectory:
                 if _LEFTOVER.fullmatch(child.name) or (
                     _MARKED.fullmatch(child.name) and commit_record.is_begun(child)
                 ):
-                    logger.info("removing %s, left behind by a killed save or delete", child)
+                    logger.debug("removing %s, left behind by a killed save or delete", child)
                     commit_record.remove_leftover(child)
 
     def path_for(self, step: int) -> epath.Path:
@@ -299,7 +299,7 @@ class RunDirectory:
         aside = []
         for committed in abandoned:
             if committed.key in self.failed:
-                logger.warning("%s: removing: its save failed", committed.path)
+                logger.info("%s: removing: its save failed", committed.path)
                 self.delete(committed)
                 continue
             aside.append(committed.step)
@@ -309,12 +309,12 @@ class RunDirectory:
 
     def _move_aside(self, path: epath.Path, step: int) -> None:
         if self._durable is not None:
-            logger.warning("%s: removing step %d: abandoned, or not on all hosts", self.path, step)
+            logger.info("%s: removing step %d: abandoned, or not on all hosts", self.path, step)
             self._remove(path, step)
             return
         target = self._free((f"abandoned-{step}",))
         self.fence()
-        logger.warning("setting aside step %d of an abandoned branch as %s", step, target)
+        logger.debug("setting aside step %d of an abandoned branch as %s", step, target)
         if not self._is_bucket:
             path.rename(target)
             return

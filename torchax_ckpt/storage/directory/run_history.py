@@ -15,6 +15,7 @@ from typing import Any
 
 from torchax_ckpt import policies
 from torchax_ckpt.processes.coordination import Processes
+from torchax_ckpt.runtime.user_messages import fields
 from torchax_ckpt.storage.directory import committed_step
 from torchax_ckpt.storage.directory.abandonment import Branches, Key
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
@@ -157,10 +158,11 @@ class RunHistory:
     def _warn_of_leaving(self) -> None:
         # At a save, because only a save abandons them: a restore may come first, or no save at all.
         if self._leaving:
-            logger.warning(
+            logger.info(
                 "%s: steps %s are not on the branch that this run continues; they will be set "
                 "aside once a new step is durable",
                 self._directory.path,
                 self._leaving,
+                extra=fields(path=self._directory.path, steps=self._leaving),
             )
             self._leaving = []

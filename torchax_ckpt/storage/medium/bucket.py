@@ -73,7 +73,7 @@ def check(path: epath.Path, *, for_writing: bool) -> None:
         # Some servers of this API do not answer this request. The first save then shows whether a
         # permission is missing.
         text = "%s: cannot read this account's permissions: %s"
-        logger.info(text, path, storage_errors.said(error))
+        logger.debug(text, path, storage_errors.said(error))
         return
     missing = [p for p in wanted if p not in found.get("permissions", ())]
     if missing:

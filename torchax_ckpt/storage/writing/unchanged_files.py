@@ -118,7 +118,8 @@ def link_file(
             _has_warned = True
             logger.warning(
                 "%s: cannot be linked from %s (%s). Unchanged arrays are copied from step to step "
-                "in place of links, which takes time and space",
+                "in place of links, which takes time and space. Use a file system with hard links, "
+                "or CheckpointOptions(reuse=False)",
                 os.fspath(target),
                 os.fspath(source),
                 error.strerror,
