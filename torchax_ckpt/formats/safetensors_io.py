@@ -10,8 +10,8 @@ the names of tied weights in the metadata.
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -62,7 +62,7 @@ def export_safetensors(
     on_bytes: Callable[[int], None],
 ) -> list[Path]:
     """Writes weights with Hugging Face's file names, index and metadata; returns all paths."""
-    files = _divide(weights, out, max_shard_bytes)
+    files = _divide(stored, weights, out, max_shard_bytes)
     text_files = dict(texts)
     if len(files) > 1:
         index = {
@@ -73,34 +73,46 @@ def export_safetensors(
     paths = [*files, *text_files]  # in this order they get their names
     headers = [_header(leaves, weights.ties) for leaves in files.values()]
     places = collections.defaultdict(list)
-    with writing(paths) as partials:
+    with writing(paths) as partials, contextlib.ExitStack() as opened:
         for partial, leaves, (header, offsets) in zip(
             partials, files.values(), headers, strict=False
         ):
             _allocate(partial, header, sum(leaf.nbytes for leaf in leaves.values()))
             for name, leaf in leaves.items():
                 places[leaf.name].append((partial, offsets[name], np.dtype(leaf.dtype)))
+        whole = {path: opened.enter_context(open(path, "r+b")) for path in partials[: len(files)]}
         for name, region, content in stored.stream(places):
+            shape = stored.leaves[name].shape
             for path, offset, dtype in places[name]:
-                mapped = np.memmap(path, dtype, "r+", offset, stored.leaves[name].shape)
-                mapped[region] = as_dtype(content, dtype, name)
-                del mapped  # so that the written pages no longer count as memory of this process
-                on_bytes(math.prod(content.shape) * dtype.itemsize)
+                part = as_dtype(content, dtype, name)
+                if part.shape == shape:  # mapping a part of the file would take longer
+                    whole[path].seek(offset)
+                    whole[path].write(np.ascontiguousarray(part).reshape(-1).view(np.uint8))
+                else:
+                    mapped = np.memmap(path, dtype, "r+", offset, shape)
+                    mapped[region] = part
+                    del mapped  # so that written pages no longer count as memory of this process
+                on_bytes(part.nbytes)
         for partial, text in zip(partials[len(files) :], text_files.values(), strict=True):
             partial.write_bytes(text.encode())
     return paths
 
 
 def _divide(
-    weights: Weights, out: Path, max_shard_bytes: int | None
+    stored: StoredStep, weights: Weights, out: Path, max_shard_bytes: int | None
 ) -> dict[Path, dict[str, StoredLeaf]]:
-    """Returns the tensors of each file; ``out`` is the one file, or the directory of all."""
+    """Returns file -> its tensors; of shards, those of frozen weights come first."""
     if METADATA in weights.leaves:
         raise UnsupportedLeafError(
             f"no tensor can have the name {METADATA} in safetensors; export to another format"
         )
     leaves, limit = weights.leaves, max_shard_bytes or sys.maxsize
-    found = batches(leaves, lambda name: leaves[name].nbytes, limit)
+    databases = stored.manifest.unchanged.values() if max_shard_bytes else ()
+    unchanged = {array for database in databases for array in database.arrays}
+    parts: list[list[str]] = [[], []]
+    for name, leaf in leaves.items():
+        parts[(leaf.stack or leaf.name) not in unchanged].append(name)
+    found = (b for part in parts for b in batches(part, lambda n: leaves[n].nbytes, limit))
     shards = [{name: leaves[name] for name in shard} for shard in found] or [{}]
     if len(shards) == 1:
         return {out if out.suffix == ".safetensors" else out / SINGLE: shards[0]}
@@ -215,15 +227,20 @@ def _open(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
     with reading(path, "a file of safetensors", may_be_link=True):
         with safetensors.safe_open(path, "np") as checked:  # checks header, offsets and sizes
             metadata = checked.metadata() or {}
-        with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length))
+        return tensors_in(path)[0], dict(metadata)
+
+
+def tensors_in(path: Path) -> tuple[dict[str, FileTensor], int]:
+    """Returns the tensors of a file that is known to be sound, and the length of its header."""
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
     tensors = {
         name: _tensor(path, name, entry, 8 + length)
         for name, entry in header.items()
         if name != METADATA
     }
-    return tensors, dict(metadata)
+    return tensors, 8 + length
 
 
 def _tensor(path: Path, name: str, entry: Mapping[str, Any], begin: int) -> FileTensor:
