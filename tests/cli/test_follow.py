@@ -106,4 +106,4 @@ def test_it_waits_for_a_run_goes_on_and_ends_with_a_signal(saved: Path, tmp_path
         started.process.terminate()
         assert started.process.wait(60) == exit_codes.TERMINATED
     assert sorted(os.listdir(out)) == [CONTROL]
-    assert os.listdir(out / CONTROL) == ["lock"]
+    assert os.listdir(out / CONTROL) == []

@@ -305,6 +305,8 @@ warnings.simplefilter("ignore")
 restore(sys.argv[1], torch.nn.Linear(1, 1), strict=False)
 names = {name.partition(".")[0] for name in sys.modules.keys() - before}
 print(json.dumps([secs, sorted(names - sys.stdlib_module_names)]))
+from torchax_ckpt.publishing import Reader
+assert not {"jax", "torchax", "orbax"} & sys.modules.keys()
 """
     for _ in range(3):  # other processes may slow one down
         secs, modules = json.loads(run_python(script, str(RUN_OF_TWO), fresh=True).stdout)

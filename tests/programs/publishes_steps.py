@@ -45,7 +45,7 @@ def write_in_place(
     new = Published(self.path / f"step-{step}", step, commit_nsecs, metrics)
     self.published = (*self.published, new)
     self._record(self.published)
-    yield new.path
+    yield Path(new.path)
     self._point_to_newest()
 
 

@@ -34,6 +34,10 @@ CastTo = Annotated[
     Dtype | None,
     typer.Option(help="Cast floating-point weights to this dtype; not for pt and dcp."),
 ]
+MaxShardSize = Annotated[
+    str | None,
+    typer.Option(metavar="SIZE", help="safetensors, hf: files of at most this size: 5GB."),
+]
 At = Annotated[
     str | None,
     typer.Option(
@@ -62,10 +66,7 @@ def export(
             "Default: pt if OUT ends in .pt, .pth or .bin, else safetensors."
         ),
     ] = None,
-    max_shard_size: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="safetensors, hf: files of at most this size: 5GB."),
-    ] = None,
+    max_shard_size: MaxShardSize = None,
     dtype: CastTo = None,
     config: Annotated[
         Path | None,

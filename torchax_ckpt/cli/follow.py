@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from torchax_ckpt.cli import output
-from torchax_ckpt.cli.convert import At, CastTo
+from torchax_ckpt.cli.convert import At, CastTo, MaxShardSize
 from torchax_ckpt.cli.exit_codes import INTERRUPTED, OK, TERMINATED, UsageError
-from torchax_ckpt.cli.step_arguments import existing
+from torchax_ckpt.cli.step_arguments import existing, parsed_size
 from torchax_ckpt.errors import DirectoryError, OutOfMemoryError
 from torchax_ckpt.publishing.folder_form import FolderForm, Format
 from torchax_ckpt.publishing.follower import Follower
@@ -28,7 +28,7 @@ def follow(
         str,
         typer.Argument(
             metavar="OUT",
-            help="A folder on this host: new, empty, or one that follow has written.",
+            help="A folder, or gs://bucket/prefix: new, empty, or one that follow has written.",
         ),
     ],
     format: Annotated[
@@ -39,7 +39,7 @@ def follow(
         int | None,
         typer.Option(
             metavar="N",
-            help="Publish the newest step, once it is N past the last published one; default: 1.",
+            help="Publish the multiples of N, or the first steps after them; default: 1.",
         ),
     ] = None,
     best: Annotated[
@@ -47,6 +47,7 @@ def follow(
         typer.Option(metavar="METRIC", help="Publish each new best step: loss, or accuracy:max."),
     ] = None,
     keep: Annotated[int, typer.Option(metavar="N", help="How many folders to keep.")] = 3,
+    max_shard_size: MaxShardSize = None,
     dtype: CastTo = None,
     at: At = None,
     once: Annotated[
@@ -75,7 +76,10 @@ def follow(
     else:
         output.note(f"{run}: does not exist yet; waiting for it")
     try:
-        form = FolderForm(format=format, dtype=dtype, at=at)
+        num_bytes = None
+        if max_shard_size is not None:
+            num_bytes = parsed_size(max_shard_size, "follow: --max-shard-size")
+        form = FolderForm(format=format, dtype=dtype, max_shard_bytes=num_bytes, at=at)
         follower = Follower(run, out, form, every=every, best=best, keep=keep)
     except (ValueError, TypeError) as error:
         raise UsageError(f"follow: {error}") from error

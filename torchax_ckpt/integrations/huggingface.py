@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class Publisher:
-    """Publishes finished steps of a run as folders, on a background thread::
+    """Publishes steps of a run as folders, on a background thread, once they are durable::
 
         with TorchaxCheckpointer("runs/a") as ckpt, Publisher(ckpt, "published", every=1000):
             ckpt.attach(model, optimizer, tokenizer=tokenizer)
@@ -36,6 +36,7 @@ class Publisher:
         folder = Path("published", Path("published/latest").read_text().strip())
         model = AutoModelForCausalLM.from_pretrained(folder)
 
+    ``torchax_ckpt.publishing.Reader`` instead reads the tensors that changed, also from a bucket.
     ``torchax-ckpt follow`` does the same as a program of its own, on any host. The thread reads the
     steps from storage and uses no device. A failure is logged as a warning, and the thread tries
     again; nothing is raised into the training. Only process 0 of a run publishes: create the
@@ -44,18 +45,20 @@ class Publisher:
     Args:
       run: the checkpointer, or the directory of the run. With a directory, open the Publisher
         before the checkpointer: it is then closed later, and publishes the last step.
-      out: a folder on this host: new, empty, or one to which steps of this run were published
-        before, in this format. It gets the folders ``step-N``, and the text file ``latest``, which
-        names the newest.
+      out: a folder, or ``gs://bucket/prefix``: new, empty, or one to which steps of this run were
+        published before, in this format. It gets the folders ``step-N``, and the text file
+        ``latest``, which names the newest.
       format: "hf" for folders that transformers and vLLM load, with the config and the tokenizer
         that the steps store; "peft" for folders of adapters; "safetensors" for weights alone.
-      every: publish the newest step once it is this many steps or more past the last published one,
-        or past 0. Default: 1, unless ``best`` is given.
+      every: publish the multiples of this number; where a multiple was not saved or is not kept,
+        the first kept step after it. Default: 1, the newest step, unless ``best`` is given.
       best: a metric, as ``METRIC``, ``METRIC:min`` or ``METRIC:max``; publish the best step if it
         is better than each published one.
       keep: how many folders to keep, those published last. Others stay for 10 minutes.
       dtype: "bf16", "fp16" or "fp32" to cast floating-point weights; None for no cast.
       at: the key path of the weights in a step; None for the one attached model.
+      max_shard_bytes: the most bytes of a file; None for one file. Frozen weights then have files
+        of their own, which folders share.
 
     Raises:
       ValueError, TypeError: an argument cannot work, for example an ``out`` in the run's directory.
@@ -73,16 +76,20 @@ class Publisher:
         keep: int = 3,
         dtype: Literal["bf16", "fp16", "fp32"] | None = None,
         at: str | None = None,
+        max_shard_bytes: int | None = None,
     ) -> None:
         self._checkpointer = None if isinstance(run, (str, os.PathLike)) else run
         self._follower = Follower(
             run if isinstance(run, (str, os.PathLike)) else run.directory,
             out,
-            FolderForm(format=format, dtype=dtype, at=at),
+            FolderForm(format=format, dtype=dtype, at=at, max_shard_bytes=max_shard_bytes),
             every=every,
             best=best,
             keep=keep,
         )
+        if self._checkpointer is not None and "://" in self._checkpointer.directory:
+            stats = self._checkpointer.stats  # a look into the bucket would be a request
+            self._follower.told = lambda: stats().num_durable
         self._task: Task | None = None
         if jax.process_index() == 0:
             self._task = Task("publisher", self._run)

@@ -1,52 +1,60 @@
-"""The folders that were published from a run, on disk.
+"""The folders that were published from a run, on a disk or in a bucket.
 
     OUT/step-1000/              a published folder, which never changes; step-1000-2 if another
                                 step 1000 was published before, on a branch that the run left
     OUT/latest                  a text file with the name of the folder that was published last
     OUT/.publishing/record.json the run, the format, the published folders, in order, and since when
-                                each is replaced
-    OUT/.publishing/lock        locked by the one program that publishes here
+                                each is replaced; in a bucket also the folders that are unfinished
+    OUT/.publishing/lease       the lease of the one program that publishes here
     OUT/.publishing/writing-... a folder that is being written
     OUT/.publishing/deleting-...  a folder that is being deleted
 
-A folder is written under ``.publishing``, synced to the disk, and renamed into OUT, whole or not at
+On a disk, a folder is written under ``.publishing``, synced, and renamed into OUT, whole or not at
 all. Only then ``latest`` is replaced, by another rename. A folder is deleted in the reverse order.
+It gets its entry in the record before its name. An entry without a folder, of a publication that
+was killed or a folder that somebody removed, is dropped.
 
-A folder gets its entry in the record before its name. An entry without a folder, of a publication
-that was killed or a folder that somebody removed, is dropped. Other folders are never touched.
+In a bucket, objects appear one by one. A folder is unfinished in the record from before its first
+object until it gets its entry; then ``latest`` is replaced. It is unfinished again before its first
+object is deleted. What a killed program left unfinished, the next one deletes.
+
+A file that the folder published before has too, with the same bytes, is a hard link to it, or is
+copied within the bucket. No file is ever changed in place. Other folders are never touched.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
-import fcntl
+import filecmp
 import itertools
 import json
 import logging
 import os
 import shutil
-import socket
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from etils import epath
 
-from torchax_ckpt.errors import CheckpointError, DirectoryError, LeaseError
+from torchax_ckpt.errors import DirectoryError, LeaseError
+from torchax_ckpt.publishing import digests
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
-from torchax_ckpt.storage.medium import fsync, permissions, seals
+from torchax_ckpt.storage.directory.compare_and_swap import Conflict, record_at
+from torchax_ckpt.storage.directory.lease import Lease
+from torchax_ckpt.storage.medium import bucket, fsync, location, permissions, seals, storage_errors
+from torchax_ckpt.stored import copy
 
 logger = logging.getLogger(__name__)
 
 LATEST = "latest"
 CONTROL = ".publishing"
-_RECORD, _LOCK = "record.json", "lock"
-_DRAFTS, _DRAFT_SUFFIX = ("writing-", "deleting-"), ".draft"
+_RECORD = "record.json"
+_DRAFTS = ("writing-*", "deleting-*", f"*{permissions.DRAFT_SUFFIX}")
 _MAX_RECORD_BYTES = 1 << 26
-_LOCKED = (errno.EWOULDBLOCK, errno.EACCES)
 _now_secs = time.time
 
 
@@ -54,7 +62,7 @@ _now_secs = time.time
 class Published:
     """A published folder; the commit time tells its step from others of the same number."""
 
-    path: Path
+    path: epath.Path
     step: int
     commit_timestamp_nsecs: int
     metrics: dict[str, Any]
@@ -67,41 +75,58 @@ class Published:
         return {"folder": self.path.name, **fields}
 
     @classmethod
-    def from_json(cls, out: Path, entry: dict[str, Any]) -> Published:
+    def from_json(cls, out: epath.Path, entry: dict[str, Any]) -> Published:
         """Returns the folder of an entry; raises ValueError or KeyError if it is malformed."""
         name, step, replaced = entry["folder"], entry["step"], entry["replaced_secs"]
         committed, metrics = entry["commit_timestamp_nsecs"], entry["metrics"]
-        if not (isinstance(name, str) and name.startswith("step-") and Path(name).name == name):
-            raise ValueError(f"expected the name of a folder, found {name!r:.80}")
         kinds = [type(step), type(committed), type(metrics)]
         if kinds != [int, int, dict] or not isinstance(replaced, int | float | None):
             raise ValueError(f"malformed entry of {name!r:.80}")
-        return cls(out / name, step, committed, metrics, replaced)
+        return cls(out / folder_name(name), step, committed, metrics, replaced)
+
+
+def folder_name(name: Any) -> str:
+    """Returns the name of a published folder; ValueError if it is none."""
+    if not (isinstance(name, str) and name.startswith("step-") and Path(name).name == name):
+        raise ValueError(f"expected the name of a folder, found {name!r:.80}")
+    return name
 
 
 class PublishedFolders:
-    """The folders in OUT, in the order of their publication, all of one run and one format."""
+    """The folders in OUT, in the order of their publication, all of one run and one format.
 
-    def __init__(self, out: Path, run: str, format: str) -> None:
+    ``on_bytes`` is called with the bytes that were just sent to a bucket, and may raise.
+    """
+
+    def __init__(
+        self, out: epath.Path, run: str, format: str, on_bytes: Callable[[int], None]
+    ) -> None:
         self.path = out
+        self._on_bytes = on_bytes
         self._source = {"run": run, "format": format}
         self.published: Sequence[Published] = ()
         self._control = out / CONTROL
-        self._lock: int | None = None
+        self._is_bucket = location.is_bucket(out)
+        self._lease = Lease(self._control)
+        self._unfinished: Sequence[str] = ()
 
     def open(self) -> None:
-        """Locks OUT, reads the record, and removes what a killed program left; once only."""
-        if self._lock is not None:
+        """Takes the lease of OUT, reads the record, removes what a killed program left; once."""
+        if self._lease.token:
             return
         try:
-            with self._translated("publish in"):
+            with storage_errors.translated("publish in", self.path):
+                if self._is_bucket:
+                    bucket.use(self.path, self)
+                    bucket.check(self.path, for_writing=True)
                 self._require_ours()
-                permissions.make_folder(epath.Path(self._control))
-                self._lock = self._locked()
-                self._require_ours()  # others may have written there before this had the lock
+                permissions.make_folder(self._control)
+                self._lease.hold()
+                self._require_ours()  # others may have written there before this had the lease
                 published = tuple(self._recorded())
-                for path in self._control.iterdir():
-                    if path.name.startswith(_DRAFTS) or path.name.endswith(_DRAFT_SUFFIX):
+                self._finish()
+                for pattern in () if self._is_bucket else _DRAFTS:
+                    for path in Path(self._control).glob(pattern):
                         _remove(path)
                 self.published = published
                 self._point_to_newest()
@@ -110,33 +135,71 @@ class PublishedFolders:
             raise
 
     def close(self) -> None:
-        """Unlocks OUT, so that another program may publish there."""
-        if self._lock is not None:
-            # Closing is not enough if a forked child, such as a loader's worker, has the file open.
-            fcntl.flock(self._lock, fcntl.LOCK_UN)
-            os.close(self._lock)
-            self._lock = None
+        """Releases the lease of OUT, so that another program may publish there."""
+        self._lease.release()
 
     @contextlib.contextmanager
     def writing(self, committed: CommittedStep, metrics: dict[str, Any]) -> Iterator[Path]:
         """Publishes the folder that the block writes to the yielded path, unless it raises."""
         step = committed.step
-        draft = self._control / f"writing-step-{step}"
+        # Tensors are written in pieces, in any order, as no object of a bucket can be.
+        place = tempfile.mkdtemp(prefix="torchax-ckpt-") if self._is_bucket else self._control
+        draft = Path(place) / f"writing-step-{step}"
         _remove(draft)  # if that has failed before
         try:
             yield draft
-            with self._translated("publish in"):
-                fsync.sync_tree(epath.Path(draft))
+            with storage_errors.translated("publish in", self.path):
+                index = digests.write(draft)
                 commit_nsecs = committed.commit_timestamp_nsecs
                 new = Published(self._new_path(step), step, commit_nsecs, metrics)
+                self._share(draft, index, new.path)
+                if self._is_bucket:
+                    copy.copy_files(epath.Path(draft), new.path, {}, self._on_bytes)
+                else:
+                    fsync.sync_tree(epath.Path(draft))
                 self._record((*self.published, new))
-                draft.rename(new.path)
+                if not self._is_bucket:
+                    draft.rename(new.path)
                 self.published = (*self.published, new)
                 # Before latest names the folder, its name must survive a loss of power.
                 self._sync_names()
                 self._point_to_newest()
+        except BaseException:
+            with contextlib.suppress(Exception):  # else the next look removes it
+                self._finish()
+            raise
         finally:
-            _remove(draft)
+            _remove(Path(place) if self._is_bucket else draft)
+
+    def _share(self, draft: Path, index: Mapping[str, Any], target: epath.Path) -> None:
+        """Takes files with the same bytes over from the folder before: as links, or as objects."""
+        if self._is_bucket:
+            self._record(self.published, [target.name])
+        try:
+            before = self.published[-1].path
+            listed = digests.read(before)
+        except (IndexError, OSError, ValueError):  # none, or somebody has damaged it
+            return
+        shared = [name for name, entry in index.items() if listed.get(name) == entry]
+        if self._is_bucket and shared:
+            with contextlib.suppress(FileNotFoundError):  # somebody has deleted one: no copies
+                bucket.copy(before, target, shared)
+                for name in shared:
+                    (draft / name).unlink()
+        for name in () if self._is_bucket else shared:
+            link = Path(draft, f"{name}.link")
+            with contextlib.suppress(OSError):  # this file system has no links, or no more of it
+                if filecmp.cmp(before / name, draft / name, shallow=False):  # else it was damaged
+                    os.link(before / name, link, follow_symlinks=False)
+                    link.replace(draft / name)
+
+    def _finish(self) -> None:
+        """Deletes the unfinished folders; there are none on a disk."""
+        if self._unfinished:
+            self._lease.hold()  # they may be another program's by now
+        for name in self._unfinished:
+            bucket.remove(self.path / name)
+        self._unfinished = ()
 
     def retire(self, keep: int, grace_secs: float) -> None:
         """Deletes folders that ceased to be among the newest ``keep`` ones ``grace_secs`` ago."""
@@ -151,23 +214,26 @@ class PublishedFolders:
                 since = min(now, now if folder.replaced_secs is None else folder.replaced_secs)
             is_doomed = since is not None and now - since >= grace_secs
             (doomed if is_doomed else left).append(dataclasses.replace(folder, replaced_secs=since))
-        with self._translated("delete folders from"):
-            self._point_to_newest()
+        with storage_errors.translated("delete folders from", self.path):
+            self._finish()
+            if not self._is_bucket:  # it costs a request at each look
+                self._point_to_newest()
             for folder in doomed:
-                if folder.path.exists():
-                    deleting = self._control / f"deleting-{folder.path.name}"
+                if not self._is_bucket and folder.path.exists():
+                    deleting = Path(self._control / f"deleting-{folder.path.name}")
                     _remove(deleting)
                     folder.path.rename(deleting)
                     # Else a loss of power could leave the folder's name with a part of its files.
                     self._sync_names()
                     _remove(deleting)
             if left != [*self.published]:
-                self._record(left)
+                self._record(left, [f.path.name for f in doomed] if self._is_bucket else ())
                 self.published = left
+                self._finish()
 
     def _require_ours(self) -> None:
         """Raises if OUT has entries but no record: ``latest``, for one, is a common name."""
-        if self._control.is_symlink():
+        if os.path.islink(self._control):
             raise DirectoryError(
                 f"{self._control}: expected a folder, found a link. Remove the link, or give "
                 "another folder",
@@ -183,30 +249,10 @@ class PublishedFolders:
                     path=self.path,
                 )
 
-    def _locked(self) -> int:
-        # The lock ends with the process, however it ends.
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        lock = os.open(self._control / _LOCK, flags, 0o664)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(lock, 0)
-            os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
-        except OSError as error:
-            found = os.pread(lock, 200, 0).decode(errors="replace")
-            os.close(lock)
-            if error.errno not in _LOCKED:
-                raise
-            raise LeaseError(
-                f"{self.path}: another program publishes here: {found or 'an unknown process'}. "
-                "End it, or give another folder",
-                path=self.path,
-            ) from None
-        return lock
-
     def _recorded(self) -> list[Published]:
         path = self._control / _RECORD
         try:
-            with open(path, "rb") as file:
+            with path.open("rb") as file:
                 content = file.read(_MAX_RECORD_BYTES)
         except FileNotFoundError:
             return []
@@ -214,6 +260,7 @@ class PublishedFolders:
             record = seals.unseal(json.loads(content))
             source = {key: record[key] for key in self._source}
             found = [Published.from_json(self.path, entry) for entry in record["published"]]
+            self._unfinished = [folder_name(name) for name in record.get("unfinished", ())]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise DirectoryError(
                 f"{path}: is damaged: {error!s:.200}. Publish to another folder",
@@ -233,9 +280,11 @@ class PublishedFolders:
             )
         return found
 
-    def _record(self, published: Sequence[Published]) -> None:
+    def _record(self, published: Sequence[Published], unfinished: Sequence[str] = ()) -> None:
         entries = [folder.to_json() for folder in published]
-        self._write(self._control / _RECORD, seals.encoded({**self._source, "published": entries}))
+        content = {**self._source, "published": entries, "unfinished": [*unfinished]}
+        self._write(self._control / _RECORD, seals.encoded(content))
+        self._unfinished = unfinished
 
     def _point_to_newest(self) -> None:
         path = self.path / LATEST
@@ -248,14 +297,22 @@ class PublishedFolders:
                 return
         self._write(path, content)
 
-    def _write(self, path: Path, content: bytes) -> None:
+    def _write(self, path: epath.Path, content: bytes) -> None:
         """Replaces a small file: readers, and a loss of power, find the old content or the new."""
-        draft = self._control / f"{path.name}{_DRAFT_SUFFIX}"
-        draft.unlink(missing_ok=True)
-        permissions.write_file(draft, content)
-        fsync.swap_in(draft, path)
+        self._lease.hold()
+        if not self._is_bucket:
+            draft = Path(self._control / f"{path.name}{permissions.DRAFT_SUFFIX}")
+            draft.unlink(missing_ok=True)
+            permissions.write_file(draft, content)
+            fsync.swap_in(draft, Path(path))
+            return
+        record = record_at(path)
+        try:
+            record.swap(record.read(), content)  # which no late request can undo
+        except Conflict:
+            raise LeaseError(f"{path}: another program has replaced it", path=path) from None
 
-    def _new_path(self, step: int) -> Path:
+    def _new_path(self, step: int) -> epath.Path:
         name = f"step-{step}"
         names = itertools.chain((name,), (f"{name}-{count}" for count in itertools.count(2)))
         used_names = {folder.path.name for folder in self.published}
@@ -264,16 +321,6 @@ class PublishedFolders:
     def _sync_names(self) -> None:
         fsync.sync(self.path)
         fsync.sync(self._control)
-
-    @contextlib.contextmanager
-    def _translated(self, action: str) -> Iterator[None]:
-        try:
-            yield
-        except CheckpointError:
-            raise
-        except OSError as error:
-            text = f"cannot {action} {self.path}: {error}"
-            raise DirectoryError(text, path=self.path) from error
 
 
 def _remove(path: Path) -> None:

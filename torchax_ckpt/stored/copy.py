@@ -88,7 +88,7 @@ def _copy(
             permissions.make_closed_folder(path)
             shared = _shared_files(committed, target)
             known = {name: first_copies[f] for name, f in shared.items() if f in first_copies}
-            _copy_files(committed.path, path, known, on_bytes)
+            copy_files(committed.path, path, known, on_bytes)
             written = dataclasses.replace(committed, path=path)
             try:
                 StoredStep(written).verify()
@@ -155,7 +155,7 @@ def _files(step: epath.Path, below: str = "") -> Iterator[str]:
             yield name
 
 
-def _copy_files(
+def copy_files(
     source: epath.Path,
     target: epath.Path,
     known: Mapping[str, epath.Path],

@@ -17,10 +17,13 @@ from support.commands import run, run_json
 from support.compare import bits
 from support.models import values
 from support.training import before_enabling, fsdp_mesh, fsdp_rule, save
+from support.waiting import wait_until
 
 from torchax_ckpt import TorchaxCheckpointer, load_torch_state_dict, policies, warm_start
 from torchax_ckpt.cli import exit_codes
 from torchax_ckpt.formats.huggingface.model_folder import names_in_file
+from torchax_ckpt.integrations.huggingface import Publisher
+from torchax_ckpt.publishing import Reader
 
 pytestmark = pytest.mark.slow
 
@@ -108,7 +111,7 @@ def load(folder: Path, **settings: Any) -> tuple[Any, dict[str, Any]]:
 
 def contents(folder: Path) -> dict[str, bytes]:
     files = {str(p.relative_to(folder)): p for p in folder.rglob("*") if p.is_file()}
-    return {name: path.read_bytes() for name, path in files.items()}
+    return {name: p.read_bytes() for name, p in files.items() if name != "digests.json"}
 
 
 def test_a_folder_loads_as_the_model_that_was_saved(tied: Run, tmp_path: Path) -> None:
@@ -260,6 +263,32 @@ def test_adapters_load_as_those_that_were_saved(tmp_path: Path) -> None:
             plain.load_state_dict(kept)
             loaded = peft.PeftModel.from_pretrained(plain, folder).eval()
         assert logits(loaded) == expected[name]
+
+
+def test_adapters_and_the_whole_model_are_published_on_cadences_of_their_own(
+    tmp_path: Path,
+) -> None:
+    model = on_jax(adapters())
+    trained = model.get_parameter("base_model.model.lm_head.modules_to_save.second/one.weight")
+    often, rarely, keep = tmp_path / "often", tmp_path / "rarely", policies.PreserveAll()
+    with (
+        TorchaxCheckpointer(tmp_path / "run", preservation_policy=keep) as ckpt,
+        Publisher(ckpt, often, format="peft", every=2),
+        Publisher(ckpt, rarely, format="safetensors", every=3),
+    ):
+        ckpt.attach(model)
+        for step in range(1, 8):
+            trained.data = trained.data + 1
+            ckpt.save(step, force=True)
+            ckpt.wait_until_finished()
+            due = [out for out, every in ((often, 2), (rarely, 3)) if step % every == 0]
+            for out in due:
+                wait_until((out / f"step-{step}").exists)
+    assert sorted(p.name for p in often.glob("s*")) == ["step-2", "step-4", "step-6", "step-7"]
+    assert sorted(p.name for p in rarely.glob("s*")) == ["step-3", "step-6", "step-7"]
+    adapter, whole = Reader(often).poll(), Reader(rarely).poll()
+    assert bits(adapter["second%2Fone/base_model.model.lm_head.weight"])[1:] == bits(trained)[1:]
+    assert whole.keys() == model.state_dict().keys()
 
 
 def test_names_in_files_are_those_of_peft() -> None:

@@ -17,7 +17,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import tensorstore as ts
@@ -145,14 +145,17 @@ def contents(path: epath.Path, prefix: str) -> dict[str, tuple[int, str]]:
     return {name: (int(info["size"]), str(info["crc32c"])) for name, info in found}
 
 
-def copy(source: epath.Path, target: epath.Path) -> None:
-    """Copies all objects under a prefix to another prefix; the bytes do not leave the service.
+def copy(source: epath.Path, target: epath.Path, names: Collection[str] | None = None) -> None:
+    """Copies objects under a prefix to another prefix; the bytes do not leave the service.
 
-    Copies the generations that were listed, and only to names that no object has; else OSError.
+    Copies all, or those of these ``names`` below the prefix: the generations that were listed, and
+    only to names that no object has; else OSError.
     """
     filesystem = _filesystem(source)
     with as_os_error(source):
-        if not (objects := _listed(source)):
+        listed = _listed(source)
+        objects = {n: info for n, info in listed.items() if names is None or n in names}
+        if not objects or (names is not None and len(objects) < len(names)):
             raise FileNotFoundError(errno.ENOENT, "there are no objects", str(source))
         asyn.sync(filesystem.loop, _copy_objects, filesystem, source, target, objects)
 
