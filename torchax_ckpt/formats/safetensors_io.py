@@ -86,8 +86,9 @@ def export_safetensors(
             for path, offset, dtype in places[name]:
                 part = as_dtype(content, dtype, name)
                 if part.shape == shape:  # mapping a part of the file would take longer
+                    octets: Any = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
                     whole[path].seek(offset)
-                    whole[path].write(np.ascontiguousarray(part).reshape(-1).view(np.uint8))
+                    whole[path].write(octets)
                 else:
                     mapped = np.memmap(path, dtype, "r+", offset, shape)
                     mapped[region] = part
