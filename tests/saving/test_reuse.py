@@ -261,7 +261,7 @@ def test_nothing_is_taken_over_from_a_step_that_was_not_compared(directory: Path
 
 
 def test_a_damaged_index_costs_one_save(directory: Path) -> None:
-    """Orbax cannot merge the database, so that save fails; the next one writes all arrays."""
+    """The database cannot be merged, so that save fails; the next one writes all arrays."""
     model = tuned()
     with TorchaxCheckpointer(directory, options=REUSE, **ALL) as ckpt:
         ckpt.attach(model)

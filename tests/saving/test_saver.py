@@ -301,7 +301,7 @@ def test_leftovers_of_killed_processes_go_with_the_next_save(directory: Path) ->
 
 
 def test_what_a_failed_save_goes_on_writing_harms_no_other(directory: Path, gate: Gate) -> None:
-    """Orbax's writers of the other arrays go on after one of them has failed."""
+    """The writers of the other arrays go on after one of them has failed."""
     write, stop = gate._write, threading.Event()
     gate.opened.set()
 

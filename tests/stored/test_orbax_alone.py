@@ -177,9 +177,12 @@ ALONE = """
 
 @pytest.mark.parametrize(
     "codec",
-    ["blosc-lz4", *(pytest.param(c, marks=pytest.mark.slow) for c in ("zstd", "blosc-zstd"))],
+    [
+        "blosc-lz4",
+        *(pytest.param(c, marks=pytest.mark.slow) for c in (False, "zstd", "blosc-zstd")),
+    ],
 )
-def test_orbax_and_tensorstore_alone_read_every_dtype(codec: Codec, directory: Path) -> None:
+def test_orbax_and_tensorstore_alone_read_every_dtype(codec: bool | Codec, directory: Path) -> None:
     """In a process that never imports this package, by both APIs of Orbax."""
     state: dict[str, Any] = {}
     for dtype in NUMPY_DTYPES:

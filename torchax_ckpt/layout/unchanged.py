@@ -27,8 +27,7 @@ from typing import Any
 
 from torchax_ckpt.errors import CorruptCheckpointError
 
-# Orbax merges the databases of a step whose folders are named ``ocdbt.process_`` and an id of
-# letters and digits.
+# As Orbax names the databases that it merges: ``ocdbt.process_`` and an id of letters and digits.
 FOLDER_PREFIX = "ocdbt.process_unchanged"
 """How the names of all folders of databases of unchanged arrays begin."""
 _NAME = re.compile("unchanged(0|[1-9][0-9]{0,8})")

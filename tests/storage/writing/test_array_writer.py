@@ -101,15 +101,18 @@ def test_a_save_takes_as_much_host_memory_as_it_may(tmp_path: Path) -> None:
     assert peaks[largest] < 2 * largest + (32 << 20)
 
 
-@pytest.mark.parametrize("case", [("reference", [2, 1]), ("transfer", [3])])  # it blocks
+@pytest.mark.parametrize(
+    "case", [("reference", None, [2, 1]), ("transfer", None, [3]), ("transfer", 5 << 20, [1, 1, 1])]
+)  # a transfer blocks, so it is one batch if it may
 def test_stacks_on_cpus_are_made_in_batches_in_the_same_memory(
     case: Any, directory: Path, written: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mode, batches = case
+    mode, max_bytes, batches = case
     monkeypatch.setattr(fetching, "STACK_BYTES", 8 << 20)
     unit = jnp.arange(1 << 19).reshape(512, -1)
     state = {f"{kind}.{i}": unit * i * ord(kind) for kind in "abc" for i in (1, 2)}
-    with TorchaxCheckpointer(directory, options=CheckpointOptions(snapshot=mode)) as ckpt:
+    options = CheckpointOptions(snapshot=mode, max_host_bytes=max_bytes)
+    with TorchaxCheckpointer(directory, options=options) as ckpt:
         ckpt.save(1, state=state)
     assert [sum("*" in name for name in batch) for batch in written] == batches
     assert_trees_identical(TorchaxCheckpointer(directory).load(1, state), state)

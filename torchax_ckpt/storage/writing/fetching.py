@@ -35,7 +35,7 @@ def in_batches(
 ) -> list[list[str]]:
     """Returns the names of arrays that are fetched together: at most ``max_bytes``, or one array.
 
-    Only device arrays count, without a limit only stacks in ``memory``. There is one batch or more.
+    Host arrays do not count, without a limit only stacks in ``memory``. There is one or more.
     """
 
     def size(name: str) -> int:
@@ -43,7 +43,8 @@ def in_batches(
         if isinstance(array, np.ndarray):
             return 0
         is_late = isinstance(array, HostArray) and isinstance(array.parts, LateParts)
-        counts = (is_late and memory) or not (max_bytes is None or isinstance(array, HostArray))
+        is_held = isinstance(array, HostArray) and not is_late
+        counts = (is_late and memory) or not (max_bytes is None or is_held)
         return chunking.num_stored_bytes(array) if counts else 0
 
     limit = STACK_BYTES if max_bytes is None else max_bytes
