@@ -452,6 +452,7 @@ def _train(
     training.lineage = (*up_to(training.lineage, step), (step, start.attempt * BRANCHES))
     begun: list[dict[str, Any]] = []  # saves that nobody has waited for
     durable: list[int] = []  # steps of this start
+    saved: set[int] = set()  # by this start, to any tier
     newest = ENDLESS  # of this branch: until a save has begun, those of the branch before are there
 
     def wait() -> None:
@@ -462,6 +463,7 @@ def _train(
         for details in begun:
             log("told", **details)
             durable.extend([details["step"]] * ("durable" in details["tiers"]))
+            saved.add(details["step"])
         begun.clear()
 
     with ckpt, phase("training"):
@@ -478,7 +480,9 @@ def _train(
                 wait()  # pruning, too, has then ended
                 # What others list meanwhile may differ; of several processes each knows its own.
                 others = ckpt.all_steps()[:-1] if start.count == 1 else durable[-2:-1]
-                others = [other for other in others if other <= newest]
+                # A local step of another number of processes has one process's part.
+                known = saved.union(ckpt.all_steps("durable"))
+                others = [other for other in others if other <= newest and other in known]
             if what < settings.back and others:
                 step = newest = choose.choice(others)
                 durable[:] = [step]  # older ones may be pruned
