@@ -38,6 +38,7 @@ MAX_METADATA_BYTES = seals.MAX_JSON_BYTES
 NARROWED = {"int64": "int32", "uint64": "uint32"}
 # Tensors that share elements may need as many bytes again as the files have, and this many more.
 _MAX_SHARED_BYTES = 256 << 20
+_MAX_NAME_BYTES = 255  # of a file system
 
 
 def require_regular(path: Path, *, may_be_link: bool = False, max_bytes: int | None = None) -> None:
@@ -60,7 +61,7 @@ def in_folder(folder: Path, name: Any) -> Path:
             "expected a string as the name of each file that the checkpoint lists, found a "
             f"{type(name).__name__}"
         )
-    if Path(name).name != name or name in ("", ".."):
+    if Path(name).name != name or name in ("", "..") or len(os.fsencode(name)) > _MAX_NAME_BYTES:
         raise ValueError(f"{name!r:.80} is not a file name")
     return folder / name
 
