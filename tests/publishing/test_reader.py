@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -176,3 +177,50 @@ def test_what_a_killed_program_left_in_a_bucket_is_never_seen_and_removed(
     publish(url, 3)
     assert {name.split("/")[0] for name in gcs.names(url)} == {"step-3", "latest", CONTROL}
     assert polled(reader) == expected(3, "a", "z")
+
+
+def test_another_publication_of_a_known_name_is_read(
+    publish: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    reader, newer = Reader(out), expected(2, "a", "z")
+    publish(out, 1)
+    assert polled(reader) == expected(1)
+    other = state(2)
+    for folder in ("out", "run"):
+        shutil.rmtree(tmp_path / folder)
+    monkeypatch.setitem(globals(), "state", lambda step: other)
+    publish(out, 1)
+    assert polled(reader) == newer
+    assert reader.poll() == {}
+
+
+@pytest.mark.slow
+def test_a_bucket_names_the_newest_after_a_failure_and_copies_no_damage(
+    gcs: FaultProxy, url: str, publish: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(url, 1)
+    (frozen,) = (
+        n for n, e in digests.read(epath.Path(url) / "step-1").items() if "b" in e["tensors"]
+    )
+    damaged = epath.Path(url) / "step-1" / frozen
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    write = PublishedFolders._write
+
+    def fails(self: PublishedFolders, path: epath.Path, content: bytes) -> None:
+        if path.name == "latest":
+            raise OSError(5, "one request failed")
+        write(self, path, content)
+
+    with (
+        TorchaxCheckpointer(tmp_path / "run") as ckpt,
+        follower.Follower(tmp_path / "run", url, FORM) as following,
+    ):
+        ckpt.save(2, state=state(2), force=True)
+        ckpt.wait_until_finished()
+        with monkeypatch.context() as failing, pytest.raises(DirectoryError, match="one request"):
+            failing.setattr(PublishedFolders, "_write", fails)
+            following.publish_due()
+        assert following.publish_due() is None
+    reader = Reader(url)
+    assert (polled(reader), reader.step) == (expected(2), 2)

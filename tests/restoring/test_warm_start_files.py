@@ -596,7 +596,10 @@ INDEX = "model.safetensors.index.json"
         ("x.safetensors", (2).to_bytes(8, "little") + b"{}" + b"left over"),
         ("x.safetensors", len(HUGE).to_bytes(8, "little") + HUGE + b"\0" * 4),
         (INDEX, b"{"),
-        *((INDEX, b'{"weight_map": {"w": "%s"}}' % file) for file in (b"../x", b"/x", b"gone", b"x" * 300)),
+        *(
+            (INDEX, b'{"weight_map": {"w": "%s"}}' % file)
+            for file in (b"../x", b"/x", b"gone", b"x" * 300)
+        ),
     ],
 )
 def test_damaged_files_change_nothing(name: str, content: bytes, tmp_path: Path) -> None:

@@ -159,6 +159,8 @@ def test_lines_that_are_no_events_and_values_of_another_form_are_left_out() -> N
     odd = {"secs": float("inf"), "error": "x" * 5000, "other": {"a": []}}
     line = json.dumps({"at": 5, "event": "failed", "step": 2, **odd}).encode()
     assert Event.of_line(line) == Event("failed", 5.0, 2, {})
+    before = Event.of_line(b'{"at":5,"event":"restored","secs":2.5}')
+    assert before == Event("restored", 5.0, None, {"restore_secs": 2.5})
 
 
 def test_what_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ the names of tied weights in the metadata.
 from __future__ import annotations
 
 import collections
-import contextlib
 import json
 import os
 import sys
@@ -73,22 +72,22 @@ def export_safetensors(
     paths = [*files, *text_files]  # in this order they get their names
     headers = [_header(leaves, weights.ties) for leaves in files.values()]
     places = collections.defaultdict(list)
-    with writing(paths) as partials, contextlib.ExitStack() as opened:
+    with writing(paths) as partials:
         for partial, leaves, (header, offsets) in zip(
             partials, files.values(), headers, strict=False
         ):
             _allocate(partial, header, sum(leaf.nbytes for leaf in leaves.values()))
             for name, leaf in leaves.items():
                 places[leaf.name].append((partial, offsets[name], np.dtype(leaf.dtype)))
-        whole = {path: opened.enter_context(open(path, "r+b")) for path in partials[: len(files)]}
         for name, region, content in stored.stream(places):
             shape = stored.leaves[name].shape
             for path, offset, dtype in places[name]:
                 part = as_dtype(content, dtype, name)
                 if part.shape == shape:  # mapping a part of the file would take longer
                     octets: Any = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
-                    whole[path].seek(offset)
-                    whole[path].write(octets)
+                    with open(path, "r+b") as file:
+                        file.seek(offset)
+                        file.write(octets)
                 else:
                     mapped = np.memmap(path, dtype, "r+", offset, shape)
                     mapped[region] = part

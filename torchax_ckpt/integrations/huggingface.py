@@ -89,7 +89,7 @@ class Publisher:
         )
         if self._checkpointer is not None and "://" in self._checkpointer.directory:
             stats = self._checkpointer.stats  # a look into the bucket would be a request
-            self._follower.told = lambda: stats().num_durable
+            self._follower.told, self._follower.told_secs = lambda: stats().num_durable, 0.5
         self._task: Task | None = None
         if jax.process_index() == 0:
             self._task = Task("publisher", self._run)

@@ -93,6 +93,7 @@ class Follower:
         self._form = form
         self.stopped, self.aborted = Flag(), Flag()
         self.told: Callable[[], object] = self._changed_nsecs
+        self.told_secs = _NOTICE_SECS  # from one question to the next
         self._noticed: object = None
         self._folders = PublishedFolders(self.out, identity, form.format, self._wrote)
         self._run: RunDirectory | None = None
@@ -159,7 +160,7 @@ class Follower:
     def _waited(self) -> bool:
         """Waits until there may be a new step, or ``stopped`` is set; returns whether it is."""
         end = time.monotonic() + POLL_SECS
-        while not (is_stopped := self.stopped.wait(min(_NOTICE_SECS, POLL_SECS))):
+        while not (is_stopped := self.stopped.wait(min(self.told_secs, POLL_SECS))):
             before, self._noticed = self._noticed, self.told()
             if self._noticed != before or time.monotonic() >= end:
                 break

@@ -24,6 +24,7 @@ copied within the bucket. No file is ever changed in place. Other folders are ne
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import dataclasses
 import filecmp
@@ -167,6 +168,7 @@ class PublishedFolders:
         except BaseException:
             with contextlib.suppress(Exception):  # else the next look removes it
                 self._finish()
+            self.close()  # so that the next look reads the record, and mends what names the newest
             raise
         finally:
             _remove(Path(place) if self._is_bucket else draft)
@@ -178,9 +180,12 @@ class PublishedFolders:
         try:
             before = self.published[-1].path
             listed = digests.read(before)
-        except (IndexError, OSError, ValueError):  # none, or somebody has damaged it
+        except (LookupError, OSError, TypeError, ValueError, RecursionError):  # none, or damaged
             return
         shared = [name for name, entry in index.items() if listed.get(name) == entry]
+        if self._is_bucket and shared:
+            there = bucket.contents(before, "")
+            shared = [name for name in shared if there.get(name) == _as_object(draft / name)]
         if self._is_bucket and shared:
             with contextlib.suppress(FileNotFoundError):  # somebody has deleted one: no copies
                 bucket.copy(before, target, shared)
@@ -321,6 +326,17 @@ class PublishedFolders:
     def _sync_names(self) -> None:
         fsync.sync(self.path)
         fsync.sync(self._control)
+
+
+def _as_object(path: Path) -> tuple[int, str]:
+    """Returns the bytes and CRC32C that an object of a bucket with the content of a file has."""
+    import google_crc32c  # which gcsfs brings
+
+    checksum = google_crc32c.Checksum()
+    with path.open("rb") as file:
+        for _ in checksum.consume(file, 1 << 20):
+            pass
+    return path.stat().st_size, base64.b64encode(checksum.digest()).decode()
 
 
 def _remove(path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import contextlib
+import math
 import os
 from collections.abc import Mapping
 from pathlib import PurePosixPath
@@ -44,7 +45,7 @@ class Reader:
         self._path = location.resolve(out)
         if location.is_bucket(self._path):
             bucket.use(self._path, self)
-        self._folder: str | None = None
+        self._seen: object = None  # what ``latest`` said, and when
         self._known: dict[str, Any] = {}
 
     def poll(self) -> dict[str, torch.Tensor]:
@@ -63,24 +64,29 @@ class Reader:
         """
         missing = None
         with storage_errors.translated("read", self._path):
-            while (name := self._latest()) not in (None, self._folder):
+            while (found := self._latest()) is not None and found != self._seen:
+                name = found[0]
                 try:
-                    return self._read(self._path / folder_name(name))
+                    tensors = self._read(self._path / folder_name(name))
                 except FileNotFoundError:
-                    if name == missing:
+                    if found == missing:
                         raise
-                    missing = name  # deleted meanwhile: now latest names another one
+                    missing = found  # deleted meanwhile: now latest names another one
                 except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                     text = f"{self._path}: {name!s:.80} is damaged: {error!s:.200}"
                     raise CorruptCheckpointError(text, path=self._path) from error
+                else:
+                    self._seen = found
+                    return tensors
         return {}
 
-    def _latest(self) -> str | None:
-        """Returns the name of the newest folder; None if nothing is published."""
+    def _latest(self) -> tuple[str, object] | None:
+        """Returns the name of the newest folder, and its time; None if nothing is published."""
         path = self._path / LATEST
         with contextlib.suppress(FileNotFoundError), contextlib.closing(record_at(path)) as record:
             if (found := record.read()) is not None:
-                return found.content.decode().strip()
+                changed = os.stat(path).st_mtime_ns if found.is_local_file else found.version
+                return found.content.decode(errors="replace").strip(), changed
         return None
 
     def _read(self, folder: epath.Path) -> dict[str, torch.Tensor]:
@@ -99,7 +105,7 @@ class Reader:
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
             found = pool.map(_tensors, [folder / file for file in wanted], wanted.values())
             tensors = {key: tensor for part in found for key, tensor in part.items()}
-        self.step, self._folder, self._known = step, folder.name, values
+        self.step, self._known = step, values
         return tensors
 
 
@@ -107,7 +113,10 @@ def _tensors(path: epath.Path, wanted: Mapping[str, Any]) -> dict[str, torch.Ten
     """Reads tensors from a file, in the order of storage, and compares them with their digests."""
     found = {}
     with path.open("rb") as file:
+        nbytes = file.seek(0, os.SEEK_END)
         for key, (begin, dtype, shape, digest) in sorted(wanted.items(), key=lambda kv: kv[1][0]):
+            if begin + math.prod(shape) * np.dtype(dtype).itemsize > nbytes:
+                raise ValueError(f"{path.name}: {key!r:.80} is not in the file")
             array = np.empty(shape, np.dtype(dtype))
             octets: Any = array.reshape(-1).view(np.uint8)
             file.seek(begin)

@@ -47,12 +47,14 @@ _METRICS = Stats.metrics()
 _VALUES: Mapping[str, Callable[[Any], bool]] = {
     **{m.name: _is_number if m.unit == "seconds" else _is_count for m in _METRICS.values()},
     **dict.fromkeys(("host", "version", "tier", "error"), _is_text),
-    "secs": _is_number,
     "pid": _is_count,
     "is_verified": lambda value: isinstance(value, bool),
     "keeps": _are(lambda rule: isinstance(rule, dict), _MAX_RULES),
     "steps": _are(_is_count, _MAX_STEPS),
 }
+
+# Names of values in older journals -> their names.
+_RENAMED = {"secs": "restore_secs", "num_steps": "interval_steps"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +116,8 @@ class Event:
             return None
         if step is not None and not _is_count(step):
             return None
+        for before, now in _RENAMED.items():
+            record.setdefault(now, record.get(before))
         values = {k: record[k] for k, is_valid in _VALUES.items() if is_valid(record.get(k))}
         return cls(name, float(at), step, values)
 

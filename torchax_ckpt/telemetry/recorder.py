@@ -162,7 +162,8 @@ class Telemetry:
 
     def restored(self, committed: CommittedStep, tier: str, **values: Any) -> None:
         """Records that the run continues from a step of the tier of this name."""
-        newest = _newest([committed]) if tier == "durable" else {}
+        is_newest = tier == "durable" and committed.step >= (self.stats().newest_step or 0)
+        newest = _newest([committed]) if is_newest else {}
         self._take("restored", committed.step, {**values, "tier": tier, **newest})
 
     def emit(self, name: str, step: int | None = None, **values: Any) -> None:

@@ -316,7 +316,7 @@ def _fill(target: torch.Tensor, value_of: Callable[[], Any]) -> None:
 
 
 def _require_plain(name: str, tensor: torch.Tensor) -> None:
-    """Raises AttachError for a tensor that cannot be filled in place."""
+    """Raises AttachError for a tensor that cannot be filled in place; not for other overlaps."""
     problem = ""
     if is_lazy(tensor):
         problem = "uninitialized: run the model once before"

@@ -53,7 +53,7 @@ def _state(node: Node, where: str, leaf: LeafValue) -> Any:
         states = {n: _state(member, f"{where}/{n}", leaf) for n, member in members.items()}
         if members and all(isinstance(m, dict) and "class" in m for m in members.values()):
             with contextlib.suppress(CorruptCheckpointError):  # one parameter is in two of them
-                return _state(_merged(members.values()), where, leaf) | states
+                return states | _state(_merged(members.values()), where, leaf)
         return states
     if isinstance(node, dict) and "ties" in node:
         state = module_state(node, where)

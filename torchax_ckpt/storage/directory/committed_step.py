@@ -56,7 +56,10 @@ class CommittedStep:
     @property
     def age_secs(self) -> float | None:
         """Seconds since the commit; None if the commit time is unknown."""
-        return None if self.has_lost_record else time.time() - self.commit_timestamp_nsecs / 1e9
+        if self.has_lost_record:
+            return None
+        # The clock of the host that committed it may be ahead.
+        return max(0.0, time.time() - self.commit_timestamp_nsecs / 1e9)
 
     def age(self) -> str:
         """Returns the time since the commit as text, for example ``5 min``."""

@@ -158,7 +158,7 @@ class RunHistory:
     def _warn_of_leaving(self) -> None:
         # At a save, because only a save abandons them: a restore may come first, or no save at all.
         if self._leaving:
-            logger.info(
+            logger.warning(
                 "%s: steps %s are not on the branch that this run continues; they will be set "
                 "aside once a new step is durable",
                 self._directory.path,
