@@ -161,7 +161,7 @@ def test_lora_killed_and_resumed_publishes_the_same_adapter(
     folders = [tmp_path / f"{name}-adapters" / "step-20" for name in ("uninterrupted", "killed")]
     ours, theirs = ({p.name: p.read_bytes() for p in f.iterdir()} for f in folders)
     assert ours == theirs
-    assert ours.keys() == {"adapter_config.json", "adapter_model.safetensors"}
+    assert ours.keys() == {"adapter_config.json", "adapter_model.safetensors", "digests.json"}
 
 
 @pytest.mark.slow
