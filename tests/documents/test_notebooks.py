@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT / "notebooks"))
 import execute
 
 MAX_BYTES = 150_000
-OF_EVERY_CHANGE = ("5-finetune",)
+OF_EVERY_CHANGE = ("4-inspect",)
 
 
 def outputs(notebook: nbformat.NotebookNode) -> list[dict[str, str]]:
