@@ -330,7 +330,7 @@ class PublishedFolders:
 
 def _as_object(path: Path) -> tuple[int, str]:
     """Returns the bytes and CRC32C that an object of a bucket with the content of a file has."""
-    import google_crc32c  # which gcsfs brings
+    import google_crc32c  # of the extra gcs
 
     checksum = google_crc32c.Checksum()
     with path.open("rb") as file:
