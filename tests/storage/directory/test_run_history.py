@@ -104,3 +104,8 @@ def test_what_some_host_lacks_is_removed_but_not_abandoned(directory: Path) -> N
     assert [s.step for s in history.branches.unwanted] == [4, 2]
     history.refresh(history.branches.committed)
     assert [s.step for s in history.branches.in_place] == [1, 3]
+
+
+def test_no_age_is_negative_if_the_clock_of_the_host_that_committed_is_ahead() -> None:
+    ahead = time.time_ns() + 3600 * 10**9
+    assert CommittedStep(1, epath.Path("1"), ahead).age_secs == 0
