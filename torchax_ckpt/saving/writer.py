@@ -156,25 +156,15 @@ class Writer:
         All processes have written before process 0 commits, and write nothing more afterwards.
         """
         began_nsecs, self._pending = time.time_ns(), None
-        progress.enter("fetching metrics from the devices")
-        metrics, problem = capture.fetch_metrics()
-        if problem is not None and capture.reports_metrics:
-            self._failures.report(problem, "ranking")
+        metrics = self._metrics(capture, progress)
         progress.enter("stacking the arrays")
         stored = capture.snapshot.stored()
         agreed, states = self._agree(capture, metrics, progress)
         draft = self._draft(capture, agreed, *stored, states, progress)
-        del stored, states
-        progress.enter("transferring the arrays from the devices")
-        # The training waits for a transfer, which therefore ends before anything is written.
-        memory = None if capture.snapshot.way == "transfer" else self._memory
-        digests = self._write_arrays(draft, memory, progress)
+        del stored, states  # only what is written is held
+        digests = self._write_arrays(capture, draft, progress)
         progress.enter("writing and committing")
-        at_nsecs = time.time_ns()
-        if self._hosts is not None:  # equal on all, when all have written
-            agreed_time = self._hosts.combine(b"", lambda _: time.time_ns().to_bytes(8))
-            at_nsecs = int.from_bytes(agreed_time)
-        self._complete(capture, metrics, draft, digests, began_nsecs, at_nsecs)
+        self._complete(capture, metrics, draft, digests, began_nsecs)
         self._pending = self._reuse.pending(
             draft.path,
             draft.division,
@@ -185,6 +175,14 @@ class Writer:
         )
         return self._commit(capture.step, draft.path) if self._processes.is_first else None
 
+    def _metrics(self, capture: Capture, progress: SaveInFlight) -> dict[str, Any]:
+        """Returns the save's metrics, and reports what prevents a ranking by them."""
+        progress.enter("fetching metrics from the devices")
+        metrics, problem = capture.fetch_metrics()
+        if problem is not None and capture.reports_metrics:
+            self._failures.report(problem, "ranking")
+        return metrics
+
     def _complete(
         self,
         capture: Capture,
@@ -192,9 +190,12 @@ class Writer:
         draft: Draft,
         digests: Mapping[str, Digests],
         began_nsecs: int,
-        at_nsecs: int,
     ) -> None:
         """Writes, on process 0, all of a step but its arrays, which all processes have written."""
+        at_nsecs = time.time_ns()
+        if self._hosts is not None:  # equal on all, when all have written
+            agreed_time = self._hosts.combine(b"", lambda _: time.time_ns().to_bytes(8))
+            at_nsecs = int.from_bytes(agreed_time)
         self._summary = {
             "metrics": metrics,
             SUMMARY_FIELD: self._history.abandons(),
@@ -317,9 +318,12 @@ class Writer:
         return Draft(directory.path / agreed.folder, document, plan, stored, here, division)
 
     def _write_arrays(
-        self, draft: Draft, memory: Memory | None, progress: SaveInFlight
+        self, capture: Capture, draft: Draft, progress: SaveInFlight
     ) -> Mapping[str, Digests]:
         """Takes over and writes arrays; returns the digests of what all processes have written."""
+        progress.enter("transferring the arrays from the devices")
+        # The training waits for a transfer, which therefore ends before anything is written.
+        memory = None if capture.snapshot.way == "transfer" else self._memory
 
         def on_host(is_last: bool) -> None:
             if is_last:

@@ -89,8 +89,7 @@ class Reuse:
         leader: Reuse | None = None,
     ) -> None:
         self._directory = directory
-        self._history = history
-        self._preserving = preserving
+        self._history, self._preserving = history, preserving
         self._processes = processes
         self._has_two_copies = has_two_copies
         self._leader = leader or self
@@ -151,9 +150,7 @@ class Reuse:
 
     def _keep_apart(self, leaves: frozenset[str]) -> None:
         if leaves != self.apart:
-            logger.debug(
-                "%d leaves do not change and are stored apart from the others", len(leaves)
-            )
+            logger.debug("%d leaves do not change and are stored apart", len(leaves))
             self.apart = leaves
 
     # --- what earlier steps have ---
@@ -268,11 +265,9 @@ class Reuse:
             before = self._preserving.kept_before(steps, step, metrics)
             if before is not None and (copy := self._copy_of(before)) is not None:
                 self._turn = 1 - copy
-        nothing = [self._turn, None, ""]
-        if self._num_in_full:
-            self._num_in_full -= 1
-            return nothing
-        if (entry := self._entries.get(self._turn)) is None:
+        nothing, entry = [self._turn, None, ""], self._entries.get(self._turn)
+        if self._num_in_full or entry is None:
+            self._num_in_full = max(self._num_in_full - 1, 0)
             return nothing
         path = next((s.path for s in steps if s.key == entry.key), None)
         if entry.key == self._retained:
@@ -302,8 +297,7 @@ class Reuse:
         if committed.key not in self._copies:
             self._copies[committed.key] = None
             with contextlib.suppress(CheckpointError):  # no run can be restored from it
-                manifest = parse_manifest(committed)
-                self._copies[committed.key] = _copy_in(manifest.unchanged)
+                self._copies[committed.key] = _copy_in(parse_manifest(committed).unchanged)
         return self._copies[committed.key]
 
     def divide(
@@ -327,9 +321,8 @@ class Reuse:
                 long, is_first = skipped.long_digests, processes.is_first
                 equal = ledger.compare(base, plan, arrays, here, long, is_first=is_first)
             answers = processes.gather(equal.to_bytes((equal.bit_length() + 7) // 8))
-            equal = processes.first(
-                lambda: functools.reduce(operator.and_, map(int.from_bytes, answers))
-            )
+            all_of = functools.partial(functools.reduce, operator.and_)
+            equal = processes.first(lambda: all_of(map(int.from_bytes, answers)))
         self._base, self._takes_over = base, equal > 0
         divided = Division(copy)
         if base is not None:
@@ -418,8 +411,8 @@ class Reuse:
             # A bucket that refuses every copy must not fail every other save.
             self._num_refused = min(self._num_refused + 1, _MAX_DOUBLINGS)
             self._num_in_full = 2**self._num_refused
-            said = (self._directory.path, self._num_in_full)
-            logger.info("%s: the next %d saves write all arrays", *said)
+            text = "%s: the next %d saves write all arrays"
+            logger.info(text, self._directory.path, self._num_in_full)
         self._takes_over, self._base = False, None  # the next may fail before it knows
         if self._processes.count > 1:
             self._still = None
@@ -432,11 +425,8 @@ class Reuse:
         spare = None if copy is None else self._entries.get(1 - copy)
         by_key = {committed.key: committed for committed in doomed}
         if spare is not None and spare.key in by_key:
-            folders = [
-                folder
-                for name, database in spare.databases.items()
-                for folder in unchanged.folders_of(name, database.processes)
-            ]
+            databases = spare.databases.items()
+            folders = [f for n, d in databases for f in unchanged.folders_of(n, d.processes)]
             try:
                 unchanged_files.retain(directory.path, by_key[spare.key], folders, directory.fence)
             except OSError as error:  # the next save writes these arrays
