@@ -29,14 +29,24 @@ import xxhash
 from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.snapshot.host_array import HostArray
 from torchax_ckpt.snapshot.planner import plan_snapshot
+from torchax_ckpt.snapshot.sharding import LateParts
 from torchax_ckpt.snapshot.snapshotter import stacks_on_host
 from torchax_ckpt.snapshot.stacking import execute
 from torchax_ckpt.storage.arrays import chunking
 
 _OCDBT = {
-    "max_inline_value_bytes": 1024,
-    "max_decoded_node_bytes": 100_000_000,
-    "manifest_kind": "single",
+    "driver": "ocdbt",
+    "config": {
+        "max_inline_value_bytes": 1024,
+        "max_decoded_node_bytes": 100_000_000,
+        "manifest_kind": "single",
+    },
+    "assume_config": True,
+    "cache_pool": "cache_pool#ocdbt",
+}
+_CONTEXT = {
+    "cache_pool#ocdbt": {"total_bytes_limit": 100_000_000},
+    "file_io_concurrency": {"limit": 128},
 }
 _TIMES = {"deep": 1.3, "middle": 1.15, "large": 1.1}  # targets
 _ADDED, _ADDED_OF_BARE = 2.0, 1 / 150
@@ -50,6 +60,8 @@ class Floor(peers.Peer):
         self._threads = ThreadPoolExecutor(1)
         self._saving: Future[None] | None = None
         self._plan: Plan | None = None
+        # New memory would take longer than stacking.
+        self._stacks: dict[tuple[str, Any], np.ndarray] = {}
 
     def save(self, step: int) -> None:
         self._saving = self._threads.submit(self._write, step, self._flat())
@@ -68,13 +80,13 @@ class Floor(peers.Peer):
         plan = self._plan = self._plan or plan_snapshot([*leaves], [*leaves.values()], "auto").plan
         on_host = stacks_on_host([*leaves.values()])
         arrays = execute(plan, leaves, copy=False, on_host=on_host)
-        folder, context = self._directory / "writing", ts.Context()
+        folder, context = self._directory / "writing", ts.Context(_CONTEXT)
         writing = ts.Transaction(atomic=True)
         part, opened, copies, digests = folder / "ocdbt.process_0", [], [], {}
         for name, array in arrays.items():
             spec = {"driver": "zarr", "kvstore": _kvstore(part, name), "metadata": _zarr(array)}
             opened.append(ts.open(spec, create=True, context=context, transaction=writing))
-        parts = [[*_parts(array)] for array in arrays.values()]
+        parts = [[*self._parts(name, array)] for name, array in arrays.items()]
         for store, shards in zip(opened, parts, strict=True):
             for index, host in shards:
                 target = store.result()[index]
@@ -95,9 +107,26 @@ class Floor(peers.Peer):
         if self._keep:
             shutil.rmtree(self._directory / str(step - 1), ignore_errors=True)
 
+    def _parts(self, name: str, array: Any) -> Iterator[tuple[Any, np.ndarray]]:
+        if isinstance(array, np.ndarray):
+            yield (), array
+        elif isinstance(array, HostArray):
+            assert isinstance(array.parts, LateParts)
+            for offset in array.parts:
+                rows = array.parts.members(offset)
+                held = self._stacks.get((name, offset))
+                part = self._stacks[name, offset] = np.stack(rows, out=held)
+                yield chunking.region(offset, part.shape), part
+        else:
+            for shard in array.addressable_shards:
+                if shard.replica_id == 0:
+                    yield shard.index, np.asarray(shard.data)
+
 
 def _kvstore(folder: Path, name: str | None = None) -> dict[str, Any]:
-    opened = {"driver": "ocdbt", "base": f"file://{folder}/", "config": _OCDBT}
+    base: dict[str, Any] = {"driver": "file", "path": f"{folder}/"}
+    unlocked = base | {"file_io_locking": {"mode": "non_atomic"}}
+    opened = _OCDBT | {"base": unlocked, "manifest": base}
     return opened | ({"path": f"{name}/", "target_data_file_size": 64 << 20} if name else {})
 
 
@@ -112,19 +141,6 @@ def _zarr(array: Any) -> dict[str, Any]:
         "zarr_format": 2,
         **how,
     }
-
-
-def _parts(array: Any) -> Iterator[tuple[Any, np.ndarray]]:
-    if isinstance(array, np.ndarray):
-        yield (), array
-        return
-    if isinstance(array, HostArray):
-        for offset, part in array.parts.items():
-            yield chunking.region(offset, part.shape), part
-        return
-    for shard in array.addressable_shards:
-        if shard.replica_id == 0:
-            yield shard.index, np.asarray(shard.data)
 
 
 def measured(what: str, state: str, peer: str, directory: str, *args: Any) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from support import ROOT, TESTS
 from support.commands import run, run_json
 from support.damage import damage
 from support.processes import run_python
+from support.still import save_all, still_state
 from typer.testing import CliRunner
 
 from torchax_ckpt import TorchaxCheckpointer
@@ -239,6 +240,12 @@ def test_ls_lists_the_steps(saved: Path, tmp_path: Path) -> None:
     assert re.fullmatch(row, newest)
     assert run_json("ls", tmp_path)["steps"] == []
     assert "no checkpoints" in run("ls", tmp_path)
+
+
+def test_ls_says_what_cp_does_to_shared_bytes(directory: Path) -> None:
+    save_all(directory, [still_state(x=step) for step in range(6)])
+    assert any(step["shared_bytes"] for step in run_json("ls", directory)["steps"])
+    assert "shared bytes count once (cp -r copies them for each step" in run("ls", directory)
 
 
 def test_ls_names_the_program_that_writes(directory: Path) -> None:

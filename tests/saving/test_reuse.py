@@ -42,6 +42,7 @@ from support.training import P, fsdp_mesh, fsdp_rule
 
 from torchax_ckpt import CheckpointOptions, Event, TorchaxCheckpointer, policies
 from torchax_ckpt.errors import CorruptCheckpointError, SaveError
+from torchax_ckpt.saving.unchanged.reuse import Reuse
 from torchax_ckpt.storage.writing import step_writer, unchanged_files
 
 
@@ -258,6 +259,23 @@ def test_nothing_is_taken_over_from_a_step_that_was_not_compared(directory: Path
     run(directory, range(5, 7), options=unread, **ALL)
     for step in (5, 6):
         assert not any(files(directory, step) & files(directory, old) for old in (1, 2, 3, 4))
+
+
+def test_a_process_that_does_not_know_the_named_step_takes_nothing_over(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = Reuse.candidate
+
+    def of_another_commit(self: Reuse, *args: Any) -> list[Any]:
+        copy, key, folder = find(self, *args)
+        return [copy, key and (key[0], key[1] + 1), folder]
+
+    monkeypatch.setattr(Reuse, "candidate", of_another_commit)
+    states = [still_state(x=step) for step in range(6)]
+    save_all(directory, states, preservation_policy=policies.PreserveAll())
+    for step, state in enumerate(states[2:], start=3):
+        assert not files(directory, step) & files(directory, step - 2)
+        assert_holds(directory, step, state)
 
 
 def test_a_damaged_index_costs_one_save(directory: Path) -> None:

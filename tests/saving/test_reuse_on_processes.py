@@ -81,6 +81,18 @@ def test_two_processes_write_what_changed_only(by_two: tuple[Path, list[list[Any
 
 
 @pytest.mark.slow
+def test_only_a_save_that_may_take_something_over_asks_the_others(
+    by_two: tuple[Path, list[list[Any]]], directory: Path
+) -> None:
+    without = run(directory, 2, 1, 3, reuse=False)
+    for told, plain in zip(by_two[1], without, strict=True):
+        sent = {r["step"]: r["messages"] for r in told if "step" in r}
+        (number,) = {r["messages"] for r in plain if r.get("step") in (2, 3)}
+        assert [sent[step] for step in (2, 3, 4)] == 3 * [number]
+        assert [sent[step] for step in (5, 6)] == 2 * [number + 1]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mode", ["copy", *(pytest.param(m, marks=pytest.mark.long) for m in ("reference", "auto"))]
 )
