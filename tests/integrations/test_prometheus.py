@@ -75,6 +75,15 @@ def test_a_scrape_returns_what_the_statistics_say(
         PrometheusMetrics(registry)
 
 
+def test_a_name_that_is_taken_adds_no_metric() -> None:
+    registry = CollectorRegistry()
+    taken = prometheus_client.Gauge("torchax_ckpt_newest_step", "another's", registry=registry)
+    with pytest.raises(ValueError, match="newest_step"):
+        PrometheusMetrics(registry)
+    registry.unregister(taken)
+    PrometheusMetrics(registry)
+
+
 def test_the_age_is_that_of_the_newest_durable_step_after_a_restart_too(
     directory: Path, tmp_path: Path
 ) -> None:

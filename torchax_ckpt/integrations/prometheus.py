@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 
@@ -34,27 +35,37 @@ class PrometheusMetrics:
       registry: where the metrics are registered; default: what ``start_http_server`` serves.
 
     Raises:
-      ValueError: the registry has these metrics already.
+      ValueError: the registry has one of these metrics already; none is added to it.
     """
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self._committed_at = time.time()
         self._metrics = []
+        collectors: list[Counter | Gauge | Histogram] = []
         for metric in Stats.metrics().values():
             is_total = metric.kind in ("count", "sum")
             name = metric.name.removeprefix("num_" * is_total).replace("_secs", "_seconds")
             about = f"torchax_ckpt_{name}", metric.help
             take: Callable[[float], None]
             if is_total:
-                take = Counter(*about, registry=registry).inc
+                collectors.append(counter := Counter(*about, registry=None))
+                take = counter.inc
             elif metric.kind == "quantiles":
-                take = Histogram(*about, buckets=_BUCKETS[metric.unit], registry=registry).observe
-            elif metric.kind == "latest":
-                take = Gauge(*about, registry=registry).set
+                buckets = _BUCKETS[metric.unit]
+                collectors.append(histogram := Histogram(*about, buckets=buckets, registry=None))
+                take = histogram.observe
             else:
-                Gauge(*about, registry=registry).set_function(self._age_secs)
-                take = self._committed
+                collectors.append(gauge := Gauge(*about, registry=None))
+                take = gauge.set
+                if metric.kind == "age":
+                    gauge.set_function(self._age_secs)
+                    take = self._committed
             self._metrics.append((metric, take))
+        with contextlib.ExitStack() as undo:  # all or none
+            for collector in collectors:
+                registry.register(collector)
+                undo.callback(registry.unregister, collector)
+            undo.pop_all()
 
     def __call__(self, event: Event) -> None:
         """Takes the numbers of an event."""
