@@ -55,6 +55,11 @@ def test_wrong_usage_is_said(saved: Path, tmp_path: Path) -> None:
     for words, code, said in (
         ((saved, out, "--best", "loss:low"), usage, "or METRIC:max, found 'loss:low'"),
         ((saved, out, "--at", "state"), usage, no_config),
+        (
+            (saved, out, "--format", "peft", "--max-shard-size", 1),
+            usage,
+            "follow: --max-shard-size: PEFT",
+        ),
         ((saved, saved / "out"), usage, "outside of the run's directory"),
         ((tmp_path / "none", out), usage, "no such directory"),
         ((saved, tmp_path.parent, *WEIGHTS), exit_codes.UNAVAILABLE, taken),

@@ -82,7 +82,8 @@ def follow(
         form = FolderForm(format=format, dtype=dtype, max_shard_bytes=num_bytes, at=at)
         follower = Follower(run, out, form, every=every, best=best, keep=keep)
     except (ValueError, TypeError) as error:
-        raise UsageError(f"follow: {error}") from error
+        text = str(error).replace("max_shard_bytes", "--max-shard-size")
+        raise UsageError(f"follow: {text}") from error
     received: list[int] = []
 
     def end(number: int, frame: Any) -> None:

@@ -144,7 +144,8 @@ class PublishedFolders:
         """Publishes the folder that the block writes to the yielded path, unless it raises."""
         step = committed.step
         # Tensors are written in pieces, in any order, as no object of a bucket can be.
-        place = tempfile.mkdtemp(prefix="torchax-ckpt-") if self._is_bucket else self._control
+        with storage_errors.translated("publish to", self.path):
+            place = tempfile.mkdtemp(prefix="torchax-ckpt-") if self._is_bucket else self._control
         draft = Path(place) / f"writing-step-{step}"
         _remove(draft)  # if that has failed before
         try:

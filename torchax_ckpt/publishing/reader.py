@@ -51,8 +51,9 @@ class Reader:
     def poll(self) -> dict[str, torch.Tensor]:
         """Returns the tensors whose values, dtype or shape differ from those returned before.
 
-        These are all tensors at the first publication, and ``{}`` as long as there is no other.
-        Such a call takes microseconds on a local disk, and one request to a bucket.
+        These are all tensors at the first publication, and ``{}`` as long as there is no other, or
+        if the next one only lacks some. A call that finds no other takes microseconds on a local
+        disk, and one request to a bucket.
 
         Returns:
           Plain CPU tensors, in memory of their own, by their names in the folder's files. Before

@@ -43,9 +43,8 @@ class StorageReader(dcp.StorageReader):
     and no digests.
 
     Each rank holds what it needs in host memory until all ranks have read, at most twice its size.
-    Values that are no
-    tensors are plain (numbers, strings, bytes, and dicts, lists and tuples of them) or numpy
-    arrays. The random state of torch, numpy and Python is under ``rng``.
+    Values that are no tensors are plain (numbers, strings, bytes, and dicts, lists and tuples of
+    them) or numpy arrays. The random state of torch, numpy and Python is under ``rng``.
 
     Args:
       run: the run's directory, or ``gs://bucket/prefix``.
