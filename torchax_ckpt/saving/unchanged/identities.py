@@ -56,8 +56,7 @@ class Skipped:
         """Returns what is skipped if no other leaves may be."""
         contents = {n: c for n, c in self.contents.items() if leaves.issuperset(c.members)}
         forms = {name: self.forms[name] for name in contents}
-        names = {leaf for content in contents.values() for leaf in content.members}
-        held = {name: self.leaves[name] for name in names}
+        held = {leaf: self.leaves[leaf] for c in contents.values() for leaf in c.members}
         return Skipped(forms, contents, held, self.references)
 
     def require_alive(self) -> None:
