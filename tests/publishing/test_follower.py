@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
+from etils import epath
 from support.damage import flip_arrays, flip_bit
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
@@ -412,9 +414,35 @@ def test_a_second_program_is_refused(run: Path, out: Path) -> None:
         (out / CONTROL / "lease").write_text("another program's")  # while this one stalled
         shutil.rmtree(out / "step-400")
         first._folders.published = ()
+        (out / "latest").write_text("step-500\n")  # that program's
         with pytest.raises(LeaseError, match="has lost its lease"):
             first.publish_due()
-    assert in_out(out) == []
+        assert (in_out(out), (out / "latest").read_text()) == ([], "step-500\n")
+        (out / CONTROL / "lease").unlink()  # it has ended
+        assert first.publish_due() is not None
+
+
+def test_the_step_after_a_skipped_one_is_written_with_the_lease(
+    run: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flip_arrays(run / "400")
+    write, held = FolderForm.write, []
+
+    def looking(self: FolderForm, *args: Any) -> Any:
+        held.append((out / CONTROL / "lease").exists())
+        return write(self, *args)
+
+    monkeypatch.setattr(FolderForm, "write", looking)
+    assert publish(run, out) == 300
+    assert held == [True, True]
+
+
+def test_without_room_for_a_draft_the_error_names_tmpdir(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    with pytest.raises(DirectoryError, match="No such file .* Set TMPDIR to a folder"):
+        published_folders._temporary_folder(epath.Path("gs://bucket/out"))
 
 
 def test_files_of_others_are_not_removed_from_the_folder_of_drafts(run: Path, out: Path) -> None:

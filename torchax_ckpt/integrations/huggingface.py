@@ -62,7 +62,7 @@ class Publisher:
 
     Raises:
       ValueError, TypeError: an argument cannot work, for example an ``out`` in the run's directory.
-      DirectoryError: ``run`` is no path, or has a scheme that is not supported.
+      DirectoryError: ``run`` or ``out`` is no path, or has a scheme that is not supported.
     """
 
     def __init__(

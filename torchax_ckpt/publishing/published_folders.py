@@ -112,14 +112,20 @@ class PublishedFolders:
         self._unfinished: Sequence[str] = ()
 
     def open(self) -> None:
-        """Takes the lease of OUT, reads the record, removes what a killed program left; once."""
-        if self._lease.token:
-            return
+        """Takes the lease of OUT, reads the record, removes what a killed program left.
+
+        Later calls check the lease. After any error, the next call begins anew.
+        """
         try:
             with storage_errors.translated("publish in", self.path):
+                if self._lease.token:
+                    self._lease.hold()
+                    return
                 if self._is_bucket:
                     bucket.use(self.path, self)
                     bucket.check(self.path, for_writing=True)
+                if not self._is_bucket:
+                    permissions.refuse_object_store(self.path)
                 self._require_ours()
                 permissions.make_folder(self._control)
                 self._lease.hold()
@@ -143,10 +149,10 @@ class PublishedFolders:
     def writing(self, committed: CommittedStep, metrics: dict[str, Any]) -> Iterator[Path]:
         """Publishes the folder that the block writes to the yielded path, unless it raises."""
         step = committed.step
+        self.open()  # the error of a step before released the lease
         # Tensors are written in pieces, in any order, as no object of a bucket can be.
-        with storage_errors.translated("publish to", self.path):
-            place = tempfile.mkdtemp(prefix="torchax-ckpt-") if self._is_bucket else self._control
-        draft = Path(place) / f"writing-step-{step}"
+        place = _temporary_folder(self.path) if self._is_bucket else Path(self._control)
+        draft = place / f"writing-step-{step}"
         _remove(draft)  # if that has failed before
         try:
             yield draft
@@ -172,7 +178,7 @@ class PublishedFolders:
             self.close()  # so that the next look reads the record, and mends what names the newest
             raise
         finally:
-            _remove(Path(place) if self._is_bucket else draft)
+            _remove(place if self._is_bucket else draft)
 
     def _share(self, draft: Path, index: Mapping[str, Any], target: epath.Path) -> None:
         """Takes files with the same bytes over from the folder before: as links, or as objects."""
@@ -188,7 +194,7 @@ class PublishedFolders:
             there = bucket.contents(before, "")
             shared = [name for name in shared if there.get(name) == _as_object(draft / name)]
         if self._is_bucket and shared:
-            with contextlib.suppress(FileNotFoundError):  # somebody has deleted one: no copies
+            with contextlib.suppress(OSError):  # one was deleted, or the service refuses copies
                 bucket.copy(before, target, shared)
                 for name in shared:
                     (draft / name).unlink()
@@ -327,6 +333,17 @@ class PublishedFolders:
     def _sync_names(self) -> None:
         fsync.sync(self.path)
         fsync.sync(self._control)
+
+
+def _temporary_folder(out: epath.Path) -> Path:
+    try:
+        return Path(tempfile.mkdtemp(prefix="torchax-ckpt-"))
+    except OSError as error:
+        raise DirectoryError(
+            f"cannot publish to {out}: {storage_errors.said(error)}. Set TMPDIR to a folder of "
+            "this host with room for the weights",
+            path=out,
+        ) from error
 
 
 def _as_object(path: Path) -> tuple[int, str]:

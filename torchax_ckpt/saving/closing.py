@@ -154,7 +154,7 @@ def close_others(saver: Saver) -> None:
     for other in others:
         if other.is_asked:
             logger.warning(
-                "%s: taking over from a checkpointer of this program that nobody has closed",
+                "%s: taking over from a checkpointer of this program that is not closed",
                 saver.path,
             )
             other.close()

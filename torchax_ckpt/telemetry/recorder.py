@@ -91,7 +91,7 @@ class Tally:
             elif metric.kind == "quantiles":
                 found[name] = Quantiles.of(self._values.get(name, ()))
             elif metric.kind == "age" and name in found:
-                found[name] = time.time() - found[name]
+                found[name] = max(0.0, time.time() - found[name])
         return Stats(**{**dict.fromkeys(Stats.metrics()), **found, "num_skipped": num_skipped})
 
 

@@ -45,8 +45,9 @@ def restore(
 
     For a program of one process, on any device of torch; others load with ``StorageReader``. All
     objects are changed in place, or none. What is left out of the call is neither compared nor
-    read. The states of torch's (CPU), numpy's and Python's random generators are restored too;
-    torchax's random key has no counterpart, and is in the report's ``left_out``.
+    read. The states of torch's (CPU), numpy's and Python's random generators are restored too, of
+    several processes those of process 0; torchax's random key has no counterpart, and is in the
+    report's ``left_out``.
 
     Args:
       run: the run's directory, or ``gs://bucket/prefix``.

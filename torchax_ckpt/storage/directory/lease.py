@@ -309,7 +309,7 @@ class _Hold:
                 "durable are intact. A program loses its lease if it stalls for more than "
                 f"{LEASE_SECS:.0f} s, or if the clocks of two hosts differ. End this program. To "
                 "run it instead of the program that holds the lease now, end that program too, "
-                "then start this program again: it resumes from the newest step.",
+                "then start this program again: it goes on from the newest step.",
                 path=self._directory,
             )
 

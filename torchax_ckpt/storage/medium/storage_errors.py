@@ -121,7 +121,7 @@ def advice(error: BaseException, *, is_bucket: bool = False) -> str:
             return _BUCKET_PERMISSION
         if status == "ALREADY_EXISTS":
             return _LOST_ANSWER
-        if is_unavailable(link):
+        if is_unavailable(link) and number not in _ADVICE_BY_ERRNO:  # those are of a local disk
             return _NETWORK
     if number is None and status == "PERMISSION_DENIED":
         number = errno.EACCES
