@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import ml_dtypes
 import numpy as np
@@ -21,7 +22,7 @@ from torchax_ckpt.errors import CorruptCheckpointError, DirectoryError, LeaseErr
 from torchax_ckpt.publishing import Reader, digests, follower
 from torchax_ckpt.publishing.folder_form import FolderForm
 from torchax_ckpt.publishing.published_folders import CONTROL, PublishedFolders
-from torchax_ckpt.storage.medium import seals
+from torchax_ckpt.storage.medium import bucket, seals
 from torchax_ckpt.stored import copy
 
 pytest_plugins = ("gcs_fixtures",)
@@ -224,3 +225,7 @@ def test_a_bucket_names_the_newest_after_a_failure_and_copies_no_damage(
         assert following.publish_due() is None
     reader = Reader(url)
     assert (polled(reader), reader.step) == (expected(2), 2)
+    with monkeypatch.context() as refusing:
+        refusing.setattr(bucket, "copy", Mock(side_effect=PermissionError("403: no copies")))
+        publish(url, 3)
+    assert (polled(reader), reader.step) == (expected(3, "a", "z"), 3)
