@@ -23,7 +23,10 @@ from support.strategies import DTYPES_BY_KIND, make_leaf
 from support.training import P, adamw, fsdp_mesh, fsdp_rule, place, train_and_save, train_step
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, torchax_backend
+from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.options import Codec, SnapshotMode
+from torchax_ckpt.snapshot.device_programs import Program
+from torchax_ckpt.snapshot.stacking import execute
 
 LAYOUTS = ("auto", "flat")
 
@@ -65,6 +68,26 @@ def train_saved(directory: Path, layout: Any, rule: Any = None) -> None:
 def stored_names(directory: Path, step: int = 2) -> set[str]:
     metadata: Any = ocp.metadata(directory / str(step)).metadata
     return {f"{component}/{rest}" for component, tree in metadata.items() for rest in tree}
+
+
+@pytest.mark.parametrize("spec", [P("fsdp"), P(None, "fsdp"), P()])
+def test_off_the_training_thread_no_program_spans_cpu_devices(spec: Any) -> None:
+    """Two threads that start such programs can hang in XLA. What a copy starts may span them."""
+    sharding, started = NamedSharding(fsdp_mesh(4), spec), dict[bool, set[int]]()
+    leaves = {
+        f"layers.{i}": jax.device_put(np.full((8, 4), i, np.float32), sharding) for i in range(300)
+    }
+    for copy in (False, True):
+
+        def run(program: Program, *arrays: Any, copy: bool = copy) -> Any:
+            started.setdefault(copy, set()).update(len(a.devices()) for a in arrays)
+            return program(*arrays)
+
+        plan = Plan({"layers.*": tuple(leaves)}, frozenset())
+        (stack,) = execute(plan, leaves, copy=copy, run=run).values()
+        assert stack.sharding == NamedSharding(sharding.mesh, P(None, *spec))
+        assert np.asarray(stack).tobytes() == np.stack([*leaves.values()]).tobytes()
+    assert started == {False: {1}, True: {4}}
 
 
 def test_layers_are_stored_as_one_array_under_their_pattern_or_each_by_itself(
