@@ -126,7 +126,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("source", "target"), [(source, [*LAYOUTS][i - 4]) for i, source in enumerate(LAYOUTS)]
+    ("source", "target"),
+    [
+        pytest.param(source, [*LAYOUTS][i - 4], marks=[pytest.mark.long] * (i >= 4))
+        for i, source in enumerate(LAYOUTS)
+    ],
 )
 def test_any_layout_restores_onto_any_other(source: str, target: str, saved: Trained) -> None:
     directory, expected = saved[source]

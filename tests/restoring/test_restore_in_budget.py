@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,7 +21,7 @@ from torchax_ckpt.restoring import restore
 from torchax_ckpt.storage.arrays import read_arrays
 
 IN_BUDGET = CheckpointOptions(restore_in_budget=True, layout="flat")
-layouts = pytest.mark.parametrize("layout", get_args(Layout))
+LAYOUTS = ["auto", pytest.param("flat", marks=pytest.mark.long)]
 
 
 def deep() -> torch.nn.Module:
@@ -56,8 +56,15 @@ def live_bytes() -> int:
 
 
 @pytest.mark.slow
-@layouts
-@pytest.mark.parametrize("in_budget", [True, False])
+@pytest.mark.parametrize(
+    ("in_budget", "layout"),
+    [
+        (True, "auto"),
+        (False, "flat"),
+        pytest.param(True, "flat", marks=pytest.mark.long),
+        pytest.param(False, "auto", marks=pytest.mark.long),
+    ],
+)
 def test_old_buffers_are_freed_as_new_ones_arrive(
     in_budget: bool, layout: Layout, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,7 +98,7 @@ def test_old_buffers_are_freed_as_new_ones_arrive(
 
 
 @pytest.mark.slow
-@layouts
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_failure_on_the_way_leaves_no_mix_of_old_and_new(
     layout: Layout, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -347,7 +347,7 @@ def test_the_newest_verified_step_shares_nothing_with_the_newest_one(directory: 
     [
         (policies.LatestN(1), policies.EveryNSteps(4)),
         pytest.param((policies.LatestN(1), policies.EveryNSteps(3)), marks=pytest.mark.slow),
-        pytest.param((policies.LatestN(2), policies.EveryNSteps(4)), marks=pytest.mark.slow),
+        pytest.param((policies.LatestN(2), policies.EveryNSteps(4)), marks=pytest.mark.long),
         pytest.param((policies.LatestN(1), policies.BestN(metric="loss")), marks=pytest.mark.slow),
     ],
 )

@@ -130,7 +130,7 @@ not_waiting = pytest.mark.parametrize("mode", ["auto", "copy", "offload", "refer
 
 @pytest.mark.slow
 @not_waiting
-@pytest.mark.parametrize("kind", ["jax", "torchax"])
+@pytest.mark.parametrize("kind", ["jax", pytest.param("torchax", marks=pytest.mark.long)])
 def test_saving_metrics_does_not_wait_for_the_device(directory: Path, kind: str, mode: Any) -> None:
     options = CheckpointOptions(snapshot=mode)
     with TorchaxCheckpointer(directory, preservation_policy=BEST, options=options) as ckpt:

@@ -247,7 +247,7 @@ ONE_GIB = 1 << 30
     ("mode", "fulls", "host_bytes"),
     [
         ("reference", [None, 1, 0, None], 0),
-        ("transfer", [1, None, 0], 0),
+        pytest.param("transfer", [1, None, 0], 0, marks=pytest.mark.long),
         ("auto", [None, None, 1, 1, 0], 0),
         ("auto", [None, 1, 0, None], ONE_GIB),  # one offloads while others copy
         ("offload", [None, 1, 0], ONE_GIB),

@@ -264,8 +264,15 @@ def test_many_saves_leave_no_host_memory_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["offload", "copy"])
-@pytest.mark.parametrize("layout", ["auto", "flat"])
+@pytest.mark.parametrize(
+    ("mode", "layout"),
+    [
+        ("offload", "auto"),
+        ("copy", "flat"),
+        pytest.param("offload", "flat", marks=pytest.mark.long),
+        pytest.param("copy", "auto", marks=pytest.mark.long),
+    ],
+)
 def test_processes_store_what_each_of_them_has(layout: str, mode: str, tmp_path: Path) -> None:
     program = PROGRAMS / "arrays_on_processes.py"
     told = run_processes(program, 2, "two_tiers", tmp_path, mode, layout)
