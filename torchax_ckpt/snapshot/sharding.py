@@ -154,7 +154,7 @@ class LateParts(Mapping[Offset, np.ndarray]):
         return cls(members, {(0, *offset_of(index)): device for device, index in index_of.items()})
 
     def __getitem__(self, offset: Offset) -> np.ndarray:
-        return np.stack(self.members(offset))
+        return stack(self.members(offset))
 
     def __contains__(self, offset: object) -> bool:
         return offset in self._devices
@@ -179,15 +179,33 @@ class LateParts(Mapping[Offset, np.ndarray]):
 
     def members(self, offset: Offset, within: slice = slice(None)) -> list[np.ndarray]:
         """Returns what of each member, or of those ``within`` a range, is in a part."""
-        device = self._devices[offset]
-        shards = [_fetching(member, device) for member in self._members[within]]
-        return [np.asarray(shard) for shard in shards]
+        members, device = self._members[within], self._devices[offset]
+        if device.platform == "cpu":
+            return _on_cpu(members, device)
+        return [*map(np.asarray, [_fetching(member, device) for member in members])]
+
+
+def stack(rows: Sequence[np.ndarray], out: np.ndarray | None = None) -> np.ndarray:
+    """Returns what ``np.stack`` does, in a third of the time if there are many small arrays."""
+    first = rows[0]
+    if not first.ndim:
+        return np.stack(rows, out=out)
+    target = None if out is None else out.reshape(len(rows) * len(first), *first.shape[1:])
+    return np.concatenate(rows, out=target).reshape(len(rows), *first.shape)
+
+
+def _on_cpu(arrays: Sequence[jax.Array], device: jax.Device) -> list[np.ndarray]:
+    """Returns views of the shards on a CPU device, of arrays with one sharding."""
+    first, index = arrays[0], 0
+    if not first.is_fully_replicated:
+        while device not in first.addressable_data(index).devices():
+            index += 1
+    # Faster than lists of shards. JAX keeps the views, which on a CPU take no memory.
+    return [np.asarray(array.addressable_data(index)) for array in arrays]
 
 
 def _fetching(array: jax.Array, device: jax.Device) -> jax.Array:
     """Returns the shard of an array on a device, of which a copy to the host has begun."""
-    if device.platform == "cpu" and array.is_fully_replicated:
-        return array.addressable_data(0)  # faster than a list of shards
     # JAX would keep the host's copy beside the original array.
     (shard,) = (s.data for s in shards_of(unshared(array)) if s.device == device)
     shard.copy_to_host_async()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -42,8 +41,7 @@ def execute(
 ) -> dict[str, Any]:
     """Stacks leaves as the plan says, and perhaps copies the others; returns what to store.
 
-    With ``on_host``, stacks of device arrays are made on the host later. Any thread may call this
-    without ``copy``.
+    With ``on_host``, stacks of device arrays are made on the host later.
     """
     members = {member for group in plan.stacks.values() for member in group}
     alone = {n: a for n, a in leaves.items() if n not in members and n not in plan.empty}
@@ -56,7 +54,7 @@ def execute(
                 shape, target = (len(arrays), *first.shape), _stacked(first.sharding)
                 stored[name] = HostArray(shape, first.dtype, target, LateParts.of(arrays))
             else:
-                stored[name] = _stack(arrays, run, on_any_thread=not copy)
+                stored[name] = _stack(arrays, run)
     return stored
 
 
@@ -72,28 +70,17 @@ def _stacked(sharding: Sharding) -> Sharding:
     return target
 
 
-def _stack(arrays: list[Any], run: Run, *, on_any_thread: bool) -> Any:
+def _stack(arrays: list[Any], run: Run) -> Any:
     first = arrays[0]
     if isinstance(first, np.ndarray):
         return np.stack(arrays)
-    sharding, target = first.sharding, _stacked(first.sharding)
-    if not sharding.is_fully_addressable or (on_any_thread and _may_hang(sharding)):
-        rows = zip(*map(_shards, arrays), strict=True)
-        stacks = [_stack([*row], run, on_any_thread=on_any_thread) for row in rows]
-        return _joined((len(arrays), *first.shape), target, stacks)
+    target = _stacked(first.sharding)
+    if not first.sharding.is_fully_addressable:
+        rows = zip(*(parts_of(array) for array in arrays), strict=True)
+        shape = (len(arrays), *first.shape)
+        return _assembled(shape, target, [_stack([*row], run) for row in rows])
     parts = [run(stack_program(target), *chunk) for chunk in in_chunks(arrays, MAX_ARGUMENTS)]
     return parts[0] if len(parts) == 1 else run(concatenate_program(target), *parts)
-
-
-@functools.lru_cache(maxsize=256)
-def _may_hang(sharding: Sharding) -> bool:
-    """Returns whether programs of two threads may wait for each other for ever.
-
-    Over several CPU devices, each program takes several of XLA's few threads (jaxlib 0.10.2: JAX
-    alone hangs within minutes on a busy machine). A program on one device takes none.
-    """
-    devices: set[jax.Device] = sharding.device_set
-    return len(devices) > 1 and all(device.platform == "cpu" for device in devices)
 
 
 def _copies(leaves: Mapping[str, Any], run: Run) -> dict[str, Any]:
@@ -112,14 +99,9 @@ def parts_of(array: Any) -> list[Any]:
 
     A program on a shard runs on this process alone, so any thread may start it at any time.
     """
-    return [array] if array.sharding.is_fully_addressable else _shards(array)
-
-
-def _shards(array: Any) -> list[Any]:
     sharding = array.sharding
-    if isinstance(array, jax.Array) and not array.is_fully_replicated:
-        # Faster than a list of shards.
-        return [array.addressable_data(i) for i in range(len(sharding.addressable_devices))]
+    if sharding.is_fully_addressable:
+        return [array]
     if isinstance(array, jax.Array):
         return [shard.data for shard in shards_of(array)]
     shape, kind = sharding.shard_shape(array.shape), sharding.memory_kind
@@ -133,10 +115,8 @@ def _shards(array: Any) -> list[Any]:
 
 def _assembled(shape: tuple[int, ...], sharding: Sharding, parts: list[Any]) -> Any:
     """Joins parts, as ``parts_of`` returns them, to an array of the given shape and sharding."""
-    return parts[0] if sharding.is_fully_addressable else _joined(shape, sharding, parts)
-
-
-def _joined(shape: tuple[int, ...], sharding: Sharding, parts: list[Any]) -> Any:
+    if sharding.is_fully_addressable:
+        return parts[0]
     if not parts or isinstance(parts[0], jax.Array):
         return jax.make_array_from_single_device_arrays(shape, sharding, parts)
     return jax.ShapeDtypeStruct(shape, parts[0].dtype, sharding=sharding)

@@ -15,7 +15,7 @@ from torchax_ckpt.layout import batches
 from torchax_ckpt.snapshot.device_programs import sliced
 from torchax_ckpt.snapshot.device_sizes import HOST_MEMORY
 from torchax_ckpt.snapshot.host_array import HostArray, Memory, Offset, offset_of
-from torchax_ckpt.snapshot.sharding import LateParts, shards_of, unshared
+from torchax_ckpt.snapshot.sharding import LateParts, shards_of, stack, unshared
 from torchax_ckpt.storage.arrays import chunking
 from torchax_ckpt.storage.arrays.chunking import AnyArray
 
@@ -99,7 +99,7 @@ def _cut_shards(array: HostArray, memory: Memory) -> Parts:
             rows = [row[tuple(within)] for row in shards.members(offset, members)]
             is_small = len(rows) * rows[0].nbytes < _SMALL_BYTES
             out = None if is_small else memory.array((len(rows), *rows[0].shape), rows[0].dtype)
-            parts[part.start] = np.stack(rows, out=out)
+            parts[part.start] = stack(rows, out)
         else:
             shard = shards[offset]
             parts[part.start] = shard if part.within is None else shard[part.within]
