@@ -39,7 +39,8 @@ def processes_with(text: str) -> list[str]:
     return found
 
 
-@pytest.mark.long  # five minutes and more beside other tests on two cores
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # a minute alone
 def test_workers_of_ray_are_connected_resume_to_the_bit_and_heed_a_notice(tmp_path: Path) -> None:
     token, common = secrets.token_hex(32), f"--storage {tmp_path} --steps 60 --report-every 4"
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as short:
