@@ -61,6 +61,7 @@ optimizers = {
 """
 
 
+@pytest.mark.slow
 def test_generators_loaders_and_groups_of_objects_go_on(tmp_path: Path) -> None:
     built: dict[str, Any] = {"torch": torch, "device": "jax"}
     exec(GROUPS, built)
@@ -131,6 +132,7 @@ class Scaled(torch.nn.Linear):
 """
 
 
+@pytest.mark.slow
 def test_extra_state_comes_back_also_into_compiled_modules(tmp_path: Path) -> None:
     built: dict[str, Any] = {"torch": torch}
     exec(EXTRA, built)
@@ -150,6 +152,7 @@ print(failure(lambda: restore(run, torch.nn.Sequential(Scaled(2, 2)))))
     assert "load_state_dict does not know 0._extra" in run_native(EXTRA + source, tmp_path)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_filled_in_place_is_refused_before_anything_changes() -> None:
     run_native(
         """
@@ -168,6 +171,7 @@ for problem, bias in {
     )
 
 
+@pytest.mark.slow
 def test_a_restore_in_inference_mode_gives_what_can_be_trained() -> None:
     run_native(
         """
@@ -205,6 +209,7 @@ print(optimizer.state[model.weight]["old"][0]["moment"])
     assert run_native(source, tmp_path) == "tensor([[1., 1.]], dtype=torch.float64)\n"
 
 
+@pytest.mark.slow
 def test_what_differs_is_one_error_and_nothing_is_changed(tmp_path: Path) -> None:
     save_net(tmp_path)
     found = run_native(
@@ -248,6 +253,7 @@ assert refusing.broken
     assert "lr_scheduler: refused the stored state: KeyError" in others[-1][1]
 
 
+@pytest.mark.slow
 def test_a_damaged_step_is_skipped_and_named(tmp_path: Path) -> None:
     save_net(tmp_path)
     flip_arrays(tmp_path / "run" / "2")

@@ -167,6 +167,7 @@ for more in ({}, {"x": 1}):
     assert [kind for kind, _ in others[1:]] == kinds
 
 
+@pytest.mark.slow
 def test_optimizers_that_name_their_parameters_load(tmp_path: Path) -> None:
     save_net(tmp_path, "sgd")
     run_native(
@@ -187,6 +188,7 @@ for flat in (False, True):
     )
 
 
+@pytest.mark.slow
 def test_a_parameter_without_a_gradient_has_no_state_afterwards_either(tmp_path: Path) -> None:
     model = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in ("used", "unused")})
     model = model.to("jax")
