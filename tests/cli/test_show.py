@@ -202,6 +202,7 @@ def test_ctrl_c_ends_a_command_with_130_and_without_a_word(saved: Path) -> None:
     assert (result.returncode, result.stdout, result.stderr) == (exit_codes.INTERRUPTED, "", "")
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_callback_of_the_collector_is_not_lost() -> None:
     program = """
         import gc, os, signal, sys

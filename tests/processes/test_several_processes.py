@@ -164,6 +164,7 @@ def test_load_belongs_to_the_training_thread_where_processes_send_each_other_wha
         assert [told["here"] for told in reports] == [[0, 1, 2]] * 3
 
 
+@pytest.mark.slow
 def test_replicas_that_differ_are_stored_as_each_process_has_its_part(directory: Path) -> None:
     for (told,) in run_processes(ARRAYS, 2, "differing_replicas", directory):
         assert told == {"steps": [1]}
