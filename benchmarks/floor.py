@@ -29,7 +29,7 @@ import xxhash
 from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.snapshot.host_array import HostArray
 from torchax_ckpt.snapshot.planner import plan_snapshot
-from torchax_ckpt.snapshot.sharding import LateParts
+from torchax_ckpt.snapshot.sharding import LateParts, stack
 from torchax_ckpt.snapshot.snapshotter import stacks_on_host
 from torchax_ckpt.snapshot.stacking import execute
 from torchax_ckpt.storage.arrays import chunking
@@ -115,7 +115,7 @@ class Floor(peers.Peer):
             for offset in array.parts:
                 rows = array.parts.members(offset)
                 held = self._stacks.get((name, offset))
-                part = self._stacks[name, offset] = np.stack(rows, out=held)
+                part = self._stacks[name, offset] = stack(rows, held)
                 yield chunking.region(offset, part.shape), part
         else:
             for shard in array.addressable_shards:

@@ -124,7 +124,7 @@ class PublishedFolders:
                 if self._is_bucket:
                     bucket.use(self.path, self)
                     bucket.check(self.path, for_writing=True)
-                if not self._is_bucket:
+                else:
                     permissions.refuse_object_store(self.path)
                 self._require_ours()
                 permissions.make_folder(self._control)

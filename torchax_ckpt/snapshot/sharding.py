@@ -186,7 +186,7 @@ class LateParts(Mapping[Offset, np.ndarray]):
 
 
 def stack(rows: Sequence[np.ndarray], out: np.ndarray | None = None) -> np.ndarray:
-    """Returns what ``np.stack`` does, in a third of the time if there are many small arrays."""
+    """Returns what ``np.stack`` does, in half the time if the arrays are small."""
     first = rows[0]
     if not first.ndim:
         return np.stack(rows, out=out)
@@ -200,8 +200,10 @@ def _on_cpu(arrays: Sequence[jax.Array], device: jax.Device) -> list[np.ndarray]
     if not first.is_fully_replicated:
         while device not in first.addressable_data(index).devices():
             index += 1
-    # Faster than lists of shards. JAX keeps the views, which on a CPU take no memory.
-    return [np.asarray(array.addressable_data(index)) for array in arrays]
+    shards = [array.addressable_data(index) for array in arrays]  # faster than lists of shards
+    if jax.dtypes.itemsize_bits(first.dtype) < 8:  # JAX would keep unpacked copies
+        return [np.asarray(unshared(shard)) for shard in shards]
+    return [*map(np.asarray, shards)]  # JAX keeps the views, which take no memory
 
 
 def _fetching(array: jax.Array, device: jax.Device) -> jax.Array:

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import logging
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import jax
@@ -266,8 +266,10 @@ class Reuse:
             if before is not None and (copy := self._copy_of(before)) is not None:
                 self._turn = 1 - copy
         nothing, entry = [self._turn, None, ""], self._entries.get(self._turn)
-        if self._num_in_full or entry is None:
-            self._num_in_full = max(self._num_in_full - 1, 0)
+        if self._num_in_full:
+            self._num_in_full -= 1
+            return nothing
+        if entry is None:
             return nothing
         path = next((s.path for s in steps if s.key == entry.key), None)
         if entry.key == self._retained:
@@ -321,8 +323,7 @@ class Reuse:
                 long, is_first = skipped.long_digests, processes.is_first
                 equal = ledger.compare(base, plan, arrays, here, long, is_first=is_first)
             answers = processes.gather(equal.to_bytes((equal.bit_length() + 7) // 8))
-            all_of = functools.partial(functools.reduce, operator.and_)
-            equal = processes.first(lambda: all_of(map(int.from_bytes, answers)))
+            equal = processes.first(lambda: reduce(operator.and_, map(int.from_bytes, answers)))
         self._base, self._takes_over = base, equal > 0
         divided = Division(copy)
         if base is not None:
