@@ -140,7 +140,7 @@ class Writer:
         self._failures = failures
         self._versions = installed_versions()
         self._codec = array_writer.codec_of(options.compression)
-        self._memory = Memory(fetching.STACK_BYTES)
+        self._memory = [Memory(fetching.STACK_BYTES) for _ in range(2)]
         self._reuse = reuse
         # Each host describes its parts anew at each save, so that no text is used twice.
         self._texts = None if self._hosts else seals.Texts("document", "stacks")
@@ -323,7 +323,7 @@ class Writer:
         """Takes over and writes arrays; returns the digests of what all processes have written."""
         progress.enter("transferring the arrays from the devices")
         # The training waits for a transfer, which therefore ends before anything is written.
-        memory = None if capture.snapshot.way == "transfer" else self._memory
+        memory = [] if capture.snapshot.way == "transfer" else self._memory
 
         def on_host(is_last: bool) -> None:
             if is_last:

@@ -104,7 +104,7 @@ def test_a_save_takes_as_much_host_memory_as_it_may(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "case", [("reference", None, [2, 1]), ("transfer", None, [3]), ("transfer", 5 << 20, [1, 1, 1])]
 )  # a transfer blocks, so it is one batch if it may
-def test_stacks_on_cpus_are_made_in_batches_in_the_same_memory(
+def test_stacks_on_cpus_are_made_in_batches(
     case: Any, directory: Path, written: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mode, max_bytes, batches = case
@@ -116,6 +116,45 @@ def test_stacks_on_cpus_are_made_in_batches_in_the_same_memory(
         ckpt.save(1, state=state)
     assert [sum("*" in name for name in batch) for batch in written] == batches
     assert_trees_identical(TorchaxCheckpointer(directory).load(1, state), state)
+
+
+@pytest.mark.parametrize(("max_bytes", "in_flight"), [(None, [0, 1, 1, 1]), (4 << 20, [0] * 4)])
+def test_a_batch_is_stacked_while_the_last_is_written_but_not_in_its_memory(
+    max_bytes: int | None, in_flight: list[int], directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[int] = []  # where each stack was made
+    held: set[int] = set()  # where the stacks lie that are not yet durable
+    found: list[int] = []
+    begin, stack = array_writer._writing, fetching.stack
+
+    def recorded_stack(rows: Any, out: Any) -> Any:
+        given.append(out.ctypes.data)
+        found.append(len(held))
+        assert given[-1] not in held
+        return stack(rows, out)
+
+    @contextlib.contextmanager
+    def recorded(batch: Any, context: Any) -> Iterator[None]:
+        assert not held  # one batch at a time
+        held.update(given[-1:])
+        with begin(batch, context):
+            yield
+        held.clear()
+
+    monkeypatch.setattr(fetching, "STACK_BYTES", 4 << 20)
+    monkeypatch.setattr(array_writer, "_writing", recorded)
+    monkeypatch.setattr(fetching, "stack", recorded_stack)
+    unit = jnp.arange(1 << 19).reshape(512, -1)
+    state = {f"{kind}.{i}": unit * i * ord(kind) for kind in "abcd" for i in (1, 2)}
+    options = CheckpointOptions(snapshot="reference", max_host_bytes=max_bytes)
+    with TorchaxCheckpointer(directory, options=options) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state=state)
+            ckpt.wait_until_finished()
+    assert found == in_flight * 2
+    assert len(set(given)) == 2  # for all batches of all saves
+    for step in (1, 2):
+        assert_trees_identical(TorchaxCheckpointer(directory).load(step, state), state)
 
 
 def test_donating_between_batches_fails(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import json
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -86,7 +87,8 @@ def write_arrays(
     stacks: Collection[str] = (),  # the names of the arrays that are stacks
     codec: Codec | None = None,
     max_bytes: int | None = None,  # most bytes of device arrays in a batch, unless one has more
-    memory: Memory | None = None,  # for stacks, of one batch after the other; None: all at once
+    # One batch is stacked in one of them while the last one is written; none: all stacks at once.
+    memory: Sequence[Memory] = (),
     # Called for each batch when it is on the host, with True for the last. From then on the
     # training program may delete the arrays of the batch.
     on_host: Callable[[bool], None] = lambda is_last: None,
@@ -100,29 +102,31 @@ def write_arrays(
         _require_readable(name, array)
     context = _context()
     taken: dict[str, Digests] = {}
-    batches = fetching.in_batches(arrays, max_bytes, memory)
-    for batch in batches:
-        if memory is not None:
-            memory.reuse()
-        copies = {name: fetching.start(arrays[name], memory) for name in batch}
-        parts = {name: copy() for name, copy in copies.items()}
-        del copies  # with the temporary arrays
-        on_host(batch is batches[-1])
-        places = {name: folders.get(name, folder_of_process(process)) for name in batch}
-        described = [
-            (folder, _array_spec(state / folder, name, arrays[name], codec), parts[name])
-            for name, folder in places.items()
-        ]
-        with _writing(described, context):
+    batches = fetching.in_batches(arrays, max_bytes, with_stacks=bool(memory))
+    with contextlib.ExitStack() as writing:  # of one batch at a time
+        for batch, reused in zip(batches, itertools.cycle(memory or [None]), strict=False):
+            if max_bytes is not None:  # the last batch and this one might exceed it together
+                writing.close()
+            if reused is not None:
+                reused.reuse()
+            copies = {name: fetching.start(arrays[name], reused) for name in batch}
+            parts = {name: copy() for name, copy in copies.items()}
+            del copies  # with the temporary arrays
+            on_host(batch is batches[-1])
+            writing.close()
+            places = {name: folders.get(name, folder_of_process(process)) for name in batch}
+            described = [
+                (folder, _array_spec(state / folder, name, arrays[name], codec), parts[name])
+                for name, folder in places.items()
+            ]
+            writing.callback(gc.collect, 0)  # JAX frees memory that numpy has viewed only then
+            writing.enter_context(_writing(described, context))
             # Meanwhile TensorStore writes: neither holds the interpreter lock for long.
             for name in batch:
                 taken[name] = _digests(
                     name, arrays[name], parts[name], name in stacks, name in folders
                 )
-        # Releases this batch before the next one is fetched. JAX frees memory that numpy has
-        # viewed only when Python collects garbage.
-        del parts, described
-        gc.collect(0)
+            del parts, described
     return taken
 
 

@@ -19,23 +19,23 @@ from torchax_ckpt.snapshot.sharding import LateParts, shards_of, stack, unshared
 from torchax_ckpt.storage.arrays import chunking
 from torchax_ckpt.storage.arrays.chunking import AnyArray
 
-# Bytes of the memory in which the host makes stacks, for all batches of all saves: new memory takes
+# Bytes of the memory in which the host stacks a batch, the same for all saves: new memory takes
 # longer than stacking. Twice the most bytes of a stack, so that two files are written at once.
 STACK_BYTES = 128 << 20
-# Smaller stacks are made in memory of their own, because TensorStore may keep what it writes into
-# the nodes of a database.
-_SMALL_BYTES = 1 << 20
+# Smaller stacks are made in memory of their own, because TensorStore keeps what it writes into the
+# nodes of a database, values of at most a KiB.
+_SMALL_BYTES = 64 << 10
 
 Parts = Mapping[Offset, np.ndarray]
 """Where each part of an array that this process stores begins -> the part."""
 
 
 def in_batches(
-    arrays: Mapping[str, AnyArray], max_bytes: int | None, memory: Memory | None
+    arrays: Mapping[str, AnyArray], max_bytes: int | None, *, with_stacks: bool
 ) -> list[list[str]]:
     """Returns the names of arrays that are fetched together: at most ``max_bytes``, or one array.
 
-    Host arrays do not count, without a limit only stacks in ``memory``. There is one or more.
+    Host arrays do not count, without a limit only stacks ``with_stacks``. There is one or more.
     """
 
     def size(name: str) -> int:
@@ -44,7 +44,7 @@ def in_batches(
             return 0
         is_late = isinstance(array, HostArray) and isinstance(array.parts, LateParts)
         is_held = isinstance(array, HostArray) and not is_late
-        counts = (is_late and memory) or not (max_bytes is None or is_held)
+        counts = (is_late and with_stacks) or not (max_bytes is None or is_held)
         return chunking.num_stored_bytes(array) if counts else 0
 
     limit = STACK_BYTES if max_bytes is None else max_bytes
