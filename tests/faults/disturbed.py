@@ -447,9 +447,10 @@ def _train(
     ckpt = settings.opened(directory, index, reuse=start.reuse)
     with phase("restoring"):
         step = training.attach_to(ckpt)
-    found = {"step": step, "lineage": training.lineage, "own": training.own}
+    branch = start.attempt * BRANCHES
+    found = {"step": step, "lineage": training.lineage, "own": training.own, "branch": branch}
     log("resumed", index=index, **found, shards=training.shards())
-    training.lineage = (*up_to(training.lineage, step), (step, start.attempt * BRANCHES))
+    training.lineage = (*up_to(training.lineage, step), (step, branch))
     begun: list[dict[str, Any]] = []  # saves that nobody has waited for
     durable: list[int] = []  # steps of this start
     saved: set[int] = set()  # by this start, to any tier

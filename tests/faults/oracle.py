@@ -152,7 +152,9 @@ class Oracle:
         index, count, at = line["own"]
         if step and (index, at) != (line["index"] % count, step):
             verdict.found[WRONG].append(f"{subject} step {step} with the state of {line['own']}")
-        if (step, up_to(lineage, step)) not in self._forks:
+        if (step, up_to(lineage, step)) in self._forks:
+            self._begun.add(line["branch"])  # as if this program had gone back
+        else:
             self._require_newest(step, lineage, subject, verdict)
         if not self._needs_local:
             self._local = None  # the run goes on without it
