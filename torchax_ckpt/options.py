@@ -64,10 +64,10 @@ class CheckpointOptions:
         and ``save`` and ``delete`` refuse.
       max_host_bytes: upper bound, in bytes per process, on array data in transit at one time: from
         devices to storage in a save, or back in a restore. None: no bound. An array or a stack that
-        is larger travels alone. A save with a bound takes the arrays in batches, one after another,
-        as do stacks that the host makes (on CPUs, or if devices are full). Buffers held by
-        reference must then live until the last batch is fetched, and, with a bound,
-        ``snapshot="transfer"`` blocks the training thread for that time. Each batch rewrites a few
+        is larger travels alone. A save with a bound takes the arrays in batches, one after another;
+        without, it takes stacks that the host makes (on CPUs, or if devices are full) in batches of
+        128 MiB, two at a time. Buffers held by reference must then live until the last is fetched.
+        With a bound, ``snapshot="transfer"`` blocks until then as well. Each batch rewrites a few
         small files, so give a bound of gigabytes. The bound does not count leaves that are host
         arrays, what a snapshot by offload holds, the memory to compress or rearrange an array, and
         a save to a local tier that runs at the same time.

@@ -140,7 +140,7 @@ class Writer:
         self._failures = failures
         self._versions = installed_versions()
         self._codec = array_writer.codec_of(options.compression)
-        self._memory = [Memory(fetching.STACK_BYTES) for _ in range(2)]
+        self._memories = [Memory(fetching.STACK_BYTES) for _ in range(2)]
         self._reuse = reuse
         # Each host describes its parts anew at each save, so that no text is used twice.
         self._texts = None if self._hosts else seals.Texts("document", "stacks")
@@ -322,8 +322,8 @@ class Writer:
     ) -> Mapping[str, Digests]:
         """Takes over and writes arrays; returns the digests of what all processes have written."""
         progress.enter("transferring the arrays from the devices")
-        # The training waits for a transfer, which therefore ends before anything is written.
-        memory = [] if capture.snapshot.way == "transfer" else self._memory
+        # The training waits for a transfer: if it may, that ends before anything is written.
+        memories = [] if capture.snapshot.way == "transfer" else self._memories
 
         def on_host(is_last: bool) -> None:
             if is_last:
@@ -340,7 +340,7 @@ class Writer:
             stacks=draft.plan.stacks,
             codec=self._codec,
             max_bytes=self._options.max_host_bytes,
-            memory=memory,
+            memories=memories,
             on_host=on_host,
         )
         return block_digests.gathered(taken, draft.written, draft.places, self._processes)

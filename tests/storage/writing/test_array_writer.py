@@ -118,9 +118,15 @@ def test_stacks_on_cpus_are_made_in_batches(
     assert_trees_identical(TorchaxCheckpointer(directory).load(1, state), state)
 
 
-@pytest.mark.parametrize(("max_bytes", "in_flight"), [(None, [0, 1, 1, 1]), (4 << 20, [0] * 4)])
-def test_a_batch_is_stacked_while_the_last_is_written_but_not_in_its_memory(
-    max_bytes: int | None, in_flight: list[int], directory: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("max_bytes", "in_flight", "num_memories"), [(None, [0, 1, 1, 1], 2), (4 << 20, [0] * 4, 1)]
+)
+def test_a_batch_is_stacked_while_the_one_before_is_written_but_not_in_its_memory(
+    max_bytes: int | None,
+    in_flight: list[int],
+    num_memories: int,
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given: list[int] = []  # where each stack was made
     held: set[int] = set()  # where the stacks lie that are not yet durable
@@ -145,16 +151,19 @@ def test_a_batch_is_stacked_while_the_last_is_written_but_not_in_its_memory(
     monkeypatch.setattr(array_writer, "_writing", recorded)
     monkeypatch.setattr(fetching, "stack", recorded_stack)
     unit = jnp.arange(1 << 19).reshape(512, -1)
-    state = {f"{kind}.{i}": unit * i * ord(kind) for kind in "abcd" for i in (1, 2)}
+    states = {
+        step: {f"{kind}.{i}": unit * i * step * ord(kind) for kind in "abcd" for i in (1, 2)}
+        for step in (1, 2)
+    }
     options = CheckpointOptions(snapshot="reference", max_host_bytes=max_bytes)
     with TorchaxCheckpointer(directory, options=options) as ckpt:
-        for step in (1, 2):
+        for step, state in states.items():
             ckpt.save(step, state=state)
             ckpt.wait_until_finished()
     assert found == in_flight * 2
-    assert len(set(given)) == 2  # for all batches of all saves
-    for step in (1, 2):
-        assert_trees_identical(TorchaxCheckpointer(directory).load(step, state), state)
+    assert len(set(given)) == num_memories  # for all batches of all saves
+    for step, saved in states.items():
+        assert_trees_identical(TorchaxCheckpointer(directory).load(step, saved), saved)
 
 
 def test_donating_between_batches_fails(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

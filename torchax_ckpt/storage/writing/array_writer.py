@@ -87,8 +87,8 @@ def write_arrays(
     stacks: Collection[str] = (),  # the names of the arrays that are stacks
     codec: Codec | None = None,
     max_bytes: int | None = None,  # most bytes of device arrays in a batch, unless one has more
-    # One batch is stacked in one of them while the last one is written; none: all stacks at once.
-    memory: Sequence[Memory] = (),
+    # Two: stacks are made in one while those in the other are written. Empty: all at once.
+    memories: Sequence[Memory] = (),
     # Called for each batch when it is on the host, with True for the last. From then on the
     # training program may delete the arrays of the batch.
     on_host: Callable[[bool], None] = lambda is_last: None,
@@ -102,25 +102,26 @@ def write_arrays(
         _require_readable(name, array)
     context = _context()
     taken: dict[str, Digests] = {}
-    batches = fetching.in_batches(arrays, max_bytes, with_stacks=bool(memory))
-    with contextlib.ExitStack() as writing:  # of one batch at a time
-        for batch, reused in zip(batches, itertools.cycle(memory or [None]), strict=False):
-            if max_bytes is not None:  # the last batch and this one might exceed it together
-                writing.close()
-            if reused is not None:
-                reused.reuse()
-            copies = {name: fetching.start(arrays[name], reused) for name in batch}
+    batches = fetching.in_batches(arrays, max_bytes, with_stacks=bool(memories))
+    in_turn = itertools.cycle(memories[: 1 if max_bytes else 2] or [None])
+    with contextlib.ExitStack() as in_flight:  # one batch at a time
+        for batch, memory in zip(batches, in_turn, strict=False):
+            if max_bytes:  # two batches at a time might exceed it
+                in_flight.close()
+            if memory:
+                memory.reuse()
+            copies = {name: fetching.start(arrays[name], memory) for name in batch}
             parts = {name: copy() for name, copy in copies.items()}
             del copies  # with the temporary arrays
             on_host(batch is batches[-1])
-            writing.close()
+            in_flight.close()  # the batch before is durable
             places = {name: folders.get(name, folder_of_process(process)) for name in batch}
             described = [
                 (folder, _array_spec(state / folder, name, arrays[name], codec), parts[name])
                 for name, folder in places.items()
             ]
-            writing.callback(gc.collect, 0)  # JAX frees memory that numpy has viewed only then
-            writing.enter_context(_writing(described, context))
+            in_flight.callback(gc.collect, 0)  # JAX frees memory that numpy has viewed only then
+            in_flight.enter_context(_writing(described, context))
             # Meanwhile TensorStore writes: neither holds the interpreter lock for long.
             for name in batch:
                 taken[name] = _digests(

@@ -19,11 +19,11 @@ from torchax_ckpt.snapshot.sharding import LateParts, shards_of, stack, unshared
 from torchax_ckpt.storage.arrays import chunking
 from torchax_ckpt.storage.arrays.chunking import AnyArray
 
-# Bytes of the memory in which the host stacks a batch, the same for all saves: new memory takes
-# longer than stacking. Twice the most bytes of a stack, so that two files are written at once.
+# Bytes of each of the two memories in which the host makes the stacks of all saves, because new
+# memory takes longer than stacking. Twice the most bytes of a stack: two files are written at once.
 STACK_BYTES = 128 << 20
-# Smaller stacks are made in memory of their own, because TensorStore keeps what it writes into the
-# nodes of a database, values of at most a KiB.
+# Smaller parts of stacks are made in memory of their own, because TensorStore may keep values of up
+# to a KiB, in nodes of a database. Larger parts are not cut into such.
 _SMALL_BYTES = 64 << 10
 
 Parts = Mapping[Offset, np.ndarray]
