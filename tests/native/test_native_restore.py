@@ -296,8 +296,8 @@ assert detected > 60, detected
     )
 
 
-# What pip installs with etils[epath], and what fsspec tries to import.
-OF_THESE = {"backports", "importlib_resources", "typing_extensions", "zipp"}
+# What pip installs with etils[epath], what fsspec tries to import, and what Cython makes.
+OF_THESE = {"backports", "cython_runtime", "importlib_resources", "typing_extensions", "zipp"}
 
 
 def test_loading_needs_little_time_to_import_and_only_the_packages_that_the_page_names() -> None:
