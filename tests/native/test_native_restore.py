@@ -302,23 +302,21 @@ OF_THESE = {"backports", "cython_runtime", "importlib_resources", "typing_extens
 
 def test_loading_needs_little_time_to_import_and_only_the_packages_that_the_page_names() -> None:
     script = """
-import json, sys, time, warnings
-import torch, torch.distributed.checkpoint
-before, began = {*sys.modules}, time.process_time()
+import time
+began = time.process_time()
+import json, sys, torch, torch.distributed.checkpoint, warnings
+before, middle = {*sys.modules}, time.process_time()
 from torchax_ckpt.torch import LoadPlanner, StorageReader, restore
-secs = time.process_time() - began
+share = (time.process_time() - middle) / (middle - began)
 warnings.simplefilter("ignore")
 restore(sys.argv[1], torch.nn.Linear(1, 1), strict=False)
 names = {name.partition(".")[0] for name in sys.modules.keys() - before}
-print(json.dumps([secs, sorted(names - sys.stdlib_module_names)]))
+print(json.dumps([share, sorted(names - sys.stdlib_module_names)]))
 from torchax_ckpt.publishing import Reader
 assert not {"jax", "torchax", "orbax"} & sys.modules.keys()
 """
-    for _ in range(3):  # other processes may slow one down
-        secs, modules = json.loads(run_python(script, str(RUN_OF_TWO), fresh=True).stdout)
-        if secs < 0.3:
-            break
-    assert secs < 0.3
+    share, modules = json.loads(run_python(script, str(RUN_OF_TWO), fresh=True).stdout)
+    assert share < 0.2  # of the time that torch and DCP take: other processes may slow down both
     page = (ROOT / "docs" / "native-pytorch.md").read_text()
     (line,) = re.findall(r'pip install "(etils.*)$', page, re.M)
     named = {word.partition("[")[0].replace("-", "_") for word in line.split()}
