@@ -502,7 +502,7 @@ def _train(
             step += 1
             training.train(step)
             time.sleep(pace.uniform(0, 0.03) if start.count > 1 else 0)
-            if trouble.get("differ") == action and _differs(ckpt, step, pace):
+            if trouble.get("differ") == action and _differs(ckpt, training, step, pace):
                 continue
             is_due = is_forced or not settings.every or step % settings.every == 0
             tiers = ["durable"] * is_due + ["local"] * (settings.has_local and not is_forced)
@@ -520,7 +520,9 @@ def _train(
     return 0
 
 
-def _differs(ckpt: TorchaxCheckpointer, step: int, choose: random.Random) -> bool:
+def _differs(
+    ckpt: TorchaxCheckpointer, training: Training, step: int, choose: random.Random
+) -> bool:
     """Makes another call than the other processes; returns whether in place of the save."""
     match choose.randrange(5):
         case 0:
@@ -528,6 +530,8 @@ def _differs(ckpt: TorchaxCheckpointer, step: int, choose: random.Random) -> boo
         case 1:
             ckpt.delete(ckpt.latest_step() or 0)
         case 2:
+            # If the others do not save this step, they save the next one with it: so be it.
+            training.train(step + 1)
             ckpt.save(step + 1, force=True)
         case 3:
             ckpt.load()
