@@ -160,13 +160,16 @@ class PublishedFolders:
                 index = digests.write(draft)
                 commit_nsecs = committed.commit_timestamp_nsecs
                 new = Published(self._new_path(step), step, commit_nsecs, metrics)
-                self._share(draft, index, new.path)
+                shared = self._shared(index)
                 if self._is_bucket:
+                    self._record(self.published, [new.path.name])
+                    self._copy_objects(shared, draft, new.path)
                     copy.copy_files(epath.Path(draft), new.path, {}, self._on_bytes)
+                    self._record((*self.published, new))
                 else:
+                    self._link_files(shared, draft)
                     fsync.sync_tree(epath.Path(draft))
-                self._record((*self.published, new))
-                if not self._is_bucket:
+                    self._record((*self.published, new))
                     draft.rename(new.path)
                 self.published = (*self.published, new)
                 # Before latest names the folder, its name must survive a loss of power.
@@ -180,30 +183,32 @@ class PublishedFolders:
         finally:
             _remove(place if self._is_bucket else draft)
 
-    def _share(self, draft: Path, index: Mapping[str, Any], target: epath.Path) -> None:
-        """Takes files with the same bytes over from the folder before: as links, or as objects."""
-        if self._is_bucket:
-            self._record(self.published, [target.name])
+    def _shared(self, index: Mapping[str, Any]) -> list[str]:
+        """Returns the files that have the same bytes in the folder before."""
         try:
-            before = self.published[-1].path
-            listed = digests.read(before)
+            listed = digests.read(self.published[-1].path)
         except (LookupError, OSError, TypeError, ValueError, RecursionError):  # none, or damaged
-            return
-        shared = [name for name, entry in index.items() if listed.get(name) == entry]
-        if self._is_bucket and shared:
-            there = bucket.contents(before, "")
-            shared = [name for name in shared if there.get(name) == _as_object(draft / name)]
-        if self._is_bucket and shared:
-            with contextlib.suppress(OSError):  # one was deleted, or the service refuses copies
-                bucket.copy(before, target, shared)
-                for name in shared:
-                    (draft / name).unlink()
-        for name in () if self._is_bucket else shared:
-            link = Path(draft, f"{name}.link")
+            return []
+        return [name for name, entry in index.items() if listed.get(name) == entry]
+
+    def _link_files(self, shared: Sequence[str], draft: Path) -> None:
+        """Replaces files of the draft by links to those of the folder before."""
+        for name in shared:
+            file, link = self.published[-1].path / name, Path(draft, f"{name}.link")
             with contextlib.suppress(OSError):  # this file system has no links, or no more of it
-                if filecmp.cmp(before / name, draft / name, shallow=False):  # else it was damaged
-                    os.link(before / name, link, follow_symlinks=False)
+                if filecmp.cmp(file, draft / name, shallow=False):  # else it was damaged
+                    os.link(file, link, follow_symlinks=False)
                     link.replace(draft / name)
+
+    def _copy_objects(self, shared: Sequence[str], draft: Path, target: epath.Path) -> None:
+        """Copies objects of the folder before, and removes their files from the draft."""
+        there = bucket.contents(self.published[-1].path, "") if shared else {}
+        names = [name for name in shared if there.get(name) == _as_object(draft / name)]
+        if names:
+            with contextlib.suppress(OSError):  # one was deleted, or the service refuses copies
+                bucket.copy(self.published[-1].path, target, names)
+                for name in names:
+                    (draft / name).unlink()
 
     def _finish(self) -> None:
         """Deletes the unfinished folders; there are none on a disk."""

@@ -140,7 +140,8 @@ class Writer:
         self._failures = failures
         self._versions = installed_versions()
         self._codec = array_writer.codec_of(options.compression)
-        self._memories = [Memory(fetching.STACK_BYTES) for _ in range(2)]
+        num_memories = 1 if options.max_host_bytes else 2  # batches at a time
+        self._memories = [Memory(fetching.STACK_BYTES) for _ in range(num_memories)]
         self._reuse = reuse
         # Each host describes its parts anew at each save, so that no text is used twice.
         self._texts = None if self._hosts else seals.Texts("document", "stacks")

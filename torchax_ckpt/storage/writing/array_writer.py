@@ -87,7 +87,7 @@ def write_arrays(
     stacks: Collection[str] = (),  # the names of the arrays that are stacks
     codec: Codec | None = None,
     max_bytes: int | None = None,  # most bytes of device arrays in a batch, unless one has more
-    # Two: stacks are made in one while those in the other are written. Empty: all at once.
+    # For stacks: with two, a batch is made in one while the batch before, in the other, is written.
     memories: Sequence[Memory] = (),
     # Called for each batch when it is on the host, with True for the last. From then on the
     # training program may delete the arrays of the batch.
@@ -103,10 +103,10 @@ def write_arrays(
     context = _context()
     taken: dict[str, Digests] = {}
     batches = fetching.in_batches(arrays, max_bytes, with_stacks=bool(memories))
-    in_turn = itertools.cycle(memories[: 1 if max_bytes else 2] or [None])
+    in_turn = itertools.cycle(memories or [None])
     with contextlib.ExitStack() as in_flight:  # one batch at a time
         for batch, memory in zip(batches, in_turn, strict=False):
-            if max_bytes:  # two batches at a time might exceed it
+            if len(memories) < 2:
                 in_flight.close()
             if memory:
                 memory.reuse()
