@@ -104,7 +104,8 @@ def write_arrays(
     taken: dict[str, Digests] = {}
     batches = fetching.in_batches(arrays, max_bytes, with_stacks=bool(memories))
     in_turn = itertools.cycle(memories or [None])
-    with contextlib.ExitStack() as in_flight:  # one batch at a time
+    # One batch at a time: of two transactions in a database, a power cut can lose what is durable.
+    with contextlib.ExitStack() as in_flight:
         for batch, memory in zip(batches, in_turn, strict=False):
             if len(memories) < 2:
                 in_flight.close()
