@@ -104,7 +104,7 @@ def write_arrays(
     taken: dict[str, Digests] = {}
     batches = fetching.in_batches(arrays, max_bytes, with_stacks=bool(memories))
     in_turn = itertools.cycle(memories or [None])
-    # One batch at a time: of two transactions in a database, a power cut can lose what is durable.
+    # One batch at a time: with two, simulated power cuts lost steps, and why is not known.
     with contextlib.ExitStack() as in_flight:
         for batch, memory in zip(batches, in_turn, strict=False):
             if len(memories) < 2:
