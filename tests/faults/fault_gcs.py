@@ -117,9 +117,10 @@ class Run:
 
     def _go_on(self, count: int, until: int) -> None:
         """Has a process save so often, and kills it some time after one of its saves began."""
-        torture, is_killed = self._torture, False
+        torture, is_killed, is_saving = self._torture, False, False
         with self._started(count) as process:
             for word, step, text in _said(process):
+                is_saving = word == "saving" or (is_saving and word not in ("durable", "failed"))
                 match word:
                     case "saving":
                         self.tried += 1
@@ -146,7 +147,7 @@ class Run:
                     case "broken":
                         self._break(text)
         if process.returncode == -9:
-            torture.count("saves that ended", part="killed on the way")
+            torture.count("saves that ended", is_saving, part="killed on the way")
         elif process.returncode and not is_killed:
             self._break(f"ended with {process.returncode}")
 

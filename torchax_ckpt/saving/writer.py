@@ -140,7 +140,7 @@ class Writer:
         self._failures = failures
         self._versions = installed_versions()
         self._codec = array_writer.codec_of(options.compression)
-        num_memories = 1 if options.max_host_bytes else 2  # batches at a time
+        num_memories = 1 if options.max_host_bytes else 2  # with a bound, batches wait
         self._memories = [Memory(fetching.STACK_BYTES) for _ in range(num_memories)]
         self._reuse = reuse
         # Each host describes its parts anew at each save, so that no text is used twice.

@@ -166,6 +166,43 @@ def test_a_batch_is_stacked_while_the_one_before_is_written_but_not_in_its_memor
         assert_trees_identical(TorchaxCheckpointer(directory).load(step, saved), saved)
 
 
+def test_a_batch_that_cannot_be_fetched_waits_for_the_one_in_flight(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, stack, done, made = array_writer._writing, fetching.stack, list[bool](), list[Any]()
+
+    @contextlib.contextmanager
+    def recorded(batch: Any, context: Any) -> Iterator[None]:
+        done.append(False)
+        try:
+            with begin(batch, context):
+                yield
+        finally:
+            done[-1] = True
+
+    def failing(rows: Any, out: Any) -> Any:
+        made.append(out)
+        if len(made) == 3:
+            assert done == [True, False]
+            raise OSError("the host is on fire")
+        return stack(rows, out)
+
+    monkeypatch.setattr(fetching, "STACK_BYTES", 4 << 20)
+    unit = jnp.arange(1 << 19).reshape(512, -1)
+    state = {f"{kind}.{i}": unit * i * ord(kind) for kind in "abcd" for i in (1, 2)}
+    with TorchaxCheckpointer(directory, options=CheckpointOptions(snapshot="reference")) as ckpt:
+        with monkeypatch.context() as patch:
+            patch.setattr(array_writer, "_writing", recorded)
+            patch.setattr(fetching, "stack", failing)
+            ckpt.save(1, state=state)
+            with pytest.raises(SaveError, match="the host is on fire"):
+                ckpt.wait_until_finished()
+        assert done == [True, True]
+        ckpt.save(2, state=state, force=True)
+        ckpt.wait_until_finished()
+        assert ckpt.all_steps() == [2]
+
+
 def test_donating_between_batches_fails(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = state_of()
     begin, num_begun = array_writer._writing, 0
