@@ -116,7 +116,7 @@ class Disk:
             if replaced.names:
                 raise OSError(errno.ENOTEMPTY, new)
         if after.startswith("deleting-"):
-            self.audit(target, f"{old} is deleted", but=node)
+            self.audit(os.path.dirname(new), f"{old} is deleted", but=node)
         self._change((source, before, None), (target, after, node))
 
     def _parent(self, path: str) -> tuple[Node, str]:
@@ -175,9 +175,14 @@ class Disk:
                 below.num_links += 1
         return f"names: {names}; bytes: {octets}"
 
-    def audit(self, folder: Node, when: str, but: Node | None = None) -> None:
-        """Notes each committed step of a run's folder, and its name, that the medium lacks."""
+    def audit(self, path: str, when: str, but: Node | None = None) -> None:
+        """Notes what the medium lacks of a run's folder: a name above it, or a committed step."""
         self.num_audits += 1
+        folder = self.root
+        for name in filter(None, path.split("/")):
+            if folder.stored_names.get(name) is not folder.names[name]:
+                self.problems.append(f"{when}, but the medium lacks the name {name} of {path}")
+            folder = folder.names[name]
         on_medium = {n: name for name, n in folder.stored_names.items() if _STEP.fullmatch(name)}
         for name, node in folder.names.items():
             if node is but or not (_STEP.fullmatch(name) or name == "run"):
@@ -246,7 +251,7 @@ class DiskOperations(fuse.Operations):
         if what == "cut":
             return disk.cut(random.Random(int(about)))
         if what == "audit":
-            disk.audit(disk.at(about), f"{about}: a step was said to be durable")
+            disk.audit(about, f"{about}: a step was said to be durable")
             return "done"
         found, disk.problems = disk.problems, []
         return "\n".join([str(disk.num_audits), *found])[:4000]

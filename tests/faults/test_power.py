@@ -71,7 +71,12 @@ def test_a_step_that_is_not_on_the_disk_is_noticed_when_another_is_deleted(lacki
     disk.add("/run", folder())
     step, written = disk.add("/run/2", folder()), disk.add("/run/2/arrays", file(b"1"))
     disk.add("/run/1", folder())
-    synced = {"bytes": written, "a name": step, "its name": disk.at("/run")}
+    synced = {
+        "bytes": written,
+        "a name": step,
+        "its name": disk.at("/run"),
+        "a name above the run": disk.root,
+    }
     for what, node in synced.items():
         if what != lacking:
             disk.sync(node)

@@ -75,6 +75,24 @@ def test_everything_of_a_step_is_synced_before_it_has_its_name_and_then_the_name
     assert {path.stat().st_ino for path in (directory, directory / "deep")} <= inodes
 
 
+@pytest.mark.parametrize("is_linked", [False, True])
+def test_the_names_of_folders_above_a_run_are_synced_whoever_made_them(
+    is_linked: bool, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    above = directory / "made" / "by" / "others"
+    above.mkdir(parents=True)
+    (directory / "link").symlink_to(above)
+    run = (directory / "link" if is_linked else above) / "run"
+    syncs = Syncs(run / "1")
+    monkeypatch.setattr(os, "fsync", syncs)
+    with TorchaxCheckpointer(run) as ckpt:
+        ckpt.save(1, state={"w": np.arange(3)}, force=True)
+    named = [above, *above.parents]
+    expected = [path for path in named if path.stat().st_dev == directory.stat().st_dev]
+    assert {directory, directory / "made", above} <= {*expected}
+    assert {path.stat().st_ino for path in expected} <= {inode for inode, *_ in syncs.before}
+
+
 def test_tensorstore_syncs_what_it_writes() -> None:
     """A trace of a save shows an fsync of every file in ``d``, and of ``d``."""
     assert array_writer._context()["file_io_sync"].to_json() is True

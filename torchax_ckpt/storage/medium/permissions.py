@@ -38,16 +38,21 @@ DRAFT_SUFFIX = ".draft"
 
 
 def make_folder(path: epath.Path) -> None:
-    """Creates a folder and its missing parents; the new folders are not writable by everybody."""
+    """Creates a folder and its missing parents, not writable by everybody; syncs their names."""
     if location.is_bucket(path):
         path.mkdir(parents=True, exist_ok=True)
         return
     for folder in reversed((path, *path.parents)):
         if not location.exists(folder):
             folder.mkdir(mode=0o775, exist_ok=True)
-            # This user may be allowed to add entries to the parent, but not to list it.
-            with contextlib.suppress(PermissionError):
-                fsync.sync(folder.parent)
+    # Whoever made the other parents may not have synced them.
+    real = pathlib.Path(os.path.realpath(path))
+    for parent in real.parents:
+        if parent.stat().st_dev != real.stat().st_dev:
+            return
+        # This user may be allowed to use the parent, but not to list it.
+        with contextlib.suppress(PermissionError):
+            fsync.sync(parent)
 
 
 def write_file(path: pathlib.Path, content: bytes) -> None:
