@@ -87,7 +87,7 @@ def write_arrays(
     stacks: Collection[str] = (),  # the names of the arrays that are stacks
     codec: Codec | None = None,
     max_bytes: int | None = None,  # most bytes of device arrays in a batch, unless one has more
-    # For stacks: with two, a batch is made in one while the batch before, in the other, is written.
+    # For stacks: with two, a batch is made in one while the batch before is written from the other.
     memories: Sequence[Memory] = (),
     # Called for each batch when it is on the host, with True for the last. From then on the
     # training program may delete the arrays of the batch.
@@ -103,23 +103,23 @@ def write_arrays(
     context = _context()
     taken: dict[str, Digests] = {}
     batches = fetching.in_batches(arrays, max_bytes, with_stacks=bool(memories))
-    in_turn = itertools.cycle(memories or [None])
-    # One batch at a time: with two, simulated power cuts lost steps, and why is not known.
-    with contextlib.ExitStack() as in_flight:
-        for batch, memory in zip(batches, in_turn, strict=False):
-            if len(memories) < 2:
-                in_flight.close()
+    with contextlib.ExitStack() as all_written:
+        # Each memory with the batch that is written from it, durable before the memory is reused.
+        places = [
+            (m, all_written.enter_context(contextlib.ExitStack())) for m in memories or (None,)
+        ]
+        for batch, (memory, in_flight) in zip(batches, itertools.cycle(places), strict=False):
+            in_flight.close()
             if memory:
                 memory.reuse()
             copies = {name: fetching.start(arrays[name], memory) for name in batch}
             parts = {name: copy() for name, copy in copies.items()}
             del copies  # with the temporary arrays
             on_host(batch is batches[-1])
-            in_flight.close()  # the batch before is durable
-            places = {name: folders.get(name, folder_of_process(process)) for name in batch}
             described = [
                 (folder, _array_spec(state / folder, name, arrays[name], codec), parts[name])
-                for name, folder in places.items()
+                for name in batch
+                for folder in [folders.get(name, folder_of_process(process))]
             ]
             in_flight.callback(gc.collect, 0)  # JAX frees memory that numpy has viewed only then
             in_flight.enter_context(_writing(described, context))
