@@ -137,6 +137,25 @@ def test_a_run_is_saved_pruned_resumed_resharded_and_goes_back_twice(
     assert names(gcs, url) == {"2", "3", "abandoned-3", "abandoned-3-2"}
 
 
+def test_a_save_goes_on_if_only_the_answer_to_its_first_commit_was_lost(
+    gcs: FaultProxy, url: str
+) -> None:
+    commits: list[str] = []
+
+    def count(request: str) -> None:
+        if re.search(gcs.concerned, request):
+            commits.append(request)
+            gcs.rate = 1.0 if len(commits) == 1 else 0.0
+
+    gcs.kinds, gcs.concerned = ("reset after",), r"^POST .*ocdbt\.process_0%2Fmanifest\.ocdbt"
+    gcs.hook = count
+    with TorchaxCheckpointer(url) as ckpt:
+        save(ckpt, 1)
+    assert len(commits) > 1  # it was sent again
+    assert gcs.counts["reset after"] == 1
+    assert_trees_identical(ckpt.load(1), state(1))
+
+
 @pytest.mark.slow
 def test_what_a_killed_save_or_move_leaves_is_no_step_and_goes_with_the_next_save(
     gcs: FaultProxy, url: str

@@ -57,10 +57,6 @@ _BUCKET_PERMISSION = (
     "The account in use lacks the permission: grant it roles/storage.objectUser on the bucket "
     "(roles/storage.objectViewer is enough to read)."
 )
-_LOST_ANSWER = (
-    "The answer to a request was lost, and the repeated request found the object already written. "
-    "There is nothing to do unless this happens often; then check the network."
-)
 _NETWORK = (
     "The storage service did not answer or refused the requests, even when they were repeated: "
     "check the network, the service's status and its request limits."
@@ -119,8 +115,6 @@ def advice(error: BaseException, *, is_bucket: bool = False) -> str:
             return _CREDENTIALS
         if code == 403 or status == "PERMISSION_DENIED":
             return _BUCKET_PERMISSION
-        if status == "ALREADY_EXISTS":
-            return _LOST_ANSWER
         if is_unavailable(link) and number not in _ADVICE_BY_ERRNO:  # those are of a local disk
             return _NETWORK
     if number is None and status == "PERMISSION_DENIED":

@@ -138,7 +138,8 @@ def _writing(
 ) -> Iterator[None]:
     """Begins to write arrays, one transaction for each folder; in the end, all is durable."""
     transactions: dict[str, ts.Transaction] = {}
-    opened, copies, commits = [], [], []
+    opened, commits = [], []
+    copies: list[ts.Future[Any]] = []
     try:
         for folder, spec, parts in batch:
             if not parts:  # this process stores none of the array
@@ -146,10 +147,16 @@ def _writing(
             if folder not in transactions:
                 transactions[folder] = ts.Transaction(atomic=True)
             transaction = transactions[folder]
-            opening = ts.open(spec, create=True, context=context, transaction=transaction)
+            opening = ts.open(spec, context=context, transaction=transaction)
             opened.append((opening, parts))
         for opening, parts in opened:
             store = opening.result()
+            assert store.kvstore is not None
+            # TensorStore itself writes metadata only if there is none, which fails if the commit is
+            # sent to a bucket again because its answer was lost.
+            metadata = store.spec().to_json()["metadata"]
+            encoded = json.dumps(metadata, sort_keys=True, separators=(",", ":"))
+            copies.append(store.kvstore.write(".zarray", encoded))
             for start, part in parts.items():
                 region = store[chunking.region(start, part.shape)]
                 written = region.write(part, can_reference_source_data_indefinitely=True)
@@ -234,7 +241,8 @@ def _array_spec(
             "chunks": chunk,
             "compressor": zarr_compressor(codec, chunk) if codec else None,
         },
-        "recheck_cached_metadata": False,
+        "open": True,
+        "assume_metadata": True,  # which ``_writing`` writes
         "recheck_cached_data": False,
         "store_data_equal_to_fill_value": True,
     }
