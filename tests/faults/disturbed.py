@@ -46,7 +46,7 @@ from torchax_ckpt.saving.writer import Writer
 from torchax_ckpt.snapshot.sharding import shards_of
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.run_identity import RunName
-from torchax_ckpt.storage.writing import array_writer, unchanged_files
+from torchax_ckpt.storage.writing import array_writer, fetching, unchanged_files
 
 Lineage = tuple[tuple[int, int], ...]
 DEVICES = 2  # of each process
@@ -59,7 +59,13 @@ BRANCHES = 1_000_000  # of one start
 BASE_ELEMENTS, BASE_STEPS = 300_000, 9
 HOST_LEAVES = {"table": (300_000, 13), "counts": (8_192, 8), "statistics": (4_096, 1)}
 LAYERS = {"0.weight": (24, 8), "0.bias": (24,), "1.weight": (12, 24), "1.bias": (12,)}
-TRAINED: dict[str, tuple[int, ...]] = {**LAYERS, "odd": (5, 7)}  # the last on every device
+# Lists of two parameters. They and their moments are stored as stacks, one in each batch where
+# batches have BATCH_BYTES, as in every second start; of two devices, both parts of a stack are made
+# in the memory that batches use in turn.
+STACKED = ("first", "second", "third")
+BATCH_BYTES = 160 << 10
+STACKS = {f"{name}.{i}": (48, 384) for name in STACKED for i in (0, 1)}
+TRAINED: dict[str, tuple[int, ...]] = {**LAYERS, "odd": (5, 7), **STACKS}  # "odd" on every device
 SHAPES: dict[str, Any] = {
     "base": (BASE_ELEMENTS,), **{name: (size,) for name, (size, _) in HOST_LEAVES.items()},
     **TRAINED, **{f"moment of {name}": shape for name, shape in TRAINED.items()},
@@ -282,6 +288,9 @@ class Training:
             model = torch.nn.Sequential(torch.nn.Linear(8, 24), torch.nn.Linear(24, 12))
             model.odd = torch.nn.Parameter(torch.zeros(5, 7))
             model.base = torch.nn.Parameter(torch.zeros(BASE_ELEMENTS), requires_grad=False)
+            for name in STACKED:
+                pair = [torch.nn.Parameter(torch.zeros(STACKS[f"{name}.{i}"])) for i in (0, 1)]
+                setattr(model, name, torch.nn.ParameterList(pair))
         enable_torchax()
         self.model = model.to("jax") if self._is_whole else model
         trained = [model.get_parameter(name) for name in TRAINED]
@@ -387,6 +396,8 @@ def run(
 
 def _prepare(directory: Path, settings: Settings, start: Start, phase: Phase, index: int) -> None:
     phase.watch_package()
+    if start.attempt % 2:
+        fetching.STACK_BYTES = BATCH_BYTES
     if start.weakening in WEAKENINGS:
         weaken(start.weakening, directory, settings.local(directory, index))
     trouble = start.trouble if index == start.culprit else {}

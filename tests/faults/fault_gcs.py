@@ -205,6 +205,7 @@ def work(url: str, count: int, reuse: bool) -> None:
     torchax.enable_globally()
     from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
     from torchax_ckpt.errors import CheckpointError, DirectoryError, SaveError
+    from torchax_ckpt.storage.writing import fetching
 
     def say(word: str, step: int, text: Any = "") -> None:
         print(" ".join(f"{word} {step} {text}".split())[:400], flush=True)
@@ -223,6 +224,8 @@ def work(url: str, count: int, reuse: bool) -> None:
         return
     start = max(steps, default=0)
     say("resumed", start)
+    if int(url[-1]) % 2:
+        fetching.STACK_BYTES = 1
     for step in range(start + 1, start + 1 + count):
         say("saving", step)
         try:
@@ -247,7 +250,11 @@ def state(url: str, step: int, reuse: bool) -> dict[str, Any]:
     import numpy as np
 
     bits = np.random.default_rng([step, *url.encode()]).integers(0, 1 << 32, 3000, np.uint32)
-    found = {"device": jnp.asarray(bits[:2000]), "host": bits[2000:], "step": step}
+    found = {"device": jnp.asarray(bits[:1500]), "host": bits[1500:2400], "step": step}
+    # Three stacks, which odd runs write in a batch each.
+    found |= {
+        f"layers{i // 2}.{i % 2}": jnp.asarray(bits[-100 * (i + 1) :][:100]) for i in range(6)
+    }
     if reuse:  # fewer bytes would not be kept apart from the others
         base = np.random.default_rng([*url.encode()]).integers(0, 1 << 32, 300_000, np.uint32)
         found["base"] = jnp.asarray(base)

@@ -22,11 +22,14 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import disturbed
 from disturbed import DEVICES as DEVICES
 from disturbed import ENDLESS, Log, Phase, Settings, Start
 from oracle import Oracle, Verdict
+
+from torchax_ckpt.storage.writing import array_writer
 
 if TYPE_CHECKING:
     from torture import Torture
@@ -101,7 +104,14 @@ def preload() -> None:
         before = set(sys.modules)
         with tempfile.TemporaryDirectory() as scratch:
             run, log, settings = Path(scratch, "run"), Path(scratch, "log"), Settings()
-            assert disturbed.run(run, log, settings, Start(0, 1, 0, 0, 4, False), Phase()) == 0
+            calls = {
+                n: mock.Mock(wraps=getattr(array_writer, n)) for n in ("write_arrays", "_writing")
+            }
+            with mock.patch.multiple(array_writer, **calls):
+                assert disturbed.run(run, log, settings, Start(1, 1, 0, 0, 4, False), Phase()) == 0
+            num_saves, num_batches = (each.call_count for each in calls.values())
+            # A save by reference has a batch for each stack; the first save is one batch.
+            assert num_batches >= 2 * len(disturbed.STACKED) > num_saves
             Oracle(run, log, settings).inspect()
         there.send(sorted(set(sys.modules) - before))
 
