@@ -149,6 +149,22 @@ def test_a_mounted_bucket_is_refused_at_attach_and_at_every_write_and_read_all_t
     assert not (tmp_path / "durable").exists()
 
 
+def test_nothing_is_published_on_a_mounted_bucket(
+    directory: Path, tmp_path: Path, mounted: Mounted
+) -> None:
+    mounted()
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state=STATE)
+    out = tmp_path / "published"
+    mounted(f"2 1 / {out} {GCS}")
+    words = ("follow", directory, out, "--format", "safetensors", "--at", "state", "--once")
+    assert "Give gs://bucket " in run(*words, code=exit_codes.UNAVAILABLE)
+    assert not out.exists()
+    mounted()
+    run(*words)
+    assert (out / "step-1").is_dir()
+
+
 def copying(rename: Any) -> Any:
     """A rename that copies each file and then deletes it."""
 
