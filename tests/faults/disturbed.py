@@ -60,8 +60,8 @@ BASE_ELEMENTS, BASE_STEPS = 300_000, 9
 HOST_LEAVES = {"table": (300_000, 13), "counts": (8_192, 8), "statistics": (4_096, 1)}
 LAYERS = {"0.weight": (24, 8), "0.bias": (24,), "1.weight": (12, 24), "1.bias": (12,)}
 # Lists of two parameters. They and their moments are stored as stacks, one in each batch where
-# batches have BATCH_BYTES, as in every second start; of two devices, both parts of a stack are made
-# in the memory that batches use in turn.
+# batches have BATCH_BYTES, as in every second start. If one process has them all, both parts of a
+# stack are made in memory that is used again; those of several processes are too small for that.
 STACKED = ("first", "second", "third")
 BATCH_BYTES = 160 << 10
 STACKS = {f"{name}.{i}": (48, 384) for name in STACKED for i in (0, 1)}

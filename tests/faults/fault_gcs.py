@@ -251,7 +251,7 @@ def state(url: str, step: int, reuse: bool) -> dict[str, Any]:
 
     bits = np.random.default_rng([step, *url.encode()]).integers(0, 1 << 32, 3000, np.uint32)
     found = {"device": jnp.asarray(bits[:1500]), "host": bits[1500:2400], "step": step}
-    # Three stacks, which odd runs write in a batch each.
+    # Three stacks, which odd runs write in a batch each, but in the first save of a process.
     found |= {
         f"layers{i // 2}.{i % 2}": jnp.asarray(bits[-100 * (i + 1) :][:100]) for i in range(6)
     }

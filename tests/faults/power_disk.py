@@ -178,11 +178,11 @@ class Disk:
     def audit(self, path: str, when: str, but: Node | None = None) -> None:
         """Notes what the medium lacks of a run's folder: a name above it, or a committed step."""
         self.num_audits += 1
-        folder = self.root
+        folder, above = self.at(path), self.root
         for name in filter(None, path.split("/")):
-            if folder.stored_names.get(name) is not folder.names[name]:
+            if above.stored_names.get(name) is not above.names[name]:
                 self.problems.append(f"{when}, but the medium lacks the name {name} of {path}")
-            folder = folder.names[name]
+            above = above.names[name]
         on_medium = {n: name for name, n in folder.stored_names.items() if _STEP.fullmatch(name)}
         for name, node in folder.names.items():
             if node is but or not (_STEP.fullmatch(name) or name == "run"):

@@ -65,7 +65,9 @@ def test_a_rename_is_left_whole_or_not_at_all() -> None:
     assert seen == {frozenset({"old"}), frozenset({"new"})}
 
 
-@pytest.mark.parametrize("lacking", ["nothing", "bytes", "a name", "its name", "the run's name"])
+@pytest.mark.parametrize(
+    "lacking", ["nothing", "bytes", "a name", "its name", "the run's name", "a name above the run"]
+)
 def test_a_step_that_is_not_on_the_disk_is_noticed_when_another_is_deleted(lacking: str) -> None:
     disk = Disk()
     disk.add("/run", folder())

@@ -79,8 +79,8 @@ def writing(paths: Sequence[Path]) -> Iterator[list[Path]]:
         require_new(path)
     try:
         with contextlib.ExitStack() as swapped:
-            for path in paths:
-                permissions.make_folder(epath.Path(path.parent))
+            for folder in {path.parent for path in paths}:
+                permissions.make_folder(epath.Path(folder))
             last_first = [swapped.enter_context(fsync.swapped_in(p)) for p in reversed(paths)]
             yield last_first[::-1]
     except BaseException as error:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import fcntl
+import itertools
 import os
 import pathlib
 import re
@@ -38,18 +39,17 @@ DRAFT_SUFFIX = ".draft"
 
 
 def make_folder(path: epath.Path) -> None:
-    """Creates a folder and its missing parents, not writable by everybody; syncs their names."""
+    """Creates a folder and missing parents, not writable by everybody; syncs the names of all."""
     if location.is_bucket(path):
         path.mkdir(parents=True, exist_ok=True)
         return
     for folder in reversed((path, *path.parents)):
         if not location.exists(folder):
             folder.mkdir(mode=0o775, exist_ok=True)
-    # Whoever made the other parents may not have synced them.
+    # Also of parents that were there: whoever made them may not have synced them.
     real = pathlib.Path(os.path.realpath(path))
-    for parent in real.parents:
-        if parent.stat().st_dev != real.stat().st_dev:
-            return
+    device = real.stat().st_dev
+    for parent in itertools.takewhile(lambda each: each.stat().st_dev == device, real.parents):
         # This user may be allowed to use the parent, but not to list it.
         with contextlib.suppress(PermissionError):
             fsync.sync(parent)

@@ -103,12 +103,10 @@ def write_arrays(
     context = _context()
     taken: dict[str, Digests] = {}
     batches = fetching.in_batches(arrays, max_bytes, with_stacks=bool(memories))
-    with contextlib.ExitStack() as all_written:
+    with contextlib.ExitStack() as ends:
         # Each memory with the batch that is written from it, durable before the memory is reused.
-        places = [
-            (m, all_written.enter_context(contextlib.ExitStack())) for m in memories or (None,)
-        ]
-        for batch, (memory, in_flight) in zip(batches, itertools.cycle(places), strict=False):
+        slots = [(m, ends.enter_context(contextlib.ExitStack())) for m in memories or (None,)]
+        for batch, (memory, in_flight) in zip(batches, itertools.cycle(slots), strict=False):
             in_flight.close()
             if memory:
                 memory.reuse()
@@ -116,10 +114,10 @@ def write_arrays(
             parts = {name: copy() for name, copy in copies.items()}
             del copies  # with the temporary arrays
             on_host(batch is batches[-1])
+            homes = {name: folders.get(name, folder_of_process(process)) for name in batch}
             described = [
                 (folder, _array_spec(state / folder, name, arrays[name], codec), parts[name])
-                for name in batch
-                for folder in [folders.get(name, folder_of_process(process))]
+                for name, folder in homes.items()
             ]
             in_flight.callback(gc.collect, 0)  # JAX frees memory that numpy has viewed only then
             in_flight.enter_context(_writing(described, context))
