@@ -146,14 +146,13 @@ def _writing(
                 transactions[folder] = ts.Transaction(atomic=True)
             transaction = transactions[folder]
             opening = ts.open(spec, context=context, transaction=transaction)
-            opened.append((opening, parts))
-        for opening, parts in opened:
+            opened.append((opening, spec, parts))
+        for opening, spec, parts in opened:
             store = opening.result()
             assert store.kvstore is not None
             # TensorStore itself writes metadata only if there is none, which fails if the commit is
             # sent to a bucket again because its answer was lost.
-            metadata = store.spec().to_json()["metadata"]
-            encoded = json.dumps(metadata, sort_keys=True, separators=(",", ":"))
+            encoded = json.dumps(spec["metadata"], sort_keys=True, separators=(",", ":"))
             copies.append(store.kvstore.write(".zarray", encoded))
             for start, part in parts.items():
                 region = store[chunking.region(start, part.shape)]
@@ -224,8 +223,8 @@ def _kvstore(folder: epath.Path) -> dict[str, Any]:
 def _array_spec(
     folder: epath.Path, name: str, array: AnyArray, codec: Codec | None
 ) -> dict[str, Any]:
-    chunk = chunking.chunk_shape(array)
-    chunk_bytes = math.prod(chunk) * array.dtype.itemsize
+    chunk, dtype = chunking.chunk_shape(array), np.dtype(array.dtype.name)  # in native byte order
+    chunk_bytes = math.prod(chunk) * dtype.itemsize
     return {
         "driver": "zarr",
         "kvstore": {
@@ -233,11 +232,16 @@ def _array_spec(
             "path": f"{array_checks.stored_key(name)}/",
             "target_data_file_size": max(_DATA_FILE_BYTES, chunk_bytes),
         },
-        "dtype": np.dtype(array.dtype).name,
         "metadata": {
+            "zarr_format": 2,
             "shape": array.shape,
             "chunks": chunk,
+            "dtype": dtype.str if dtype.isbuiltin == 1 else dtype.name,
             "compressor": zarr_compressor(codec, chunk) if codec else None,
+            "fill_value": None,
+            "filters": None,
+            "order": "C",
+            "dimension_separator": ".",
         },
         "open": True,
         "assume_metadata": True,  # which ``_writing`` writes
