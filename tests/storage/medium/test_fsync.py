@@ -21,7 +21,7 @@ from torchax_ckpt.errors import SaveError
 from torchax_ckpt.formats.state_dict import save_dcp, save_torch_file
 from torchax_ckpt.plain_torch import native_torch
 from torchax_ckpt.storage.directory import commit_record
-from torchax_ckpt.storage.medium import fsync
+from torchax_ckpt.storage.medium import fsync, permissions
 from torchax_ckpt.storage.writing import array_writer
 
 State = tuple[int, int, int]
@@ -92,6 +92,23 @@ def test_the_names_of_folders_above_a_run_are_synced_whoever_made_them(
     expected = [path for path in may if path.stat().st_dev == device]
     assert {directory, directory / "made", above} <= {*expected}
     assert {path.stat().st_ino for path in expected} <= {inode for inode, *_ in syncs.before}
+
+
+def test_a_folder_that_the_user_may_not_list_is_passed_over(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed, sync, told = directory / "closed", fsync.sync, list[Path]()
+    closed.mkdir(parents=True)
+
+    def refused(path: Any) -> None:
+        told.append(Path(path))
+        if told[-1] == closed:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        sync(path)
+
+    monkeypatch.setattr(fsync, "sync", refused)
+    permissions.make_folder(epath.Path(closed / "run"))
+    assert told[:2] == [closed, directory]
 
 
 def test_tensorstore_syncs_what_it_writes() -> None:

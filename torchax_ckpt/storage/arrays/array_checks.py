@@ -63,6 +63,11 @@ def stored_key(name: str) -> str:
     return ".".join(names.component_and_rest(name))
 
 
+def stored_dtype(name: str) -> str:
+    """Returns the name in Zarr's metadata of a dtype; TensorStore names those that numpy lacks."""
+    return np.dtype(name).str if np.dtype(name).isbuiltin == 1 else name
+
+
 def _problem(raw: bytes, shape: tuple[int, ...], dtype: str) -> tuple[str, str] | None:
     """Returns the expected and the found metadata as text if they differ; None if they match."""
     if len(raw) > _MAX_ARRAY_METADATA_BYTES:
@@ -74,9 +79,7 @@ def _problem(raw: bytes, shape: tuple[int, ...], dtype: str) -> tuple[str, str] 
         codec = compressor and compressor["id"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         return "metadata of a Zarr array", f"{error!r:.200}"
-    # TensorStore has names of its own for dtypes that numpy lacks.
-    dtype_name = np.dtype(dtype).str if np.dtype(dtype).isbuiltin == 1 else dtype
-    if found != (dtype_name, list(shape)):
+    if found != (stored_dtype(dtype), list(shape)):
         return f"{dtype}{list(shape)}", f"{found[0]!r:.40}{found[1]!r:.80}"
     whole = [max(1, dim) for dim in shape]
     if not (

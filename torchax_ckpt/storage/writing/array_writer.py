@@ -5,13 +5,13 @@
     STATE/manifest.ocdbt, d/         the database of all: references to the files of the others
 
 All databases are OCDBT, a B-tree of keys and values in a few files; each array is Zarr version 2.
-TensorStore syncs every file that it writes.
 
 Source: Orbax 0.12.8, ``serialization/tensorstore_utils.py`` and ``ocdbt_utils.py``.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import gc
 import itertools
@@ -135,17 +135,14 @@ def _writing(
     batch: Iterable[tuple[str, dict[str, Any], Parts]], context: ts.Context
 ) -> Iterator[None]:
     """Begins to write arrays, one transaction for each folder; in the end, all is durable."""
-    transactions: dict[str, ts.Transaction] = {}
+    transactions = collections.defaultdict[str, ts.Transaction](lambda: ts.Transaction(atomic=True))
     opened, commits = [], []
     copies: list[ts.Future[Any]] = []
     try:
         for folder, spec, parts in batch:
             if not parts:  # this process stores none of the array
                 continue
-            if folder not in transactions:
-                transactions[folder] = ts.Transaction(atomic=True)
-            transaction = transactions[folder]
-            opening = ts.open(spec, context=context, transaction=transaction)
+            opening = ts.open(spec, context=context, transaction=transactions[folder])
             opened.append((opening, spec, parts))
         for opening, spec, parts in opened:
             store = opening.result()
@@ -169,9 +166,8 @@ def _writing(
     finally:
         # Whatever happened: nothing is written any more after this.
         failures = [commit.exception() for commit in commits]
-    for failure in failures:
-        if failure is not None:
-            raise failure
+    for failure in filter(None, failures):
+        raise failure
 
 
 def merge(state: epath.Path, folders: Iterable[str], names: Iterable[str]) -> None:
@@ -223,8 +219,8 @@ def _kvstore(folder: epath.Path) -> dict[str, Any]:
 def _array_spec(
     folder: epath.Path, name: str, array: AnyArray, codec: Codec | None
 ) -> dict[str, Any]:
-    chunk, dtype = chunking.chunk_shape(array), np.dtype(array.dtype.name)  # in native byte order
-    chunk_bytes = math.prod(chunk) * dtype.itemsize
+    chunk = chunking.chunk_shape(array)
+    chunk_bytes = math.prod(chunk) * array.dtype.itemsize
     return {
         "driver": "zarr",
         "kvstore": {
@@ -236,7 +232,7 @@ def _array_spec(
             "zarr_format": 2,
             "shape": array.shape,
             "chunks": chunk,
-            "dtype": dtype.str if dtype.isbuiltin == 1 else dtype.name,
+            "dtype": array_checks.stored_dtype(array.dtype.name),
             "compressor": zarr_compressor(codec, chunk) if codec else None,
             "fill_value": None,
             "filters": None,
