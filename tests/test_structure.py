@@ -52,7 +52,7 @@ BUDGETS = {
     "files": 181,
     "files that one other imports": 25,
     "classes whose name stands twice": 0,
-    "lines of tests": 43_165,
+    "lines of tests": 43_166,
 }
 
 FILES = sorted(PACKAGE.rglob("*.py"))

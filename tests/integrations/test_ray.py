@@ -20,6 +20,7 @@ SETTINGS = {
     **COMPILED_ONCE,
     "RAY_AUTH_MODE": "token",  # else Ray writes a token into the home directory
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # else other tests leave Ray's processes hardly any time
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
     "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "0.2",
     "JAX_DISTRIBUTED_SHUTDOWN_TIMEOUT_S": "1",  # the survivor waits in vain for the killed one
