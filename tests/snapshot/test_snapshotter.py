@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import re
@@ -24,7 +25,7 @@ from torchax_ckpt.errors import DonatedBufferError, SaveError
 from torchax_ckpt.options import SnapshotMode
 from torchax_ckpt.snapshot import move_shards, snapshotter
 from torchax_ckpt.snapshot.planner import Planner
-from torchax_ckpt.snapshot.sharding import replicas, shards_of
+from torchax_ckpt.snapshot.sharding import LateParts, replicas, shards_of
 from torchax_ckpt.snapshot.snapshotter import Snapshot, Snapshotter
 from torchax_ckpt.storage.writing import array_writer, fetching
 
@@ -305,48 +306,72 @@ def test_threads_that_plan_at_the_same_time_get_each_the_plan_of_its_own_leaves(
     assert planner(list(state), list(state.values())).plan == expected
 
 
-def test_shards_that_jax_lists_twice_are_returned_once() -> None:
-    """The program's own thread may have read the list while a save did: JAX keeps it so."""
-    array = jax.device_put(np.arange(64.0), NamedSharding(fsdp_mesh(), P("fsdp")))
-    listed: Any = array.addressable_shards
-    expected = [(shard.device, np.asarray(shard.data).tobytes()) for shard in listed]
-    listed[1:1] = listed
-    assert len(array.addressable_shards) == 16
-    found = [(shard.device, np.asarray(shard.data).tobytes()) for shard in shards_of(array)]
-    assert found == expected
-    listed[:] = [*listed[:1]] * 8
+class Listed:
+    """An array whose buffers JAX lists as given, each time otherwise."""
+
+    def __init__(self, array: jax.Array, *lists: Any) -> None:
+        self.sharding, self.shape, self._lists = array.sharding, array.shape, iter(lists)
+
+    @property
+    def _arrays(self) -> Any:
+        return next(self._lists)
+
+
+def test_shards_that_jax_lists_twice_or_not_yet_are_returned_once() -> None:
+    """Another thread may look at the array while a save does: JAX keeps what is listed twice."""
+    array: Any = jax.device_put(np.arange(64.0), NamedSharding(fsdp_mesh(), P("fsdp")))
+    buffers = array._arrays
+    listed: Any = Listed(
+        array, buffers[:3], buffers[:4] * 2, [*buffers[:2], *buffers, *buffers[2:]]
+    )
+    found = [(s.device, s.index, np.asarray(s.data).tobytes()) for s in shards_of(listed)]
+    assert found == [
+        (s.device, s.index, np.asarray(s.data).tobytes()) for s in array.addressable_shards
+    ]
+    never: Any = Listed(array, *[buffers[:1] * 8] * 1000)
     with pytest.raises(RuntimeError, match="lists 1 shards of an array that lies on 8 devices"):
-        shards_of(array)
+        shards_of(never)
 
 
-def test_threads_that_ask_for_shards_at_the_same_time_are_each_given_all() -> None:
-    """As two tiers do; JAX alone gives one of them a part, or makes the list longer."""
+@pytest.mark.parametrize("looks", ["shards_of", "stack", "value"])
+def test_threads_that_look_at_arrays_at_the_same_time_are_each_given_all(looks: str) -> None:
+    """Two tiers, or the program; JAX alone gives one of them a part, or another device's shard."""
     sharding = NamedSharding(fsdp_mesh(), P("fsdp"))
-    begin = threading.Barrier(2)
+    begin = threading.Barrier(2, timeout=30)
     arrays: list[jax.Array] = []
-    counts: list[int] = []
 
     def look() -> None:
         for _ in range(20):
             begin.wait()
-            counts.extend(len(shards_of(array)) for array in arrays)
+            for array in arrays:
+                with contextlib.suppress(IndexError):  # the other thread of JAX alone
+                    shards_of(array) if looks != "value" else array.addressable_data(7)
             begin.wait()
+
+    def found() -> list[bytes]:
+        if looks == "shards_of":
+            each = [sorted(shards_of(a), key=lambda shard: shard.index[0].start) for a in arrays]
+            return [b"".join(np.asarray(s.data).tobytes() for s in shards) for shards in each]
+        parts = LateParts.of(arrays)
+        rows = [parts.members(offset) for offset in sorted(parts)]
+        return [b"".join(row.tobytes() for row in member) for member in zip(*rows, strict=True)]
 
     thread = threading.Thread(target=look)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
+    values = [np.arange(64.0, dtype=np.float32) + number for number in range(64)]
+    wrong = 0
     try:
         thread.start()
         for _ in range(20):
-            arrays[:] = [jax.device_put(np.zeros(64), sharding) + 1 for _ in range(64)]
+            arrays[:] = [jax.device_put(value, sharding) for value in values]
             begin.wait()
-            counts.extend(len(shards_of(array)) for array in arrays)
+            wrong += found() != [value.tobytes() for value in values]
             begin.wait()
     finally:
         sys.setswitchinterval(interval)
         thread.join()
-    assert counts == [8] * len(counts)
-    assert len(counts) == 20 * 64 * 2
+    assert not wrong
 
 
 # --- programs that run on devices ---

@@ -193,9 +193,7 @@ def _one_replica(array: Any) -> Any:
         return array
     if not isinstance(array, jax.Array):
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=first)
-    # Faster than ``shards_of``, which builds a list of shards.
-    count = len(array.sharding.addressable_devices)
-    on_device = {data.device: data for data in map(array.addressable_data, range(count))}
+    on_device = {shard.device: shard.data for shard in shards_of(array)}
     shards = [on_device[d] for d in first.addressable_devices_indices_map(array.shape)]
     return jax.make_array_from_single_device_arrays(array.shape, first, shards)
 

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from torchax_ckpt.errors import MismatchError
 from torchax_ckpt.snapshot.host_array import HostArray, Local, Offset, Placement, offset_of
 
-_listing_lock = threading.Lock()
+_listing_lock = threading.RLock()
 _MAX_TRIES = 1000
 
 
@@ -108,22 +108,26 @@ def host_part(sharding: Sharding, shape: tuple[int, ...]) -> HostPart:
 def shards_of(array: jax.Array) -> Sequence[jax.Shard]:
     """Returns the shards of an array that lie on devices of this process, each exactly once.
 
-    JAX builds ``array.addressable_shards`` at the first read, without a lock: two threads may get a
-    part of the list, or append to it twice (jax 0.10.2). All code that shares an array with another
-    thread must use this function. Raises RuntimeError if other code left the list incomplete.
+    JAX lists the buffers of an array at the first look, without a lock: two threads may see a part
+    of the list, or each append to it (jax 0.10.2; not 0.12.0). All code that shares an array with
+    another thread must use this function. Raises RuntimeError if the list stays incomplete.
     """
+    buffers: Any = array
     count = len(array.sharding.addressable_devices)
     with _listing_lock:
         for _ in range(_MAX_TRIES):
+            # ``addressable_shards`` would keep what it saw of the list, but raises if it is gone.
+            listed = buffers._arrays or [shard.data for shard in array.addressable_shards]
             # Even a list of the right length may lack one shard and have another twice.
-            shards = {shard.device: shard for shard in tuple(array.addressable_shards)}
-            if len(shards) == count:
-                return list(shards.values())
+            found = {data.device: data for data in listed}
+            if len(found) == count:
+                about = array.sharding, array.shape
+                return [jax.Shard(device, *about, data) for device, data in found.items()]
             time.sleep(0.001)  # another thread is building the list
     raise RuntimeError(
-        f"JAX lists {len(shards)} shards of an array that lies on {count} devices of this "
-        "process, because two threads read array.addressable_shards at the same time. Do not "
-        "read it in another thread while a save or restore uses the array."
+        f"JAX lists {len(found)} shards of an array that lies on {count} devices of this "
+        "process, because two threads looked at its shards at the same time. Do not look at them "
+        "in another thread while a save or restore uses the array."
     )
 
 
@@ -196,14 +200,27 @@ def stack(rows: Sequence[np.ndarray], out: np.ndarray | None = None) -> np.ndarr
 
 def _on_cpu(arrays: Sequence[jax.Array], device: jax.Device) -> list[np.ndarray]:
     """Returns views of the shards on a CPU device, of arrays with one sharding."""
-    first, index = arrays[0], 0
-    if not first.is_fully_replicated:
-        while device not in first.addressable_data(index).devices():
-            index += 1
-    shards = [array.addressable_data(index) for array in arrays]  # faster than lists of shards
+    first = arrays[0]
+    if first.is_fully_replicated:
+        shards = [array.addressable_data(0) for array in arrays]
+    else:
+        index = [*first.sharding.addressable_devices_indices_map(first.shape)].index(device)
+        shards = [_shard_on(device, array, index) for array in arrays]
     if jax.dtypes.itemsize_bits(first.dtype) < 8:  # JAX would keep unpacked copies
         return [np.asarray(unshared(shard)) for shard in shards]
     return [*map(np.asarray, shards)]  # JAX keeps the views, which take no memory
+
+
+def _shard_on(device: jax.Device, array: jax.Array, index: int) -> jax.Array:
+    """Returns the shard on a device, at this index unless another thread disturbed JAX's list."""
+    with _listing_lock:
+        try:
+            shard = array.addressable_data(index)
+            if device in shard.sharding.device_set:
+                return shard  # faster than all shards
+        except IndexError:
+            pass
+        return next(shard.data for shard in shards_of(array) if shard.device == device)
 
 
 def _fetching(array: jax.Array, device: jax.Device) -> jax.Array:
