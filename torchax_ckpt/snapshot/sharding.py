@@ -109,7 +109,7 @@ def shards_of(array: jax.Array) -> Sequence[jax.Shard]:
     """Returns the shards of an array that lie on devices of this process, each exactly once.
 
     JAX lists the buffers of an array at the first look, without a lock: two threads may see a part
-    of the list, or each append to it (jax 0.10.2; not 0.12.0). All code that shares an array with
+    of the list, or each append to it (jax 0.10.2; not 0.12.0.1). All code that shares an array with
     another thread must use this function. Raises RuntimeError if the list stays incomplete.
     """
     buffers: Any = array
