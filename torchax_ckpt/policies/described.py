@@ -11,6 +11,7 @@ Source: Orbax v1, ``training.preservation_policies``.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -55,7 +56,7 @@ def described(policy: Any) -> list[dict[str, Any]]:
         steps = [_plain(step) for step in sorted(known)]
         return [{"rule": name, "steps": steps} if len(steps) <= _MAX_STEPS else {"rule": name}]
     fields = {key: _plain(value) for key, value in vars(policy).items() if value is not None}
-    if not all(isinstance(value, (bool, int, float, str)) for value in fields.values()):
+    if not all(isinstance(v, (int, str)) or _is_finite(v) for v in fields.values()):
         return [{"rule": name}]
     return [{"rule": name, **fields}]
 
@@ -63,6 +64,10 @@ def described(policy: Any) -> list[dict[str, Any]]:
 def _plain(value: Any) -> Any:
     """Converts a numpy number to a Python number, because JSON does not accept numpy's."""
     return value.item() if isinstance(value, np.generic) else value
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, float) and math.isfinite(value)  # JSON has no other numbers
 
 
 def kept_by(

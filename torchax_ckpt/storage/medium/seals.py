@@ -1,18 +1,25 @@
 """Seals JSON objects: a sealed object carries a digest of its own text, which reveals damage.
 
+JSON knows neither NaN nor infinity. A sealed object has the strings ``NaN``, ``Infinity`` and
+``-Infinity`` in their place, and its key ``nonfinite`` lists the paths of these strings. Objects
+that older releases sealed have Python's bare ``NaN`` and ``Infinity``.
+
 Source: xxh3 (https://xxhash.com), 64 bits, seed 0.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import xxhash
 from etils import epath
 
 _SEAL = "xxh3_64"
+_NONFINITE = "nonfinite"
+_FROM_NAME = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 # The largest size of a JSON or index file that is read. A million leaves need half of this.
 MAX_JSON_BYTES = 1 << 28
 _SEAL_BYTES = len(f',"{_SEAL}":""') + 16
@@ -29,24 +36,62 @@ def read_sealed(folder: epath.Path, expected: str | None = None) -> dict[str, An
 
 def seal(content: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a JSON object with the digest of its text; ValueError if it is too large to read."""
-    return {**content, _SEAL: of_octets(_readable(_text(content), content))}
+    content, text = _as_stored(content, _text)
+    return {**content, _SEAL: of_octets(text)}
 
 
 def encoded(content: Mapping[str, Any], texts: Texts | None = None) -> bytes:
     """Returns a sealed JSON object as it is stored; ``texts`` knows what was encoded before."""
-    text = _readable(_text(content) if texts is None else texts.of(content), content)
+    content, text = _as_stored(content, _text if texts is None else texts.of)
     separator = b"," if content else b""
     return b'%s%s"%s":"%s"}' % (text[:-1], separator, _SEAL.encode(), of_octets(text).encode())
 
 
-def _readable(text: str, content: Mapping[str, Any]) -> bytes:
+def _as_stored(
+    content: Mapping[str, Any], encode: Callable[[Mapping[str, Any]], str]
+) -> tuple[Mapping[str, Any], bytes]:
+    """Returns content without NaN and infinity, and its text; ValueError if that is too large."""
+    try:
+        text = encode(content)
+    except ValueError:  # it has NaN or infinity; looking for them before would take time
+        content = _with_names(content)
+        text = encode(content)
     if len(text) + _SEAL_BYTES > MAX_JSON_BYTES:
         raise ValueError(
             f"the JSON of a step may have at most {MAX_JSON_BYTES >> 20} MiB, found "
             f"{len(text) / 2**20:.0f} MiB. Save less in the JSON's largest part, "
             f"{max(content, key=lambda key: len(_text(content[key])))!r}"
         )
-    return text.encode()
+    return content, text.encode()
+
+
+def _with_names(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a copy with names in place of NaN and infinity, and the paths of these names."""
+    result: dict[str, Any] = json.loads(json.dumps(content))
+    paths: list[list[str | int]] = []
+    unseen: list[tuple[list[str | int], Any]] = [([], result)]
+    while unseen:  # no recursion, because metrics may nest as deeply as Python's JSON allows
+        path, node = unseen.pop()
+        for key, value in node.items() if isinstance(node, dict) else enumerate(node):
+            if isinstance(value, (dict, list)):
+                unseen.append(([*path, key], value))
+            elif isinstance(value, float) and not math.isfinite(value):
+                node[key] = json.dumps(value)
+                paths.append([*path, key])
+    return {**result, _NONFINITE: paths}
+
+
+def _without_names(content: dict[str, Any]) -> dict[str, Any]:
+    """Undoes ``_with_names``, in place; ValueError if a path leads to no name."""
+    try:
+        for *path, key in content.pop(_NONFINITE, ()):
+            node: Any = content
+            for part in path:
+                node = node[part]
+            node[key] = _FROM_NAME[node[key]]
+    except (LookupError, TypeError) as error:
+        raise ValueError(f"{_NONFINITE!r} names a place without a number: {error}") from error
+    return content
 
 
 class Texts:
@@ -89,15 +134,15 @@ def unseal(raw: Any) -> dict[str, Any]:
     if not isinstance(raw, dict) or _SEAL not in raw:
         raise ValueError(f"expected a JSON object with a digest under {_SEAL!r}, found no digest")
     content = {key: value for key, value in raw.items() if key != _SEAL}
-    found = of_octets(_text(content).encode())
+    found = of_octets(_text(content, allow_nan=True).encode())  # older releases wrote bare NaN
     if raw[_SEAL] != found:
         raise ValueError(f"expected digest {raw[_SEAL]!r:.40}, found {found}: the JSON was damaged")
-    return content
+    return _without_names(content)
 
 
-def _text(content: Any) -> str:
+def _text(content: Any, *, allow_nan: bool = False) -> str:
     # Python writes each JSON value in one way only, so what was read has the text that was sealed.
-    return json.dumps(content, separators=(",", ":"))
+    return json.dumps(content, separators=(",", ":"), allow_nan=allow_nan)
 
 
 def _joined(texts: Mapping[str, str]) -> str:

@@ -1,0 +1,98 @@
+"""All JSON of a run is JSON: NaN and infinity, which JSON does not know, have no bare names in it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import pytest
+import torch
+from support.compare import assert_trees_identical
+from support.training import mlp
+
+from torchax_ckpt import TorchaxCheckpointer, policies
+from torchax_ckpt.storage.medium import seals
+
+METRICS: dict[str, Any] = {
+    "loss": math.nan,
+    "best": -math.inf,
+    "nested": [1.5, {"a/b": [math.inf, "NaN", None]}, {"nonfinite": [["loss"]]}],
+}
+
+
+def strictly(text: str) -> Any:
+    def refuse(name: str) -> NoReturn:
+        raise AssertionError(f"a bare {name}: {text}")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+class WithState:
+    loaded: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "best": math.inf,
+            "worst": [-math.inf, {math.inf: math.nan}],
+            "c": complex(1, -math.inf),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded = state
+
+
+def test_a_strict_parser_reads_all_json_of_a_run(directory: Path) -> None:
+    def attach(ckpt: TorchaxCheckpointer) -> WithState:
+        model, own = mlp(), WithState()
+        optimizer = torch.optim.SGD(model.parameters(), lr=math.inf)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)  # its best is infinite
+        ckpt.attach(model, optimizer, lr_scheduler=plateau, stateful={"own": own})
+        return own
+
+    rules = [policies.EveryNSteps(math.inf), policies.PreserveAll()]  # type: ignore[arg-type]
+    keep = policies.AnyPreservationPolicy(rules)
+    with TorchaxCheckpointer(directory, preservation_policy=keep) as ckpt:
+        attach(ckpt)
+        ckpt.save(1, metrics=METRICS, force=True)
+        ckpt.save(2, metrics={"device": np.float32("nan")}, force=True)
+    names = set()
+    for path in directory.rglob("*"):
+        if path.is_file() and (content := path.read_bytes()).startswith(b"{"):
+            names.add(path.name if path.suffix != ".jsonl" else "events")
+            lines = content.decode().splitlines()
+            for text in lines if path.suffix == ".jsonl" else ["\n".join(lines)]:
+                strictly(text)
+    assert names >= {"data.json", "events", "_CHECKPOINT_METADATA", "_sharding", "_METADATA"}
+    strictly((directory / "1" / "commit_success.txt").read_text().partition("\n")[2])
+    with TorchaxCheckpointer(directory) as fresh:
+        own = attach(fresh)
+        assert_trees_identical(own.loaded, WithState().state_dict())
+        for reader in (fresh, ckpt):
+            assert_trees_identical(reader.metrics(1), METRICS)
+            assert_trees_identical(reader.metrics(2), {"device": math.nan})
+
+
+def test_steps_with_bare_nan_of_older_releases_are_read(directory: Path) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state={"x": 1}, force=True)
+    summary = {"metrics": METRICS, "abandons": []}
+    text = json.dumps(summary, separators=(",", ":"))
+    assert ":NaN" in text
+    sealed = {**summary, "xxh3_64": seals.of_octets(text.encode())}
+    (directory / "1" / "summary" / "data.json").write_text(json.dumps(sealed))
+    fresh = TorchaxCheckpointer(directory)
+    assert fresh.verify() == 1
+    assert fresh.load(1) == {"x": 1}
+    assert_trees_identical(fresh.metrics(1), METRICS)
+
+
+@pytest.mark.parametrize(
+    "paths", [[["no"]], [[]], ["a"], [["a", 9]], [["a", 0, 0]], [["b"]], 3, [[["a"]]], [["a"]]]
+)
+def test_a_path_that_leads_to_no_name_is_damage(paths: Any) -> None:
+    sealed = seals.seal({"a": [1.0, "Infinity"], "b": "1.5", "nonfinite": paths})
+    with pytest.raises(ValueError, match="nonfinite|unpack"):
+        seals.unseal(sealed)
