@@ -212,7 +212,7 @@ class TorchaxCheckpointer:
                 redistribute,
             )
             self._saves.model_files = ModelFiles(model, tokenizer)
-        self._loop.position = self._reads.resume(attached) if resume else None
+        self._loop.restored(self._reads.resume(attached) if resume else None)
         if self._loop.position is None:
             with self._processes.round("starting anew"):
                 fresh = attached.prepare_fresh()

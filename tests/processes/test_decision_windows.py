@@ -52,6 +52,24 @@ def test_a_policy_that_fails_does_so_on_all_at_the_same_step(kind: type[Exceptio
 
 
 @pytest.mark.parametrize("slow", [0, 1])
+def test_what_only_process_0_knows_at_a_step_decides_for_all(slow: int) -> None:
+    """It decides ahead while it may, and at each step itself while it may not."""
+
+    def act(member: Processes) -> list[int]:
+        asked, saves = windows(member, lambda step, coming: step % 50 == 0), []
+        for step in range(1, 160):
+            is_due = member.is_first and step % 7 == 0 and step < 100
+            if asked.ask(step, is_due=is_due, looks_ahead=step >= 100):
+                saves.append(step)
+            time.sleep(0.002 * (member.index == slow))
+        asked.close()
+        return saves
+
+    expected = sorted({*range(7, 100, 7), 50, 100, 150})
+    assert Group()(act) == [expected] * 3
+
+
+@pytest.mark.parametrize("slow", [0, 1])
 def test_processes_save_the_same_steps_though_one_is_slow(slow: int) -> None:
     """They are never more than some steps apart, as collectives have it."""
     together = threading.Barrier(3)

@@ -175,6 +175,23 @@ def test_replicas_that_differ_are_stored_as_each_process_has_its_part(directory:
 
 
 @pytest.mark.slow
+def test_what_process_0_records_is_the_metrics_of_all_and_decides_on_due_steps(
+    tmp_path: Path,
+) -> None:
+    first, second = run_processes(CALLS, 2, "ranked_by_the_first", tmp_path / "run")
+    assert first == second
+    fifth, every = first
+    assert fifth["steps"] == [*range(5, 44, 5)]
+    assert (fifth["answers"], fifth["best"]) == ([True, False], 10)
+    local = {"own": 0}
+    known = [{"val": -abs(step - 11), **local} for step in (5, 10, 15)]
+    assert fifth["metrics"][:4] == [*known, local]
+    assert every["steps"] == []
+    assert every["metrics"] == [{"val": -7, **local}]
+    assert fifth["reopened"] == fifth["metrics"]
+
+
+@pytest.mark.slow
 def test_what_one_process_cannot_save_stops_no_other(tmp_path: Path) -> None:
     first, second = run_processes(CALLS, 2, "refused_on_one", tmp_path / "run")
     found = {told["name"]: (told, other) for told, other in zip(first, second, strict=True)}

@@ -219,6 +219,35 @@ def _calls_that_read(folder: str, keep: Any) -> None:
     ckpt.close()  # has nobody left to tell
 
 
+def ranked_by_the_first(folder: str) -> None:
+    """Process 0 alone records what a best-N rule ranks; each gives another metric besides."""
+    best = policies.BestN(metric="val", mode="max")
+    keep = policies.AnyPreservationPolicy([best, policies.PreserveAll()])
+    never = policies.SpecificStepsPolicy(())
+    for name, is_recorded in {
+        "at every fifth": lambda step: step % 5 == 0,
+        "at every step": lambda step: True,
+    }.items():
+        at_18 = policies.SpecificStepsPolicy([18])
+        local = LocalTier(f"{folder}/ram-{name}-{INDEX}", save_decision_policy=at_18)
+        ckpt = opened(f"{folder}/{name}", never, keep, local)
+        answers = []
+        for step in range(1, 44):
+            if INDEX == 0 and is_recorded(step):
+                ckpt.record(val=-abs(step - 11))
+            if step in (15, 16):
+                answers.append(ckpt.should_save(step))
+            ckpt.save(step, state=STATE, metrics={"own": INDEX})
+        ckpt.wait_until_finished()
+        told = {"steps": ckpt.all_steps("durable"), "best": ckpt.best_step(), "answers": answers}
+        told["metrics"] = [ckpt.metrics(step) for step in ckpt.all_steps()]
+        ckpt.close()
+        again = opened(f"{folder}/{name}", never, keep, local)
+        told["reopened"] = [again.metrics(step) for step in again.all_steps()]
+        again.close()
+        report(**told)
+
+
 def loads_on_thread(folder: str) -> None:
     """Loads a step on another thread than the one that trains."""
     single = CheckpointOptions(single_replica_restore=True, process_timeout_secs=60)

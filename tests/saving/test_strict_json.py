@@ -1,4 +1,4 @@
-"""All JSON of a run is JSON: NaN and infinity, which JSON does not know, have no bare names in it."""
+"""All JSON of a run is JSON, which knows neither NaN nor infinity."""
 
 from __future__ import annotations
 

@@ -8,7 +8,8 @@ coordination service. The others read them in the background, and wait for one t
 Process 0 predicts the steps of a window from the difference of the last two step numbers. All
 processes must ask at the same steps in the same order, as a training loop does. At the first step,
 and at one that was not predicted, such as that after a restore, process 0 decides when it reaches
-the step.
+the step. So it does at every step while the decision may depend on what only that step brings, as a
+metric for a best-N rule does; then there is a message at every step.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ class DecisionWindows:
         self._decide = decide
         self._background = ThreadPoolExecutor(1, "decisions")
         self._asked, self._answer = -1, False
+        self._due: int | None = None  # the step that is saved whatever ``decide`` says
         self._num_restores = 0  # at the newest step that was asked for
         self._stride: int | None = None
         self._window = _NOTHING
@@ -90,8 +92,11 @@ class DecisionWindows:
         """Whether the background thread was started, which a run of one process does not need."""
         return self._num_windows > 0
 
-    def ask(self, step: int) -> bool:
+    def ask(self, step: int, *, is_due: bool = False, looks_ahead: bool = True) -> bool:
         """Returns whether to save this step: equal on all processes, which ask for equal steps.
+
+        On process 0, ``is_due`` has the step saved unless this was decided before, and
+        ``looks_ahead`` allows to decide on later steps now, when their ``is_due`` is not known.
 
         Raises what ``decide`` raised on process 0; ProcessError if that made another call;
         PolicyError if it has not decided in time; ClosedError after ``close``.
@@ -102,14 +107,15 @@ class DecisionWindows:
                 "checkpointer is closed; call save before close()"
             )
         if self._processes.count == 1:
-            return self._decide(step, ())
+            return self._decide(step, ()) or is_due
         restores = self._processes.log.num_restores
         if (restores, step) == (self._num_restores, self._asked):
             return self._answer
         self._num_restores = restores
+        self._due = step if is_due else None
         left = self._window
         if step < self._asked or not self._window.holds(step):
-            self._go_on(step)
+            self._go_on(step, looks_ahead=looks_ahead)
         if any(self._asked < saved < step for saved in (*left.saved, *self._window.saved)):
             # Process 0, if it saves this earlier step, learns that it waits in vain.
             self._processes.log.at(step)
@@ -128,7 +134,7 @@ class DecisionWindows:
         self._closing.set()
         self._background.shutdown(wait=True)
 
-    def _go_on(self, step: int) -> None:
+    def _go_on(self, step: int, *, looks_ahead: bool) -> None:
         """Gets the window that contains ``step``; begins the next one if it can be predicted."""
         following, self._next = self._next, None
         if following is not None:
@@ -147,7 +153,7 @@ class DecisionWindows:
                 self._window = self._result(self._begin(step, step, []), step)
                 is_new = True
             self._has_differed = False
-        if self._stride is not None and not self._window.error:
+        if looks_ahead and self._stride is not None and not self._window.error:
             (last_step, last_time), now = self._window_began, time.monotonic()
             self._window_began = step, now
             num_steps = max(1, (step - last_step) // self._stride)
@@ -184,7 +190,7 @@ class DecisionWindows:
         stride = self._stride or 1
         for step in range(first, last + 1, stride):
             try:
-                if self._decide(step, [*saved, *decided]):
+                if self._decide(step, [*saved, *decided]) or step == self._due:
                     decided.append(step)
             except Exception as error:
                 if step == first:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torchax_ckpt.errors import StepError
@@ -22,22 +22,57 @@ class Loop:
         self.position: int | None = None
         self._num_restores = 0
         self._recorded: dict[str, Any] = {}
+        # The step of the newest ``save`` and its metrics, for another ``save`` of this step.
+        self._saved: tuple[int | None, Mapping[str, Any]] = None, {}
+        # The newest step that ``is_due`` was asked about, and whether this step and the one before
+        # it have a ranked metric.
+        self._asked: int | None = None
+        self._has_ranked = self._had_ranked = True
 
     def restored(self, step: int | None) -> None:
-        """Sets the loop's position to a restored step, and discards the recorded metrics."""
+        """Sets the loop's position to a restored step, and discards the recorded metrics.
+
+        Without a checkpoint, ``step`` is None, and the training begins before step 1.
+        """
         self.position = step
         self._num_restores += 1
-        self._recorded = {}
+        self._recorded, self._saved = {}, (None, {})
+        self._asked, self._has_ranked = step or 0, True  # so that the first step is not due
 
     def record(self, metrics: Mapping[str, Any]) -> None:
         """Keeps metrics of the current step for the next ``save``, which stores or drops them."""
         self._recorded.update(step_metrics.check_metrics(metrics))
 
-    def take_metrics(self, more: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns and clears the recorded metrics, updated with ``more``."""
-        pending = {**self._recorded, **step_metrics.check_metrics(more)}
-        self._recorded = {}
+    def metrics(self, step: int) -> dict[str, Any]:
+        """Returns the metrics that a ``save`` of this step stores without metrics of its own."""
+        saved_step, saved = self._saved
+        kept = step_metrics.without_donated(saved, step) if saved_step == step else {}
+        return {**kept, **self._recorded}
+
+    def take_metrics(self, step: int, more: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns and clears the metrics of ``step``, updated with ``more``."""
+        pending = {**self.metrics(step), **step_metrics.check_metrics(more)}
+        self._recorded, self._saved = {}, (None, {})
         return pending
+
+    def keep_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Keeps the metrics of a declined save, or of one that may fail, for the next one."""
+        self._saved = step, metrics
+
+    def is_due(self, step: int, metrics: Mapping[str, Any], ranked: Sequence[str]) -> bool:
+        """Returns whether a step has a metric of those ``ranked``, and the step before has none."""
+        if step != self._asked:
+            is_next = self._asked in (None, step - 1)  # None: this is the first step
+            self._had_ranked = is_next and self._has_ranked
+            self._asked, self._has_ranked = step, False
+        found = [metrics[name] for name in ranked if metrics.get(name) is not None]
+        self._has_ranked |= bool(found)
+        return not self._had_ranked and any(map(step_metrics.may_rank, found))
+
+    @property
+    def measures_every_step(self) -> bool:
+        """Whether the newest two steps have a ranked metric: then the next is not due either."""
+        return self._has_ranked and self._had_ranked
 
     def require_not_passed(self, step: int, path: Any) -> None:
         """Raises StepError if ``step`` is below the last step saved, restored or completed."""

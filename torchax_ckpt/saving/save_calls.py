@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
@@ -24,6 +25,8 @@ from torchax_ckpt.snapshot.snapshotter import Snapshotter
 from torchax_ckpt.state import per_process_state
 from torchax_ckpt.state.training_state import TrainingState
 
+logger = logging.getLogger(__name__)
+
 
 class SaveCalls:
     """Implements ``save`` and ``should_save`` of one checkpointer."""
@@ -44,7 +47,9 @@ class SaveCalls:
         self._loop = loop
         self._preemption = preemption
         self.snapshotter = snapshotter
-        self._keep_policy = keep_policy
+        self._is_first = tiers.processes.is_first
+        self._ranked = [rule.metric for rule in preservation.best_rules(keep_policy)]
+        self._has_told_preemption = self._has_warned = False
         self._raises = options.on_save_error == "raise"
         self._unattached = TrainingState()  # random state only, for functional training
         self.model_files = ModelFiles()
@@ -53,7 +58,10 @@ class SaveCalls:
         """Returns whether a call of ``save`` for this step would begin a save."""
         self._log.step = step
         with self._log.calling(f"save({step})", Kind.SAVE):
-            return bool(self._due(step, is_preempted=self._preemption.reached(step)))
+            if self._preemption.reached(step):
+                return bool(self._required(step))
+            is_due = self._loop.is_due(step, self._loop.metrics(step), self._ranked)
+            return bool(self._wanted(step, is_due=is_due))
 
     def save(
         self,
@@ -89,23 +97,29 @@ class SaveCalls:
                 self._durable.saver.announce(number)
             with refusal:
                 _require_state(attached, state, number)
-                pending = self._loop.take_metrics(metrics)
+                pending = self._loop.take_metrics(number, metrics)
                 if must_save:
                     self._durable.saver.wait()  # a save of this step may be in flight, and may fail
-            due = self._due(number, is_forced=force, is_preempted=is_preempted)
+            is_due = self._loop.is_due(number, pending, self._ranked)
+            due = self._required(number) if must_save else self._wanted(number, is_due=is_due)
             if not due:
                 refusal.raise_error()
+                self._loop.keep_metrics(number, pending)
                 if not must_save:  # otherwise the step is not skipped but saved already
                     self._durable.telemetry.skipped(number)
                 return False
             for tier in due:
                 if not must_save:
                     tier.saver.announce(number)
+            if is_preempted and not self._has_told_preemption:
+                self._has_told_preemption = True
+                self._durable.tell_preemption(number)
             began = time.perf_counter()
             fetch_metrics: Callable[[], Any] = dict
             with refusal:
-                ranked = [rule.metric for rule in preservation.best_rules(self._keep_policy)]
-                fetch_metrics = step_metrics.fetching(pending, ranked, number, must_save=must_save)
+                fetch_metrics = step_metrics.fetching(
+                    pending, self._ranked, number, must_save=must_save
+                )
             self._tiers.prepare(number)
             if self._raises:  # the oldest failure, on all processes at the same step
                 with self._tiers.processes.round(f"raising failures before step {number}"):
@@ -126,23 +140,38 @@ class SaveCalls:
                     _abstain(number, [*due, *again], error)
                 raise
             self._loop.position = number  # set first, because the rest may raise or be interrupted
+            self._loop.keep_metrics(number, pending)
             self._begin(captures, due)
             return self._finish(captures[0]) if is_preempted else True
 
-    def _due(
-        self, step: int, *, is_forced: bool = False, is_preempted: bool = False
-    ) -> list[RunTier]:
-        """Returns the tiers to save to: the durable one if forced, or those that want it."""
+    def _required(self, step: int) -> list[RunTier]:
+        """Returns the tiers to save to whatever the policies say: the durable one, or none."""
         self._tiers.open()
-        if is_forced or is_preempted:
-            if self._durable.history.has(step):
-                return []
-            if is_preempted:
-                self._durable.tell_preemption(step)
-            return [self._durable]
-        return [
-            tier for tier in self._tiers if not tier.history.has(step) and tier.windows.ask(step)
-        ]
+        return [] if self._durable.history.has(step) else [self._durable]
+
+    def _wanted(self, step: int, *, is_due: bool) -> list[RunTier]:
+        """Returns the tiers whose policies want a step, and the durable one if ``is_due``."""
+        self._tiers.open()
+        looks_ahead = not self._ranked or self._loop.measures_every_step
+        wanted = []
+        for tier in self._tiers:
+            if tier.history.has(step):
+                continue
+            if tier is not self._durable:
+                is_wanted = tier.windows.ask(step)
+            else:
+                is_wanted = tier.windows.ask(step, is_due=is_due, looks_ahead=looks_ahead)
+                if is_due and not is_wanted and self._is_first and not self._has_warned:
+                    self._has_warned = True
+                    logger.warning(
+                        "step %d is not saved, although a best-N rule ranks a metric of it: the "
+                        "processes had decided before process 0 recorded the metric. Record it "
+                        "before should_save, and at every step or never at two steps in a row",
+                        step,
+                    )
+            if is_wanted:
+                wanted.append(tier)
+        return wanted
 
     def _captures(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 from torchax_ckpt import torchax_backend
 from torchax_ckpt.errors import MetricsError
 from torchax_ckpt.snapshot.device_programs import copied
+
+logger = logging.getLogger(__name__)
 
 
 def check_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,13 +109,34 @@ def fetching(
     return fetch_ranked
 
 
+def without_donated(metrics: Mapping[str, Any], step: int) -> dict[str, Any]:
+    """Returns the metrics of an earlier ``save`` of a step that can still be fetched."""
+    alive = {}
+    for name, value in metrics.items():
+        if isinstance(value, jax.Array) and value.is_deleted():
+            logger.warning(
+                "metric %r of step %d is not stored: since the save of this step that was declined "
+                "or failed, its buffer was donated to a jitted step. Give it again to save(%d)",
+                name,
+                step,
+                step,
+            )
+        else:
+            alive[name] = value
+    return alive
+
+
+def may_rank(value: Any) -> bool:
+    """Returns whether a best-N rule can rank a metric, as far as is known without fetching it."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, jax.Array) or (is_number and value == value)
+
+
 def _require_ranking(metrics: Mapping[str, Any], ranked: Iterable[str], step: int) -> None:
     """Raises MetricsError if a fetched metric that a best-N rule ranks is NaN or not a number."""
     for name in ranked:
         value = metrics.get(name)
-        if value is None or isinstance(value, jax.Array):
-            continue
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
+        if value is not None and not may_rank(value):
             raise MetricsError(
                 f"metric {name!r} at step {step} is {value!r}, which a best-N rule cannot rank. "
                 "Give a number, or leave the metric out at this step.",

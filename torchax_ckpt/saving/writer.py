@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -194,9 +195,11 @@ class Writer:
     ) -> None:
         """Writes, on process 0, all of a step but its arrays, which all processes have written."""
         at_nsecs = time.time_ns()
-        if self._hosts is not None:  # equal on all, when all have written
-            agreed_time = self._hosts.combine(b"", lambda _: time.time_ns().to_bytes(8))
-            at_nsecs = int.from_bytes(agreed_time)
+        if (hosts := self._hosts) is not None:  # equal on all, when all have written
+            told = json.dumps(metrics).encode() if hosts.is_first else b""
+            agreed = hosts.combine(told, lambda all_: b"%d %s" % (time.time_ns(), all_[0]))
+            at, _, first_metrics = agreed.partition(b" ")
+            at_nsecs, metrics = int(at), json.loads(first_metrics)
         self._summary = {
             "metrics": metrics,
             SUMMARY_FIELD: self._history.abandons(),
@@ -231,10 +234,10 @@ class Writer:
 
     def learn(self, committed: Any) -> tuple[CommittedStep, dict[str, Any]]:
         """Returns the newest save's step and summary, given process 0's result of ``write``."""
-        steps, self._still = committed
+        steps, self._still, metrics = committed
         (durable,) = committed_step.named(steps, self._directory.path)
         self._history.committed(durable)
-        return durable, self._summary
+        return durable, {**self._summary, "metrics": metrics}
 
     @property
     def reused_bytes(self) -> int:
@@ -371,7 +374,7 @@ class Writer:
         return stored
 
     def _commit(self, step: int, path: epath.Path) -> list[Any]:
-        """Makes a complete step durable and visible; returns it and the still leaves, in JSON."""
+        """Makes a complete step durable and visible; returns what all processes learn, as JSON."""
         self._directory.fence()
         step_writer.mark(path)
         if self._hosts is None:
@@ -379,7 +382,8 @@ class Writer:
             self._history.committed(durable)
         else:
             durable = self._commit_part(self._hosts, step, path)
-        return [committed_step.described([durable]), self._pending.still if self._pending else None]
+        still = self._pending.still if self._pending else None
+        return [committed_step.described([durable]), still, self._summary["metrics"]]
 
     def _commit_part(self, hosts: Processes, step: int, path: epath.Path) -> CommittedStep:
         """Commits this host's part of a step; deletes it if another host reports a failure."""
