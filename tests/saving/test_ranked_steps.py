@@ -168,3 +168,41 @@ def test_metrics_of_a_save_that_failed_or_of_another_branch(
         ckpt.save(3, force=True)
     assert ckpt.metrics(2) == {"loss": 2}
     assert ckpt.metrics(3) == {}
+
+
+MISSPELLED = [("vall_loss", "val_loss"), ("val/los", "val_loss"), ("acc", "Acc"), ("vla", "val")]
+OTHERS = [("accuracy", "loss"), ("loss_epoch", "loss_step"), ("mse", "mae"), ("loss2", "loss")]
+
+
+@pytest.mark.parametrize(("ranked", "recorded"), [*MISSPELLED, *OTHERS, ("loss", "")])
+def test_a_ranked_metric_that_no_step_has_is_said_once(
+    ranked: str, recorded: str, directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = f"ranks the metric '{ranked}', and keeps no step, because none of the 2 steps has this "
+    said += f"metric. They have '{recorded}'." if recorded else "metric. They have no metrics."
+    keep = policies.AnyPreservationPolicy([policies.LatestN(2), policies.BestN(metric=ranked)])
+    with TorchaxCheckpointer(directory, preservation_policy=keep) as ckpt:
+        for step in range(1, 5):
+            ckpt.save(step, state=STATE, metrics={recorded: 1.0} if recorded else {}, force=True)
+            ckpt.wait_until_finished()
+        # Otherwise an evaluation may still come.
+        assert (said in caplog.text) is ((ranked, recorded) in MISSPELLED)
+    assert caplog.text.count(said[:20]) == 1
+    caplog.clear()
+    with TorchaxCheckpointer(directory, preservation_policy=keep) as ckpt:
+        ckpt.save(6, state=STATE, metrics={ranked: 1.0}, force=True)
+        ckpt.save(7, state=STATE, metrics={recorded: 1.0}, force=True)
+    assert "ranks the metric" not in caplog.text
+
+
+def test_a_run_that_is_evaluated_late_is_warned_neither_before_nor_after(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keep = policies.AnyPreservationPolicy([policies.LatestN(2), policies.BestN(metric="val")])
+    with TorchaxCheckpointer(directory, preservation_policy=keep) as ckpt:
+        for step in range(1, 12):
+            metrics = {"loss": 1.0, **({"val": 2.0} if step == 8 else {})}
+            ckpt.save(step, state=STATE, metrics=metrics, force=True)
+            ckpt.wait_until_finished()
+    assert caplog.messages == []
+    assert ckpt.all_steps() == [8, 10, 11]

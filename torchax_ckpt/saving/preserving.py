@@ -16,6 +16,9 @@ from torchax_ckpt.storage.directory.run_directory import RunDirectory, checkpoin
 
 logger = logging.getLogger(__name__)
 
+# Before so many saves, a metric that no step has may be that of an evaluation still to come.
+_MANY_SAVES = 100
+
 
 class Preserving:
     """Decides, on process 0, which steps of a tier are kept.
@@ -39,6 +42,9 @@ class Preserving:
         self._is_per_host = processes.is_per_host
         self._is_verified = options.read_back or options.read_only
         self._is_first = processes.is_first
+        self._problem = ""  # if no step has a metric that a best-N rule ranks
+        self._num_saves_without = 0
+        self._has_warned = False
         if options.reuse is True:
             self.warn_of_sharing()
 
@@ -58,7 +64,33 @@ class Preserving:
     def kept(self, steps: Sequence[CommittedStep]) -> list[bool]:
         """Returns for each step, oldest first, whether it is kept; raises as ``preserved`` does."""
         infos = [*map(self._directory.info, steps)]
+        self._look_for_metrics([info.metrics or {} for info in infos])
         return self._spared(steps, preserved(self._policy, infos, self._damaged(steps)))
+
+    def _look_for_metrics(self, metrics: Sequence[Mapping[str, Any]]) -> None:
+        """Notes that no step has a metric that a rule ranks; warns at once if it is misspelled."""
+        known = sorted({name for each in metrics for name in each})
+        ranked = {rule.metric for rule in preservation.best_rules(self._policy)}
+        missing = sorted(ranked.difference(known))
+        if not missing or len(metrics) < 2:
+            self._problem, self._num_saves_without = "", 0
+            return
+        self._problem = (
+            f"BestN ranks the metric {missing[0]!r}, and keeps no step, because none of the "
+            f"{len(metrics)} steps has this metric. They have "
+            f"{', '.join(map(repr, known[:10])) or 'no metrics'}. Give BestN the name under which "
+            "the metric is recorded"
+        )
+        self._num_saves_without += 1
+        is_misspelled = any(_is_typo(name, other) for name in missing for other in known)
+        if is_misspelled or self._num_saves_without == _MANY_SAVES:
+            self.warn_of_metrics()
+
+    def warn_of_metrics(self) -> None:
+        """Warns, once, if no step has a metric that a best-N rule ranks."""
+        if self._problem and not self._has_warned:
+            self._has_warned = True
+            logger.warning("%s: %s", self._directory.path, self._problem)
 
     def kept_before(
         self, steps: Sequence[CommittedStep], step: int, metrics: Mapping[str, Any]
@@ -91,3 +123,12 @@ class Preserving:
         # does not count.
         verified = self._directory.verified
         return [not self._is_per_host and verified.is_damaged(s) for s in steps]
+
+
+def _is_typo(name: str, other: str) -> bool:
+    """Returns whether names differ by case, punctuation, a letter too many or two swapped ones."""
+    plain = ["".join(filter(str.isalnum, text.lower())) for text in (name, other)]
+    a, b = sorted(plain, key=len)
+    same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(a))
+    a, b = a[same:], b[same:]
+    return (a == b[1:] and not b[:1].isdigit()) or a[1::-1] + a[2:] == b
