@@ -120,6 +120,15 @@ def test_each_new_best_step_is_published(
     assert publish(run, out, best=f"loss:{mode}") is None
 
 
+def test_a_misspelled_metric_is_said_once(
+    run: Path, out: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Follower(run, out, FORM, best="losss") as following:
+        assert following.publish_due() is following.publish_due() is None
+    [said] = caplog.messages
+    assert "has the metric 'losss', by which they are ranked. They have 'loss'." in said
+
+
 def test_a_run_that_went_back_publishes_its_new_branch(run: Path, out: Path) -> None:
     assert publish(run, out, every=50) == 400
     old = latest(out)

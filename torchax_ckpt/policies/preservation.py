@@ -9,7 +9,7 @@ Source: Orbax v1, ``training.preservation_policies``.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from torchax_ckpt.errors import PolicyError
@@ -90,6 +90,32 @@ def best_rule(policy: Any) -> BestN:
             "policies.BestN(metric='loss', mode='min'), alone or in AnyPreservationPolicy"
         )
     return rule
+
+
+def why_unranked(rules: Iterable[BestN], metrics: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
+    """Returns why rules rank none of several steps, and whether a metric is probably misspelled.
+
+    "" if each rule ranks a step. A metric that no step has may be that of an evaluation to come.
+    """
+    known = sorted({name for each in metrics for name in each})
+    missing = sorted({rule.metric for rule in rules}.difference(known))
+    if not missing or len(metrics) < 2:
+        return "", False
+    text = (
+        f"no step is the best one: none of the {len(metrics)} steps has the metric {missing[0]!r}, "
+        f"by which they are ranked. They have {', '.join(map(repr, known[:10])) or 'no metrics'}. "
+        "Rank them by the name under which the metric is recorded"
+    )
+    return text, any(_is_typo(name, other) for name in missing for other in known)
+
+
+def _is_typo(name: str, other: str) -> bool:
+    """Returns whether names differ by case, punctuation, a letter too many or two swapped ones."""
+    plain = ["".join(filter(str.isalnum, text.lower())) for text in (name, other)]
+    a, b = sorted(plain, key=len)
+    same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(a))
+    a, b = a[same:], b[same:]
+    return (a == b[1:] and not b[:1].isdigit()) or a[1::-1] + a[2:] == b
 
 
 def preserved(policy: Any, checkpoints: Sequence[Any], is_damaged: Sequence[bool]) -> list[bool]:

@@ -24,7 +24,7 @@ from torchax_ckpt.errors import (
     StepNotFoundError,
     UnsupportedLeafError,
 )
-from torchax_ckpt.policies.preservation import ranking
+from torchax_ckpt.policies.preservation import ranking, why_unranked
 from torchax_ckpt.publishing.folder_form import FolderForm
 from torchax_ckpt.publishing.published_folders import Published, PublishedFolders
 from torchax_ckpt.runtime.background import Flag
@@ -99,6 +99,7 @@ class Follower:
         self._run: RunDirectory | None = None
         # With their paths: a step that was renamed while it was read can be read again.
         self._skipped: set[CommittedStep] = set()
+        self._has_warned = False
 
     def follow(
         self, *passing: type[Exception], publishes_last: bool = False
@@ -185,7 +186,12 @@ class Follower:
             if newest <= last // every:
                 return None
             return next(committed for committed in steps if committed.step // every == newest)
-        ranked = self._best.ranked([self._run.info(committed) for committed in steps])
+        infos = [self._run.info(committed) for committed in steps]
+        problem, is_misspelled = why_unranked([self._best], [info.metrics or {} for info in infos])
+        if is_misspelled and not self._has_warned:
+            self._has_warned = True
+            logger.warning("%s: %s", self._path, problem)
+        ranked = self._best.ranked(infos)
         if not ranked:
             return None
         if known := self._best.ranked(published):

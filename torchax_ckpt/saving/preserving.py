@@ -69,20 +69,9 @@ class Preserving:
 
     def _look_for_metrics(self, metrics: Sequence[Mapping[str, Any]]) -> None:
         """Notes that no step has a metric that a rule ranks; warns at once if it is misspelled."""
-        known = sorted({name for each in metrics for name in each})
-        ranked = {rule.metric for rule in preservation.best_rules(self._policy)}
-        missing = sorted(ranked.difference(known))
-        if not missing or len(metrics) < 2:
-            self._problem, self._num_saves_without = "", 0
-            return
-        self._problem = (
-            f"BestN ranks the metric {missing[0]!r}, and keeps no step, because none of the "
-            f"{len(metrics)} steps has this metric. They have "
-            f"{', '.join(map(repr, known[:10])) or 'no metrics'}. Give BestN the name under which "
-            "the metric is recorded"
-        )
-        self._num_saves_without += 1
-        is_misspelled = any(_is_typo(name, other) for name in missing for other in known)
+        rules = preservation.best_rules(self._policy)
+        self._problem, is_misspelled = preservation.why_unranked(rules, metrics)
+        self._num_saves_without = self._num_saves_without + 1 if self._problem else 0
         if is_misspelled or self._num_saves_without == _MANY_SAVES:
             self.warn_of_metrics()
 
@@ -123,12 +112,3 @@ class Preserving:
         # does not count.
         verified = self._directory.verified
         return [not self._is_per_host and verified.is_damaged(s) for s in steps]
-
-
-def _is_typo(name: str, other: str) -> bool:
-    """Returns whether names differ by case, punctuation, a letter too many or two swapped ones."""
-    plain = ["".join(filter(str.isalnum, text.lower())) for text in (name, other)]
-    a, b = sorted(plain, key=len)
-    same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(a))
-    a, b = a[same:], b[same:]
-    return (a == b[1:] and not b[:1].isdigit()) or a[1::-1] + a[2:] == b
