@@ -239,7 +239,11 @@ def ranked_by_the_first(folder: str) -> None:
                 answers.append(ckpt.should_save(step))
             ckpt.save(step, state=STATE, metrics={"own": INDEX})
         ckpt.wait_until_finished()
-        told = {"steps": ckpt.all_steps("durable"), "best": ckpt.best_step(), "answers": answers}
+        told: dict[str, Any] = {
+            "steps": ckpt.all_steps("durable"),
+            "best": ckpt.best_step(),
+            "answers": answers,
+        }
         told["metrics"] = [ckpt.metrics(step) for step in ckpt.all_steps()]
         ckpt.close()
         again = opened(f"{folder}/{name}", never, keep, local)

@@ -148,7 +148,7 @@ def test_metrics_of_a_declined_save_are_stored_by_another_save_of_this_step(
     assert ckpt.metrics(7) == {"a": 1, "loss": 0.5, "b": 3, "c": 4}
     assert ckpt.metrics(9) == {}
     assert ckpt.metrics(10) == {"kept": 1}
-    assert "metric 'lost' of step 10 is not stored" in caplog.text
+    assert "step 10 is saved without a metric: metric 'lost': its buffer was donated" in caplog.text
 
 
 def test_metrics_of_a_save_that_failed_or_of_another_branch(

@@ -52,7 +52,7 @@ def test_a_strict_parser_reads_all_json_of_a_run(directory: Path) -> None:
         ckpt.attach(model, optimizer, lr_scheduler=plateau, stateful={"own": own})
         return own
 
-    rules = [policies.EveryNSteps(math.inf), policies.PreserveAll()]  # type: ignore[arg-type]
+    rules = [policies.EveryNSteps(math.inf), policies.PreserveAll()]
     keep = policies.AnyPreservationPolicy(rules)
     with TorchaxCheckpointer(directory, preservation_policy=keep) as ckpt:
         attach(ckpt)

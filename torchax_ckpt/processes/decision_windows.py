@@ -8,8 +8,8 @@ coordination service. The others read them in the background, and wait for one t
 Process 0 predicts the steps of a window from the difference of the last two step numbers. All
 processes must ask at the same steps in the same order, as a training loop does. At the first step,
 and at one that was not predicted, such as that after a restore, process 0 decides when it reaches
-the step. So it does at every step while the decision may depend on what only that step brings, as a
-metric for a best-N rule does; then there is a message at every step.
+the step. While a decision may depend on what only the step itself brings, such as a metric for a
+best-N rule, process 0 predicts no step, and there is a message at every step.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class DecisionWindows:
     def ask(self, step: int, *, is_due: bool = False, looks_ahead: bool = True) -> bool:
         """Returns whether to save this step: equal on all processes, which ask for equal steps.
 
-        On process 0, ``is_due`` has the step saved unless this was decided before, and
-        ``looks_ahead`` allows to decide on later steps now, when their ``is_due`` is not known.
+        On process 0, a step that ``is_due`` is saved, unless it was decided on before; and without
+        ``looks_ahead`` no later steps are decided on, because their ``is_due`` is not known yet.
 
         Raises what ``decide`` raised on process 0; ProcessError if that made another call;
         PolicyError if it has not decided in time; ClosedError after ``close``.

@@ -46,7 +46,7 @@ class Loop:
     def metrics(self, step: int) -> dict[str, Any]:
         """Returns the metrics that a ``save`` of this step stores without metrics of its own."""
         saved_step, saved = self._saved
-        kept = step_metrics.without_donated(saved, step) if saved_step == step else {}
+        kept = step_metrics.checked_again(saved, step) if saved_step == step else {}
         return {**kept, **self._recorded}
 
     def take_metrics(self, step: int, more: Mapping[str, Any]) -> dict[str, Any]:

@@ -109,21 +109,15 @@ def fetching(
     return fetch_ranked
 
 
-def without_donated(metrics: Mapping[str, Any], step: int) -> dict[str, Any]:
-    """Returns the metrics of an earlier ``save`` of a step that can still be fetched."""
-    alive = {}
+def checked_again(metrics: Mapping[str, Any], step: int) -> dict[str, Any]:
+    """Returns metrics that were checked earlier; logs and leaves out those donated since."""
+    valid = {}
     for name, value in metrics.items():
-        if isinstance(value, jax.Array) and value.is_deleted():
-            logger.warning(
-                "metric %r of step %d is not stored: since the save of this step that was declined "
-                "or failed, its buffer was donated to a jitted step. Give it again to save(%d)",
-                name,
-                step,
-                step,
-            )
-        else:
-            alive[name] = value
-    return alive
+        try:
+            valid[name] = _check(name, value)
+        except MetricsError as error:
+            logger.warning("step %d is saved without a metric: %s", step, error)
+    return valid
 
 
 def may_rank(value: Any) -> bool:
