@@ -359,7 +359,9 @@ class TorchaxCheckpointer:
 
     @brief
     def should_save(self, step: int) -> bool:
-        """Returns whether ``save(step)`` would save the step, due to the policy or a preemption."""
+        """Returns whether ``save(step)`` would save the step: for a policy, at a preemption, or
+        for a metric that ``BestN`` ranks and that is recorded already.
+        """
         return self._saves.should_save(as_step(step))
 
     @guarded(trains=True)

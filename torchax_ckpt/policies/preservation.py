@@ -20,6 +20,9 @@ from torchax_ckpt.runtime.lazily import orbax
 class BestN:
     """Keeps only the n best steps by a metric; add ``LatestN`` to keep recent steps as well.
 
+    A step with the metric is saved, whatever the save decision policy says, unless the step before
+    has the metric too. On several processes, those of process 0 count.
+
     Attributes:
       metric: the name of the metric, as in ``save(step, metrics={"loss": loss})``.
       mode: whether small ("min") or large ("max") values are good.
