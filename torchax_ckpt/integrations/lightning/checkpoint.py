@@ -40,8 +40,9 @@ class TorchaxCheckpoint(Checkpoint):
     module's ``on_save_checkpoint``. A step's number is ``trainer.global_step``. The policy is asked
     after all hooks and the validation of a batch in which an optimizer stepped, and after the end
     of the epoch if it is the last batch. Saved whatever the policy says: the last step of the
-    training; each step for which validation or the end of an epoch logged the monitored metric; and
-    the last completed step on SIGTERM or, if the run has one process, on an exception.
+    training; each step for which validation or the end of an epoch logged the monitored metric, or
+    its batch did, but not that of the step before; and the last completed step on SIGTERM or, if
+    the run has one process, on an exception.
 
     Args:
       directory: a local path or ``gs://bucket/prefix``, one per run.
