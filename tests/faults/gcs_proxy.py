@@ -106,16 +106,22 @@ class FaultProxy:
             return kind
 
     def refusal(self, method: str, path: str, is_authorized: bool) -> tuple[int, bytes] | None:
-        """What a caller without the rights is answered, or who asks for them."""
+        """What a caller without the rights is answered, or who asks for them.
+
+        A caller has roles/storage.objectUser at most, which does not reach the bucket's metadata.
+        """
         if self.needs_credentials and not is_authorized:
             text = "Anonymous caller does not have storage.objects.list access"
             return 401, gcs_server.refusal(401, text)
         if (asked := gcs_server.permissions_asked(path)) is not None:
             if path.split("/b/")[1].split("/")[0] not in self.server.storage.buckets:
                 return 404, gcs_server.refusal(404, "The specified bucket does not exist.")
-            reading = ("storage.buckets.get", "storage.objects.get", "storage.objects.list")
+            reading = ("storage.objects.get", "storage.objects.list")
+            asked = [p for p in asked if p.startswith("storage.objects.")]
             may = [p for p in asked if (self.allows_reads if p in reading else self.allows_writes)]
             return 200, json.dumps({"permissions": may}).encode()
+        if re.fullmatch(r"/storage/v1/b/[^/]+", path.partition("?")[0]):
+            return 403, gcs_server.refusal(403, "The caller lacks storage.buckets.get.")
         if not (self.allows_reads if method == "GET" else self.allows_writes):
             return 403, gcs_server.refusal(403, "The caller does not have permission.")
         return None

@@ -292,6 +292,32 @@ def test_only_empty_folders_of_a_hierarchical_namespace_go_with_their_objects(
 
 
 @pytest.mark.slow
+def test_an_account_that_may_only_use_objects_saves_to_an_empty_bucket_and_resumes(
+    gcs: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filesystem = ExtendedGcsFileSystem(
+        endpoint_url=gcs.url, token="anon", finalize_on_close=True, skip_instance_cache=True
+    )
+    monkeypatch.setattr(backend.fsspec_backend, "fs", lambda path: filesystem)
+    # The second run has a bucket to itself.
+    for run, last in (("gs://empty/run", 2), ("gs://bare", 1)):
+        bucket_name = run.split("/")[2]
+        filesystem._storage_layout_cache[bucket_name] = BucketType.NON_HIERARCHICAL
+        gcs.server.storage.create_bucket(bucket_name, {"name": bucket_name})
+        model = torch.nn.Linear(2, 2).to("jax")
+        with TorchaxCheckpointer(run) as ckpt:
+            ckpt.attach(model)
+            ckpt.save(1, force=True)
+            if last > 1:
+                ckpt.save(2, force=True)
+                ckpt.restore(1)
+                ckpt.save(2, force=True)
+                ckpt.delete(1)
+        with TorchaxCheckpointer(run) as ckpt:
+            assert ckpt.attach(torch.nn.Linear(2, 2).to("jax")) == last
+
+
+@pytest.mark.slow
 def test_a_write_of_a_failed_save_that_is_carried_out_late_spares_the_step_when_saved_anew(
     gcs: FaultProxy, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

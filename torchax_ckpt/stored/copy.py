@@ -178,13 +178,12 @@ def copy_files(
 
 
 def _link_file(source: epath.Path, target: epath.Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
+    permissions.make_inner_folder(target.parent)
     unchanged_files.link_file(source, target)
 
 
 def _copy_file(source: epath.Path, target: epath.Path, on_bytes: Callable[[int], None]) -> None:
-    if not location.is_bucket(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
+    permissions.make_inner_folder(target.parent)
     with source.open("rb") as reading, target.open("wb") as writing:
         while content := reading.read(_CHUNK_BYTES):
             writing.write(content)

@@ -1,8 +1,7 @@
 """Configures the clients of buckets, checks that a bucket is usable, copies and removes objects.
 
-TensorStore reads and writes array data, gcsfs (through epath) does everything else, and Orbax asks
-through google-cloud-storage what kind of bucket it is. Each repeats failed requests: gcsfs for
-about 35 seconds, google-cloud-storage for two minutes, TensorStore for 15. On a connection that
+TensorStore reads and writes array data, gcsfs (through epath) does everything else. Each repeats
+failed requests: gcsfs for about 35 seconds, TensorStore for 15 minutes. On a connection that
 transfers (almost) no data, gcsfs and TensorStore would by default wait for many minutes, or
 forever. Here TensorStore gives up a request that gets less than 10 kB/s for 60 seconds, and gcsfs
 one after 30 seconds of silence, or 10 minutes in all.
@@ -44,8 +43,7 @@ _TENSORSTORE = {
     "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": str(_SLOW_SECS),
     "TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS": str(_SILENCE_SECS),
 }
-# Orbax reads the bucket's own metadata, to learn whether it has a hierarchical namespace.
-_READING = ("storage.buckets.get", "storage.objects.get", "storage.objects.list")
+_READING = ("storage.objects.get", "storage.objects.list")
 _WRITING = ("storage.objects.create", "storage.objects.delete")
 
 
@@ -81,8 +79,7 @@ def check(path: epath.Path, *, for_writing: bool) -> None:
         or_read = "; or, to only read, give options=CheckpointOptions(read_only=True)"
         raise DirectoryError(
             f"{path}: the account in use lacks {', '.join(missing)} on the bucket. Grant it "
-            "roles/storage.objectUser and roles/storage.legacyBucketReader"
-            f"{or_read if is_reading_allowed else ''}.",
+            f"roles/storage.objectUser{or_read if is_reading_allowed else ''}.",
             path=path,
         )
 

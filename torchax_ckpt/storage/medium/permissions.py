@@ -41,8 +41,7 @@ DRAFT_SUFFIX = ".draft"
 def make_folder(path: epath.Path) -> None:
     """Creates a folder and missing parents, not writable by everybody; syncs the names of all."""
     if location.is_bucket(path):
-        path.mkdir(parents=True, exist_ok=True)
-        return
+        return  # see ``make_inner_folder``
     for folder in reversed((path, *path.parents)):
         if not location.exists(folder):
             folder.mkdir(mode=0o775, exist_ok=True)
@@ -90,6 +89,16 @@ def make_closed_folder(step: epath.Path) -> None:
     """Creates a step's folder, which other users cannot enter until ``open_folder``."""
     if not location.is_bucket(step):
         step.mkdir(mode=0o700)
+
+
+def make_inner_folder(path: epath.Path) -> None:
+    """Creates a folder inside a step, and missing parents, unless they exist.
+
+    A bucket creates a folder with the first object in it. gcsfs would first ask whether the bucket
+    exists, and takes an empty one for missing if the account may not read the bucket's metadata.
+    """
+    if not location.is_bucket(path):
+        path.mkdir(parents=True, exist_ok=True)
 
 
 def open_folder(step: epath.Path) -> None:

@@ -53,7 +53,7 @@ _DICT_KEY = 2
 def make_folder(step: epath.Path) -> None:
     """Creates the folder of a step, which other users cannot enter until ``mark``."""
     permissions.make_closed_folder(step)
-    (step / STATE).mkdir(exist_ok=True)
+    permissions.make_inner_folder(step / STATE)
     (step / _INDICATOR).write_bytes(b"")
 
 
@@ -81,7 +81,7 @@ def complete(
     array_writer.merge(step / STATE, folders, arrays)
     _write_tree(step, arrays)
     for item, content in items.items():
-        (step / item).mkdir(parents=True, exist_ok=True)
+        permissions.make_inner_folder(step / item)
         (step / item / "data.json").write_bytes(content)
     record = {
         "item_handlers": {STATE: _PYTREE_HANDLER, **dict.fromkeys(items, _JSON_HANDLER)},
@@ -145,7 +145,7 @@ def _write_tree(step: epath.Path, arrays: Mapping[str, AnyArray]) -> None:
 
 
 def _write(path: epath.Path, content: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    permissions.make_inner_folder(path.parent)
     path.write_text(json.dumps(content))
 
 
