@@ -2,8 +2,8 @@
 
 ``ProcessTimeoutError`` is a ``ProcessError``; ``StepNotFoundError`` and ``StepTypeError`` are a
 ``StepError``. Each class also derives from the matching builtin exception (``ValueError``,
-``FileNotFoundError`` and so on). Each error has the attributes ``step``, ``path`` and ``key_path``;
-an attribute that does not apply is None.
+``FileNotFoundError`` and so on). Each error has the attributes ``step``, ``path``, ``file`` and
+``key_path``; an attribute that does not apply is None.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ class CheckpointError(Exception):
     Attributes:
       step: completed optimizer steps of the checkpoint concerned, or None.
       path: the file or directory concerned, or None.
+      file: the file of the step that is damaged or cannot be read, or None if it is not known.
       key_path: the leaf concerned, named as in the manifest (``model/encoder.0.weight``), or None.
     """
 
@@ -27,12 +28,14 @@ class CheckpointError(Exception):
         *,
         step: int | None = None,
         path: str | os.PathLike[str] | None = None,
+        file: str | os.PathLike[str] | None = None,
         key_path: str | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
         self.step = step
         self.path = None if path is None else os.fspath(path)
+        self.file = None if file is None else os.fspath(file)
         self.key_path = key_path
 
     def __str__(self) -> str:

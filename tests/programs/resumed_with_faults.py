@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import pathlib
-import re
 import warnings
 from typing import Any
 
@@ -78,11 +77,9 @@ with ckpt._processes.round("damaging"):
     if INDEX == 0:
         stored = epath.Path(directory) / "10" / "state"
         place = read_arrays.place_of_chunk(stored, "model.0.weight", [3, 0])
-        found = re.fullmatch("(.*), bytes ([0-9]+) to [0-9]+", str(place))
-        assert found
-        path, first = found.groups()
-        assert "ocdbt.process_1" in path
-        flip_bit(pathlib.Path(path), int(first) + 40)
+        assert place
+        assert "ocdbt.process_1" in place.file
+        flip_bit(pathlib.Path(place.file), place.begin + 40)
 with warnings.catch_warnings(record=True) as warned:
     warnings.simplefilter("always")
     restored = ckpt.restore()

@@ -18,8 +18,9 @@ from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
 from torchax_ckpt.cli import exit_codes
 from torchax_ckpt.cli.output import size
 from torchax_ckpt.errors import CorruptCheckpointError
+from torchax_ckpt.processes import messages
 from torchax_ckpt.storage.directory.committed_step import VERIFIED, CommittedStep
-from torchax_ckpt.stored.shared_files import Usage
+from torchax_ckpt.stored.shared_files import Usage, damaged_too
 
 NUM_STEPS = 8
 BASE_BYTES = 1 << 20  # of the array that does not change
@@ -197,3 +198,18 @@ def test_the_copy_of_a_damaged_file_is_linked_by_none(directory: Path, tmp_path:
     run("copy", directory, target, code=exit_codes.FOUND)
     assert sorted(path.name for path in steps_in(target)) == ["1", "2", "4", "6", "8"]
     run("verify", target, "--all")
+
+
+def test_a_damaged_file_is_told_from_one_whose_name_begins_like_its_name(tmp_path: Path) -> None:
+    for step in ("1", "2", "3"):
+        (tmp_path / step).mkdir()
+    for name, other in (("ab", "2"), ("abc", "3")):
+        (tmp_path / "1" / name).write_bytes(b"1")
+        os.link(tmp_path / "1" / name, tmp_path / other / name)
+    steps = [CommittedStep(n, epath.Path(tmp_path / str(n)), n) for n in (1, 2, 3)]
+    file = tmp_path / "1" / "abc"
+    error = CorruptCheckpointError(f"the first damaged byte lies in {file}", file=file)
+    from_other_process = messages.from_json(messages.to_json(error, 1))
+    for each in (error, from_other_process):
+        assert damaged_too(each, steps[0], steps) == [steps[2]]
+    assert damaged_too(CorruptCheckpointError(str(error)), steps[0], steps) == []

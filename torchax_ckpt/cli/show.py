@@ -305,7 +305,7 @@ def _verify_one(
     except CheckpointError as error:
         sharing = []
         if isinstance(error, CorruptCheckpointError):
-            sharing = shared_files.damaged_too(error.message, committed, run.steps())
+            sharing = shared_files.damaged_too(error, committed, run.steps())
             for damaged in (committed, *sharing):
                 run.verified.note(damaged, is_sound=False)
             if not read_only:

@@ -83,6 +83,7 @@ def to_json(error: BaseException, index: int) -> bytes:
             "message": str(error),
             "step": getattr(error, "step", None) if is_ours else None,
             "path": getattr(error, "path", None) if is_ours else None,
+            "file": getattr(error, "file", None) if is_ours else None,
             "cause": type(cause).__name__,
         }
     ).encode()
@@ -97,6 +98,7 @@ def from_json(message: bytes) -> CheckpointError:
         kind = ProcessError
         text = f"process {fields['process']}: {fields['kind']}: {fields['message']}"
     error = kind(text, step=fields["step"], path=fields["path"])
+    error.file = fields["file"]
     if isinstance(cause, type) and issubclass(cause, CheckpointError):
         error.__cause__ = cause(fields["message"])
     return error

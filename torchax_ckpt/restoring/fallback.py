@@ -73,7 +73,7 @@ def reading(
         with contextlib.suppress(Exception):
             others = [s for s in directory.steps() if s.step != committed.step]
             if is_damage(error):
-                sharing = shared_files.damaged_too(error.message, committed, others)
+                sharing = shared_files.damaged_too(error, committed, others)
                 for other in sharing:
                     directory.verified.note(other, is_sound=False)
                 error.message = shared_files.naming(error.message, sharing)

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from torchax_ckpt.errors import UnusableStateError
+from torchax_ckpt.errors import CheckpointError, UnusableStateError
 from torchax_ckpt.layout.batches import batches
 from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.options import CheckpointOptions
@@ -122,6 +122,7 @@ def _apply_in_budget(
             "no state any more. Restore another step, or start the program again.",
             step=step,
             path=path,
+            file=error.file if isinstance(error, CheckpointError) else None,
         ) from error
 
 

@@ -99,6 +99,7 @@ def _copy(
                     f"torchax-ckpt verify. {error}",
                     step=committed.step,
                     path=committed.path,
+                    file=error.file,
                     key_path=error.key_path,
                 ) from error
             target.fence()

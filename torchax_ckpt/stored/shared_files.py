@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from etils import epath
 
+from torchax_ckpt.errors import CheckpointError
 from torchax_ckpt.layout import unchanged
 from torchax_ckpt.storage.directory.abandonment import Key
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
@@ -102,14 +103,15 @@ def _listed(committed: CommittedStep) -> tuple[int, dict[File, os.stat_result]]:
 
 
 def damaged_too(
-    message: str, damaged: CommittedStep, steps: Iterable[CommittedStep]
+    error: CheckpointError, damaged: CommittedStep, steps: Iterable[CommittedStep]
 ) -> list[CommittedStep]:
-    """Returns the steps that share the damaged file, which ``message`` names if it is known."""
-    named = {file_of(s) for path, s in linked_files(damaged.path).items() if path in message}
-    if not named:
+    """Returns the other steps that share the damaged file, if the error knows which file it is."""
+    status = linked_files(damaged.path).get(error.file or "")
+    if status is None:
         return []
     others = (committed for committed in steps if committed.path != damaged.path)
-    return [s for s in others if not named.isdisjoint(map(file_of, linked_files(s.path).values()))]
+    file = file_of(status)
+    return [s for s in others if file in map(file_of, linked_files(s.path).values())]
 
 
 def naming(message: str, sharing: Sequence[CommittedStep]) -> str:

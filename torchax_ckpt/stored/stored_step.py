@@ -54,7 +54,7 @@ def about(committed: CommittedStep) -> Iterator[None]:
         yield
     except (CorruptCheckpointError, MismatchError) as error:
         if error.step is None:
-            where = "" if str(committed.path) in error.message else f" in {committed.path}"
+            where = "" if error.path is not None else f" in {committed.path}"
             error.message = f"step {committed.step}{where}: {error.message}"
             error.step = committed.step
             error.path = error.path or str(committed.path)

@@ -44,7 +44,8 @@ def require_stored(
     except (ValueError, OSError) as error:
         if storage_errors.is_unavailable(error):
             raise
-        raise corrupt(step, folder, "an OCDBT database", f"{error!s:.300}") from error
+        file = storage_errors.file_of(error)
+        raise corrupt(step, folder, "an OCDBT database", f"{error!s:.300}", file=file) from error
     for name, (shape, dtype) in wanted.items():
         if contents[name].state != "value":
             raise corrupt(step, folder, f"{dtype}{list(shape)}", "no such array", name)

@@ -13,10 +13,11 @@ import dataclasses
 import functools
 import itertools
 import logging
+import os
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import tensorstore as ts
@@ -329,6 +330,7 @@ class _Arrival:
             f"the stored bytes are not those that were saved ({len(wrong)} of the blocks read "
             f"differ from their digests{f'; the first lies in {place}' if place else ''}). The "
             "storage has damaged them; restore another step, or a copy of this one.",
+            place,
         )
 
     def _undecodable(self, error: CorruptCheckpointError) -> CorruptCheckpointError:
@@ -344,6 +346,7 @@ class _Arrival:
             rows,
             f"cannot be read: {storage_errors.said(error)}"
             + (f". The first unreadable part lies in {place}" if place else ""),
+            place,
         )
 
     def _first_unreadable(self) -> tuple[int, ...] | None:
@@ -362,22 +365,37 @@ class _Arrival:
                 return chunk
         return None
 
-    def _place_of_start(self) -> str | None:
+    def _place_of_start(self) -> Place | None:
         return self._place([s // n for s, n in zip(self._piece.start, self._chunk, strict=True)])
 
-    def _place(self, chunk: Sequence[int]) -> str | None:
+    def _place(self, chunk: Sequence[int]) -> Place | None:
         folder = self._committed.path / STATE
         return place_of_chunk(folder, stored_key(self._target.name), chunk)
 
-    def _about(self, rows: Iterable[int], problem: str) -> CorruptCheckpointError:
+    def _about(
+        self, rows: Iterable[int], problem: str, place: Place | None
+    ) -> CorruptCheckpointError:
         """Returns an error that names the stack members in ``rows``, or the unstacked array."""
         members, name = self._target.wanted.members, self._target.name
         leaves = sorted({members[row] for row in rows}) if members else [name]
         named = ", ".join(leaves[:3]) + (f" and {len(leaves) - 3} more" if len(leaves) > 3 else "")
-        return self._committed.error(CorruptCheckpointError, f"{named}: {problem}", leaves[0])
+        return self._committed.error(
+            CorruptCheckpointError, f"{named}: {problem}", leaves[0], place and place.file
+        )
 
 
-def place_of_chunk(folder: epath.Path, key: str, chunk: Sequence[int]) -> str | None:
+class Place(NamedTuple):
+    """The bytes of a file that hold a chunk."""
+
+    file: str
+    begin: int
+    end: int
+
+    def __str__(self) -> str:
+        return f"{self.file}, bytes {self.begin} to {self.end}"
+
+
+def place_of_chunk(folder: epath.Path, key: str, chunk: Sequence[int]) -> Place | None:
     """Returns the file and byte range that hold a chunk of a database's array, if they are found.
 
     TensorStore's errors do not name the file. Slow: reads the database's nodes one after another.
@@ -397,8 +415,8 @@ def place_of_chunk(folder: epath.Path, key: str, chunk: Sequence[int]) -> str | 
                     if (place := _PLACE.fullmatch(entry.get("indirect_value", node))) is None:
                         return None
                     database, file, start, length = place.groups()
-                    end = int(start) + int(length)
-                    return f"{folder / (database + file)}, bytes {start} to {end}"
+                    path = os.fspath(folder / (database + file))
+                    return Place(path, int(start), int(start) + int(length))
     except Exception as error:  # must not replace the error that is being reported
         logger.debug("cannot locate the damaged chunk of %s in %s: %s", key, folder, error)
     return None

@@ -48,10 +48,12 @@ class CommittedStep:
         """Whether the commit record was damaged, so that the step's commit time is unknown."""
         return self.commit_timestamp_nsecs == LOST
 
-    def error(self, kind: type[E], text: str, key_path: str | None = None) -> E:
+    def error(
+        self, kind: type[E], text: str, key_path: str | None = None, file: str | None = None
+    ) -> E:
         """Returns an error about this step, whose message names the step and its path."""
         message = f"step {self.step} in {self.path}: {text}"
-        return kind(message, step=self.step, path=self.path, key_path=key_path)
+        return kind(message, step=self.step, path=self.path, file=file, key_path=key_path)
 
     @property
     def age_secs(self) -> float | None:

@@ -85,11 +85,13 @@ def as_corrupt(committed: CommittedStep, what: str) -> Iterator[None]:
                 f"its {what} cannot be read now, which does not mean that the step is damaged: "
                 f"{storage_errors.explained(error, committed.path)} Then try again, or read an "
                 "older step.",
+                file=storage_errors.file_of(error),
             ) from error
         raise committed.error(
             CorruptCheckpointError,
             f"cannot read its {what}: {storage_errors.said(error)}. If the step is damaged, read "
             "another step, or a copy of this one.",
+            file=storage_errors.file_of(error),
         ) from error
 
 
@@ -98,7 +100,7 @@ def await_read(
     name: str,
     read: Any,
     pace: Pace,
-    place: Callable[[], str | None] = lambda: None,
+    place: Callable[[], object] = lambda: None,
 ) -> None:
     """Waits for the read of an array; if all reads are slow, raises or, on a disk, logs."""
     while not pace.wait(read):
@@ -123,8 +125,8 @@ def await_read(
         pace.restart()
 
 
-def _soon(search: Callable[[], str | None]) -> str | None:
-    found: list[str | None] = [None]
+def _soon(search: Callable[[], object]) -> object:
+    found: list[object] = [None]
     task = Task("torchax_ckpt-search", lambda: found.append(search()))
     task.start()
     task.ended.wait(_SEARCH_SECS)

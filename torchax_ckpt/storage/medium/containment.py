@@ -35,14 +35,14 @@ def require_contained(step_path: epath.Path, step: int) -> None:
     for path, status in found:
         if not stat.S_ISREG(status.st_mode):
             kind = "symbolic link" if stat.S_ISLNK(status.st_mode) else "special file"
-            raise corrupt(step, path, "folders and regular files", f"a {kind}")
+            raise corrupt(step, path, "folders and regular files", f"a {kind}", file=path)
         in_data = os.path.basename(os.path.dirname(path)) == _DATA_FOLDER
         if in_data and status.st_size > memory:
             on_storage = status.st_blocks * 512  # holes in a file take no space
             raise _too_large(step, path, "a file", status.st_size, status.st_size, on_storage)
         if not in_data and status.st_size > seals.MAX_JSON_BYTES:
             expected = f"at most {seals.MAX_JSON_BYTES} bytes"
-            raise corrupt(step, path, expected, f"{status.st_size}")
+            raise corrupt(step, path, expected, f"{status.st_size}", file=path)
 
 
 def walk(top: str | os.PathLike[str]) -> Iterator[tuple[str, os.stat_result]]:
@@ -133,6 +133,7 @@ def corrupt(
     expected: str,
     found: str,
     name: str | None = None,
+    file: str | None = None,
 ) -> CorruptCheckpointError:
     """Returns the error for a damaged file or array: the message says what was expected."""
     leaf = "" if name is None else f"{name}: "
@@ -140,5 +141,6 @@ def corrupt(
         f"step {step} in {os.fspath(path)}: {leaf}expected {expected}, found {found}",
         step=step,
         path=path,
+        file=file,
         key_path=name,
     )

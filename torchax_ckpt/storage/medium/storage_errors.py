@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import re
 import traceback
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from torchax_ckpt.storage.medium import location
 _STATUS = re.compile(r"(?:^|: )([A-Z]+(?:_[A-Z]+)*): ")
 _HTTP_CODE = re.compile(r"http_response_code='(\d+)'")
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
+_FILE = re.compile(r'local file "([^"]*[^"/])"')
 # Statuses that mean that the bytes are not those that were written. Other reports of a medium (no
 # answer, no permission, an I/O error) say nothing about the bytes.
 _DAMAGE = {"DATA_LOSS", "FAILED_PRECONDITION", "INVALID_ARGUMENT", "NOT_FOUND", "OUT_OF_RANGE"}
@@ -68,6 +70,8 @@ _NO_ADVICE = "Check that the path is a directory and that this process may use i
 def is_unavailable(error: BaseException) -> bool:
     """Returns whether storage cannot be read now, which says nothing about damage."""
     for link in _chain(error):
+        if isinstance(link, CheckpointError):
+            return isinstance(link, DirectoryError)
         number = _errno(link)
         if number is not None:
             return number not in _DAMAGE_ERRNOS
@@ -104,6 +108,15 @@ def said(error: BaseException) -> str:
     """Returns the text of the error that storage reported, on one line, without a full stop."""
     link = root_cause(error)
     return " ".join(f"{type(link).__name__}: {link}".split()).rstrip(".: ")
+
+
+def file_of(error: BaseException) -> str | None:
+    """Returns the path of the file that storage reported an error about, if it named one."""
+    link = root_cause(error)
+    if isinstance(link, OSError) and isinstance(link.filename, (str, os.PathLike)):
+        return os.fspath(link.filename)
+    match = _FILE.search(str(link))
+    return match[1] if match else None
 
 
 def advice(error: BaseException, *, is_bucket: bool = False) -> str:
