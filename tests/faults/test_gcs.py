@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import logging
 import os
@@ -12,6 +13,7 @@ import threading
 import time
 import types
 from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -36,8 +38,10 @@ from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies, torch
 from torchax_ckpt.errors import DirectoryError, LeaseError, SaveError
 from torchax_ckpt.storage.directory.compare_and_swap import Conflict, Seen, record_at
 from torchax_ckpt.storage.directory.lease import LeaseHolder
+from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import bucket, location
 from torchax_ckpt.storage.writing import array_writer
+from torchax_ckpt.stored.copy import copy_steps
 
 pytest_plugins = ("gcs_fixtures",)
 
@@ -503,6 +507,30 @@ def test_a_bucket_that_cannot_be_used_is_refused_at_construction(
 def test_other_schemes_are_refused_with_what_is_supported(url: str) -> None:
     with pytest.raises(DirectoryError, match=r"not supported\. Give a local path.*gs://"):
         TorchaxCheckpointer(url)
+
+
+def test_a_failed_copy_raises_its_own_error_and_removes_nothing_of_others(
+    gcs: FaultProxy, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give_up_soon(monkeypatch)
+    with TorchaxCheckpointer(tmp_path) as ckpt:
+        save(ckpt, 1)
+    steps = RunDirectory(tmp_path).steps()
+    prefix = url.removeprefix("gs://bucket/")
+
+    def fail(changed: str, concerned: str, request: str) -> None:
+        if "manifest" in request and not request.startswith("GET"):
+            gcs.is_out, gcs.concerned = "refuse", concerned
+            write_at_a_delete(gcs, f"{prefix}/new", changed, changed)
+
+    # First one object cannot be written, then nothing works from then on.
+    for concerned, run in (("manifest", "spared"), ("", "outage")):
+        changed = f"{prefix}/{run}/1/orbax.checkpoint"
+        gcs.hook = functools.partial(fail, changed, concerned)
+        with pytest.raises(DirectoryError, match=f"cannot copy step 1 to {url}/{run}: .*503"):
+            copy_steps(steps, RunDirectory(f"{url}/{run}"))
+        gcs.calm()
+    assert gcs.names(f"{url}/spared/1") == ["begun", "orbax.checkpoint"]
 
 
 # --- who writes ----------------------------------------------------------------------------------

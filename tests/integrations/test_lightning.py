@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchax_ckpt import TorchaxCheckpointer, policies, torchax_backend
-from torchax_ckpt.errors import PolicyError
+from torchax_ckpt.errors import DirectoryError, PolicyError
 from torchax_ckpt.integrations.lightning import TorchaxCheckpoint, TorchaxStrategy
 
 pytestmark = [
@@ -174,6 +174,20 @@ def test_an_exception_saves_the_last_step_unless_it_is_half_overwritten(
         train(run, 1, run.checkpoint(directory), *blow)
     assert steps_of(directory) == saved
     assert_same_end(train(run, 22, run.checkpoint(directory)), train(run, 1 if saved else 22))
+
+
+@pytest.mark.slow
+def test_the_exception_that_ended_the_training_is_raised_though_no_step_can_be_listed(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(self: TorchaxCheckpointer) -> int | None:
+        raise DirectoryError("the disk is gone")
+
+    monkeypatch.setattr(TorchaxCheckpointer, "latest_step", fail)
+    run = Run()
+    with pytest.raises(RuntimeError, match="asked for"):
+        train(run, 1, run.checkpoint(directory), "error", "step", 0, 2)
+    assert "the steps cannot be listed: the disk is gone" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -45,10 +46,12 @@ from torchax_ckpt.storage.directory.committed_step import (
 )
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.run_history import RunHistory
-from torchax_ckpt.storage.medium import seals
+from torchax_ckpt.storage.medium import seals, storage_errors
 from torchax_ckpt.storage.medium.assets import Assets
 from torchax_ckpt.storage.writing import array_writer, fetching, step_writer, unchanged_files
 from torchax_ckpt.stored.stored_step import StoredStep
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -408,6 +411,10 @@ class Writer:
             self._processes.meet()
         except CorruptCheckpointError:  # after other errors, the step may be intact
             if self._processes.is_first:
-                self._directory.delete(durable)
+                try:
+                    self._directory.delete(durable)
+                except Exception as error:  # the damage is the error to raise
+                    text = "%s: this damaged step cannot be deleted: %s"
+                    logger.warning(text, durable.path, storage_errors.said(error))
             raise
         self._directory.verified.note(durable, is_sound=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -20,11 +21,13 @@ from torchax_ckpt.errors import (
 from torchax_ckpt.storage.directory import commit_record
 from torchax_ckpt.storage.directory.committed_step import VERIFIED, CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
-from torchax_ckpt.storage.medium import fsync, location, permissions
+from torchax_ckpt.storage.medium import fsync, location, permissions, storage_errors
 from torchax_ckpt.storage.writing import unchanged_files
 from torchax_ckpt.stored import shared_files
 from torchax_ckpt.stored.shared_files import File
 from torchax_ckpt.stored.stored_step import StoredStep, still_there
+
+logger = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 16 << 20
 # The number of files copied at a time: each is at least one round trip to a bucket.
@@ -84,7 +87,8 @@ def _copy(
     """Copies a step; ``first_copies``, of files that several steps have, gets those of this one."""
     path = target.path_for(committed.step)
     try:
-        with still_there(committed):
+        action = f"copy step {committed.step} to"
+        with storage_errors.translated(action, target.path), still_there(committed):
             permissions.make_closed_folder(path)
             shared = _shared_files(committed, target)
             known = {name: first_copies[f] for name, f in shared.items() if f in first_copies}
@@ -95,7 +99,7 @@ def _copy(
             except CorruptCheckpointError as error:
                 raise CorruptCheckpointError(
                     f"the copy of step {committed.step} in {committed.path} differs from what was "
-                    "saved, and was removed. The original may be damaged: check it with "
+                    "saved, and does not count. The original may be damaged: check it with "
                     f"torchax-ckpt verify. {error}",
                     step=committed.step,
                     path=committed.path,
@@ -105,24 +109,28 @@ def _copy(
             target.fence()
             # Copied last, because on a bucket the mark completes the step.
             _copy_file(committed.path / commit_record.MARK, path / commit_record.MARK, on_bytes)
-        permissions.open_folder(path)
-        fsync.sync_tree(path)
-        done = target.commit(committed.step, path)
+            permissions.open_folder(path)
+            fsync.sync_tree(path)
+            done = target.commit(committed.step, path)
     except BaseException as error:
         # If the lease is lost, the files may be those of the lease's new holder.
         if not isinstance(error, LeaseError):
-            with contextlib.suppress(OSError):
-                path.rmtree(missing_ok=True)
-        if isinstance(error, OSError) and not isinstance(error, CheckpointError):
-            raise DirectoryError(
-                f"cannot copy step {committed.step} to {target.path}: {error}", path=target.path
-            ) from error
+            _remove(path)
         raise
     for name, file in shared.items():
         first_copies.setdefault(file, done.path / name)
     target.verified.note(done, is_sound=True)
     target.verified.mark([done])
     return done
+
+
+def _remove(path: epath.Path) -> None:
+    """Removes what a failed copy wrote; only logs a failure, which must not replace the copy's."""
+    try:
+        commit_record.remove_leftover(path)
+    except Exception as error:  # bucket clients raise errors of their own
+        text = "%s: what was copied cannot be removed (%s); the next copy or save there removes it"
+        logger.warning(text, path, storage_errors.said(error))
 
 
 def _shared_files(committed: CommittedStep, target: RunDirectory) -> dict[str, File]:

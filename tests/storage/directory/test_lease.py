@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from etils import epath
 from support import PROGRAMS
 from support.compare import entries
 from support.processes import environment, run_python
@@ -370,6 +371,29 @@ def test_a_record_is_synced_before_it_has_its_name(
     record.close()
     assert [what for what, _ in calls] == ["synced", "named"] * 2
     assert [inode for _, inode in calls[::2]] == [inode for _, inode in calls[1::2]]
+
+
+def test_a_record_that_cannot_be_written_says_why_and_not_that_its_draft_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(number: int) -> Any:
+        def refused(*args: Any, **kwargs: Any) -> Any:
+            raise OSError(number, os.strerror(number))
+
+        return refused
+
+    record = record_at(tmp_path / "lease")
+    seen = record.swap(None, b"1")
+    monkeypatch.setattr(os, "replace", refuse(errno.ENOSPC))
+    monkeypatch.setattr(Path, "unlink", refuse(errno.EIO))
+    with pytest.raises(OSError, match="No space left"):
+        record.swap(seen, b"2")
+    # Nor does a lease that cannot be removed replace the reason that it cannot be held.
+    monkeypatch.setattr(lease, "_Hold", refuse(errno.EAGAIN))
+    (tmp_path / "run").mkdir()
+    with pytest.raises(OSError, match="Resource temporarily unavailable"):
+        Lease(epath.Path(tmp_path / "run")).hold()
+    record.close()
 
 
 # --- keeping it ---

@@ -185,7 +185,7 @@ def test_a_step_that_cannot_be_read_back_now_stays_until_the_next_one_is_durable
 
 
 def test_a_step_that_does_not_read_back_is_deleted_and_its_save_has_failed(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     write = array_writer.write_arrays
     fill(directory, 1)
@@ -203,10 +203,16 @@ def test_a_step_that_does_not_read_back_is_deleted_and_its_save_has_failed(
     with pytest.raises(SaveError, match=r"saving step 2 .*state/w: the stored bytes are not"):
         ckpt.wait_until_finished()
     assert ckpt.all_steps() == [1]
+    with monkeypatch.context() as patched:  # what is said is the same if it cannot be deleted
+        patched.setattr(RunDirectory, "delete", Mock(side_effect=OSError(5, "I/O error")))
+        ckpt.save(2, state=state(2), force=True)
+        with pytest.raises(SaveError, match=r"saving step 2 .*state/w: the stored bytes are not"):
+            ckpt.wait_until_finished()
+    assert "2: this damaged step cannot be deleted: OSError: [Errno 5] I/O error" in caplog.text
     monkeypatch.setattr(array_writer, "write_arrays", write)
-    assert ckpt.save(2, state=state(2), force=True)
+    assert ckpt.save(3, state=state(3), force=True)
     ckpt.close()
-    assert ckpt.all_steps() == [2]
+    assert ckpt.all_steps() == [3]
 
 
 @pytest.mark.parametrize(

@@ -158,12 +158,11 @@ class TorchaxCheckpoint(Checkpoint):
             logger.exception("no step was saved for the %s", type(exception).__name__)
         with contextlib.suppress(CheckpointError):  # The error is logged already.
             self.teardown(trainer, pl_module, "fit")
-        logger.info(
-            "%s: a restart will resume from step %s in %s",
-            type(exception).__name__,
-            ckpt.latest_step(),
-            ckpt.directory,
-        )
+        text, kind = "%s: a restart will resume from step %s in %s", type(exception).__name__
+        try:
+            logger.info(text, kind, ckpt.latest_step(), ckpt.directory)
+        except CheckpointError as error:
+            logger.error("%s: the steps cannot be listed: %s", kind, error)
         if isinstance(exception, SIGTERMException):
             # Lightning's own exit code, 0, would tell most schedulers that the job has finished.
             exception.code = _SIGTERM_EXIT_CODE

@@ -90,7 +90,9 @@ class _LocalRecord:
         except FileNotFoundError:  # the holder of the lease has removed the draft
             raise Conflict from None
         finally:
-            draft.unlink(missing_ok=True)
+            # The next cleanup of the directory removes a draft that stays.
+            with contextlib.suppress(OSError):
+                draft.unlink(missing_ok=True)
         return Seen(content, content)
 
     def _created_by_link(self, draft: pathlib.Path) -> bool:

@@ -22,6 +22,7 @@ has it. A gap remains between this read and the rename or upload that makes the 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -139,7 +140,9 @@ class Lease:
             except BaseException as error:  # also an interrupt, or no thread can be started
                 _tokens.discard(holder.token)
                 if taken is not None:
-                    record.remove(taken)
+                    # If it stays, this process takes it over, and others once it has expired.
+                    with contextlib.suppress(OSError):
+                        record.remove(taken)
                 if not isinstance(error, Conflict):
                     raise
 
