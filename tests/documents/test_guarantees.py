@@ -41,7 +41,9 @@ A damaged newest step is skipped
     test_an_error_filter_for_warnings_does_not_keep_a_run_from_resuming
 The run resumes from the newest step
     test_attach_goes_on_from_the_newest_step_without_damage
-If a step cannot be read at the moment
+If a host cannot read its local tier
+    test_the_durable_tier_is_read_with_a_warning_that_names_host_and_file
+If a step in the durable directory cannot be read
     test_resuming_goes_back_past_damage_but_not_past_what_cannot_be_read
 If every step is damaged
     test_a_run_does_not_begin_anew_over_its_only_step

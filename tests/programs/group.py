@@ -15,6 +15,7 @@ process that dies answers no packet any more, and closes nothing.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -40,6 +41,7 @@ import safetensors.torch
 from jax.experimental.multihost_utils import process_allgather, sync_global_devices
 from jax.sharding import Mesh, NamedSharding
 from support.damage import damage, flip_arrays
+from support.unreadable import unreadable
 
 from torchax_ckpt import (
     CheckpointOptions,
@@ -56,6 +58,7 @@ from torchax_ckpt.storage.directory.run_directory import RunDirectory
 
 SETTINGS = json.loads(sys.argv[4])
 directory = SETTINGS["directory"]
+failing = contextlib.ExitStack()
 mine = pathlib.Path(SETTINGS.get("ramdisks", "none"), str(INDEX))
 start = 0
 
@@ -242,6 +245,16 @@ def damage_state_of_last(host: int, step: int) -> None:
     keys = process_allgather(np.random.get_state(legacy=False)["state"]["key"])
     if host == INDEX:
         damage(mine / str(step), keys[-1].tobytes()[:64])
+
+
+def fail_reads(host: int, what: str, number: int) -> None:
+    """Has the reads of a host's local tier fail until ``stop_failing``."""
+    if host == INDEX:
+        failing.enter_context(unreadable(mine, what, number))
+
+
+def stop_failing() -> None:
+    failing.close()
 
 
 def exchange() -> None:

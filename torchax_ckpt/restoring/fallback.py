@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
@@ -24,12 +25,15 @@ T = TypeVar("T")
 
 
 def newest_readable(
-    candidates: Sequence[CommittedStep], attempt: Callable[[CommittedStep], T]
+    candidates: Sequence[CommittedStep],
+    attempt: Callable[[CommittedStep], T],
+    is_spare: Callable[[CommittedStep], bool] = lambda committed: False,
 ) -> tuple[T, tuple[int, ...]]:
     """Returns ``attempt``'s result for the newest readable step, and the numbers of skipped steps.
 
-    Each skipped step is a UserWarning; older ones are tried even if a filter makes it an error. If
-    none can be read, raises the newest one's error, but UnusableStateError if state is lost.
+    Skips damaged steps, and those of a local tier (``is_spare``) that cannot be read now. Each
+    skipped step is a UserWarning; older ones are tried even if a filter makes it an error. If none
+    can be read, raises the newest one's error, but UnusableStateError if state is lost.
     """
     first_error: CheckpointError | None = None
     skipped: list[int] = []
@@ -38,14 +42,18 @@ def newest_readable(
             return attempt(committed), tuple(skipped)
         except StepNotFoundError as error:  # the writing program deleted the step
             first_error = first_error or error
-        except (CorruptCheckpointError, UnusableStateError) as error:
-            if not is_damage(error):
+        except (CorruptCheckpointError, DirectoryError, UnusableStateError) as error:
+            is_unreadable_spare = isinstance(error, DirectoryError) and is_spare(committed)
+            if not is_damage(error) and not is_unreadable_spare:
                 raise
             first_error = error if isinstance(error, UnusableStateError) else first_error or error
             if left == 0:
                 break
             skipped.append(committed.step)
-            user_messages.warn(f"skipping an unreadable checkpoint: {error}", stacklevel=6)
+            text = "skipping an unreadable checkpoint"
+            if is_unreadable_spare:
+                text = f"host {socket.gethostname()} skips a step of its local tier"
+            user_messages.warn(f"{text}: {error}", stacklevel=6)
     assert first_error is not None, "called with no candidates"
     raise first_error
 

@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from torchax_ckpt.errors import CorruptCheckpointError, StepNotFoundError
+from torchax_ckpt.errors import CorruptCheckpointError, DirectoryError, StepNotFoundError
 from torchax_ckpt.layout.manifest import Node, array_nodes
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.processes.coordination import Processes
@@ -42,7 +43,7 @@ from torchax_ckpt.stored.stored_step import Compared, StoredStep
 logger = logging.getLogger(__name__)
 
 _NO_COPY = (
-    "no host has an undamaged copy of this step that contains what this load or restore asks for. "
+    "no host has a readable, undamaged copy of this step that contains what is asked for. "
     "No host alone stores whole leaves: call load with an abstract_state whose shardings span all "
     "hosts, or read the step from the durable tier (tier='durable')"
 )
@@ -312,13 +313,13 @@ class HostSteps:
 
     @contextlib.contextmanager
     def _ignoring_damage(self) -> Iterator[None]:
-        """Drops this host's copy if it is damaged; another host may have the data undamaged."""
+        """Drops a copy that is damaged or cannot be read; another host may have the data."""
         try:
             with self._verified.noting_damage(self.committed):
                 yield
-        except (CorruptCheckpointError, StepNotFoundError) as error:
+        except (CorruptCheckpointError, DirectoryError, StepNotFoundError) as error:
             self._copy = None  # values from other hosts do not verify it
-            logger.warning("this host's copy is ignored: %s", error)
+            logger.warning("the copy of host %s is ignored: %s", socket.gethostname(), error)
 
     def _unreadable(self, why: str) -> CorruptCheckpointError:
         place = self.committed.path.parent  # the step itself may not exist on this host

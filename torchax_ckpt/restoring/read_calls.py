@@ -42,7 +42,9 @@ class ReadCalls:
         """Restores the newest readable step; returns its number, or None without steps."""
         if not (candidates := self._tiers.steps()):
             return None
-        report, _ = newest_readable(candidates, lambda s: self._restore(s, attached, strict=True))
+        report, _ = newest_readable(
+            candidates, lambda s: self._restore(s, attached, strict=True), self._is_spare
+        )
         return report.step
 
     def restore(
@@ -66,6 +68,7 @@ class ReadCalls:
         report, skipped = newest_readable(
             self._tiers.candidates(number, tier),
             lambda s: self._restore(s, attached, strict, selection()),
+            self._is_spare,
         )
         return dataclasses.replace(report, skipped_steps=skipped)
 
@@ -74,7 +77,9 @@ class ReadCalls:
         with self._tiers.processes.round("beginning"):
             number = self._checked(step, tier)
         candidates = self._tiers.candidates(number, tier)
-        state, _ = newest_readable(candidates, lambda s: self._load(s, abstract_state))
+        state, _ = newest_readable(
+            candidates, lambda s: self._load(s, abstract_state), self._is_spare
+        )
         return state
 
     def verify(self, step: int | None, tier: TierName | None) -> int:
@@ -111,6 +116,10 @@ class ReadCalls:
         finally:
             if marks:
                 verified.mark([committed])
+
+    def _is_spare(self, committed: CommittedStep) -> bool:
+        """Returns whether a step is one in a local tier, of which the durable tier has others."""
+        return self._tiers.holding(committed) is self._tiers.local
 
     def _checked(self, step: int | None, tier: TierName | None) -> int | None:
         self._tiers.named(tier)

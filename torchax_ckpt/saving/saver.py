@@ -119,9 +119,10 @@ class Saver:
             path = self._directory.path
             raise LeaseError(
                 f"{path}: since this program listed the directory, another program has saved steps "
-                f"{', '.join(str(s.step) for s in unknown)} there. They do not belong to the run "
-                "of this program, so nothing was written. Start this program again, or restore() "
-                "one of the steps there; newer steps are then set aside. Or use another directory.",
+                f"{', '.join(str(s.step) for s in unknown)} there, or they could not be listed "
+                "then. They do not belong to the run of this program, so nothing was written. "
+                "Start this program again, or restore() one of the steps there; newer steps are "
+                "then set aside. Or use another directory.",
                 path=path,
             )
 

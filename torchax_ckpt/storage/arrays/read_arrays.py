@@ -23,7 +23,7 @@ import numpy as np
 import tensorstore as ts
 from etils import epath
 
-from torchax_ckpt.errors import CorruptCheckpointError
+from torchax_ckpt.errors import CorruptCheckpointError, DirectoryError
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.runtime import progress
 from torchax_ckpt.runtime.background import Flag
@@ -312,6 +312,13 @@ class _Arrival:
                 self._future.result()
         except CorruptCheckpointError as error:
             raise self._undecodable(error) from error.__cause__
+        except DirectoryError as error:
+            # A bucket that cannot be read would have to be read to find this.
+            chunk = None if location.is_bucket(self._committed.path) else self._first_unreadable()
+            if chunk is not None and (place := self._place(chunk)) is not None:
+                error.message += f" The first part that cannot be read lies in {place}."
+                error.file = place.file
+            raise
         self._is_compared.wait()
         if self._failure is not None:
             raise self._failure

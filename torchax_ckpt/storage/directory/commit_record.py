@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import re
+import socket
 from collections.abc import Iterable
 from typing import Any
 
@@ -69,18 +70,24 @@ def is_begun(path: epath.Path) -> bool:
     return any(child.name in _PARTS for child in path.iterdir())
 
 
-def steps_among(children: Iterable[epath.Path], first: int) -> list[CommittedStep]:
-    """Returns the committed steps among a run's folders, from step number ``first`` on."""
+def steps_among(
+    children: Iterable[epath.Path], first: int, *, is_spare: bool = False
+) -> list[CommittedStep]:
+    """Returns the committed steps among a run's folders, from step number ``first`` on.
+
+    In a local tier (``is_spare``), a record that cannot be read now counts as damaged.
+    """
     named = [(child, m) for child in children if (m := _STEP.fullmatch(child.name))]
     found = [(child, match) for child, match in named if int(match[2]) >= first]
     # In parallel, because each read is a round trip to a bucket.
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        times = pool.map(time_or_none, (child for child, _ in found))
+        time = _time_of_spare if is_spare else time_or_none
+        times = pool.map(time, (child for child, _ in found))
         # A directory of any origin may have a number for a name; only a commit leaves a time.
         return [
-            CommittedStep(int(match[2]), child, time, is_incoming=bool(match[1]))
-            for (child, match), time in zip(found, times, strict=True)
-            if time is not None
+            CommittedStep(int(match[2]), child, at, is_incoming=bool(match[1]))
+            for (child, match), at in zip(found, times, strict=True)
+            if at is not None
         ]
 
 
@@ -94,14 +101,22 @@ def time_or_none(path: epath.Path) -> int | None:
                 if not location.is_bucket(path) and (
                     any(path.iterdir()) if path.is_dir() else path.exists()
                 ):
-                    _warn_once(path)
+                    _warn_once(path, "its commit record cannot be read: ignoring it")
                 return None
     return LOST
 
 
+def _time_of_spare(path: epath.Path) -> int | None:
+    try:
+        return time_or_none(path)
+    except OSError as error:
+        _warn_once(path, f"host {socket.gethostname()} cannot read its commit record: {error}")
+        return LOST
+
+
 @functools.cache
-def _warn_once(path: epath.Path) -> None:
-    logger.warning("%s looks like a step, but its commit record cannot be read: ignoring it", path)
+def _warn_once(path: epath.Path, problem: str) -> None:
+    logger.warning("%s looks like a step, but %s", path, problem)
 
 
 def read_time(path: epath.Path) -> int:

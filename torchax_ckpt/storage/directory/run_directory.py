@@ -30,17 +30,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import logging
 import os
 import re
+import socket
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from etils import epath
 
 from torchax_ckpt import policies
-from torchax_ckpt.errors import DirectoryError
+from torchax_ckpt.errors import CheckpointError, DirectoryError
+from torchax_ckpt.runtime import user_messages
 from torchax_ckpt.storage.directory import commit_record, committed_step, lease, run_identity
 from torchax_ckpt.storage.directory.abandonment import Abandonment, Branches, Key
 from torchax_ckpt.storage.directory.committed_step import CommittedStep, Verified
@@ -71,6 +74,14 @@ def checkpoint_info(
     )
 
 
+@functools.cache  # a run lists its tier at each save
+def _warn_of_lost_tier(path: epath.Path, said: str) -> None:
+    user_messages.warn(
+        f"{path}: host {socket.gethostname()} cannot read its local tier, which counts as empty: "
+        f"{said}. Steps of other hosts and of the durable directory count."
+    )
+
+
 class RunDirectory:
     """The directory of one run: a local path, or ``gs://bucket/prefix``.
 
@@ -90,7 +101,7 @@ class RunDirectory:
             if self.path.exists() and not self.path.is_dir():
                 text = "expected a directory, found a file. Give each run a directory of its own."
                 raise DirectoryError(f"{self.path}: {text}", path=self.path)
-        self._summaries = Summaries()
+        self._summaries = Summaries(is_spare=durable is not None)
         self.verified = Verified()
         self.abandonment: Abandonment = Abandonment(
             self.path, self.found, self._summaries, None if durable is None else durable.abandonment
@@ -120,9 +131,21 @@ class RunDirectory:
         return self.abandonment.branches()
 
     def found(self, first: int = 0) -> list[CommittedStep]:
-        """Lists the run's committed steps from number ``first`` on, including abandoned steps."""
+        """Lists the run's committed steps from number ``first`` on, including abandoned steps.
+
+        A local tier that this host cannot read counts as empty, and a warning says so: other hosts,
+        and the durable directory, have steps too.
+        """
+        durable = self._durable
         with self._translated("read"):
-            found = self.run_name.ours(self._visible(first))
+            run = None if durable is None else durable.run_name.names()
+            try:
+                found = self.run_name.ours(self._visible(first), run)
+            except OSError as error:
+                if durable is None or isinstance(error, CheckpointError):
+                    raise
+                _warn_of_lost_tier(self.path, storage_errors.said(error))
+                return []
         return [s for s in found if s.key in self._left_out.get(s.step, (s.key,))]
 
     def leave_out(self, step: int, known: Iterable[CommittedStep]) -> None:
@@ -143,7 +166,9 @@ class RunDirectory:
         return checkpoint_info(committed, self.metrics(committed))
 
     def _visible(self, first: int = 0) -> list[CommittedStep]:
-        return commit_record.steps_among(self._children(), first)
+        return commit_record.steps_among(
+            self._children(), first, is_spare=self._durable is not None
+        )
 
     def _children(self) -> list[epath.Path]:
         try:

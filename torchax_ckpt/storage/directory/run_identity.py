@@ -79,9 +79,9 @@ class RunName:
         )
         return found
 
-    def ours(self, steps: list[CommittedStep]) -> list[CommittedStep]:
-        """Returns those of the steps that belong to the run: of a durable directory, all."""
-        return steps if self._durable is None else self._of_run(steps, self._durable.names())
+    def ours(self, steps: list[CommittedStep], run: Sequence[str] | None) -> list[CommittedStep]:
+        """Returns the steps of the run that has these names; all if ``run`` is None."""
+        return steps if run is None else self._of_run(steps, run)
 
     def others(self, run: Sequence[str], steps: list[CommittedStep]) -> list[CommittedStep]:
         """Returns a local tier's steps of other runs; refuses steps that were never local."""

@@ -134,9 +134,13 @@ def _soon(search: Callable[[], object]) -> object:
 
 
 class Summaries:
-    """Reads the summaries of a directory's steps, and keeps each of them in memory."""
+    """Reads the summaries of a directory's steps, and keeps each of them in memory.
 
-    def __init__(self) -> None:
+    In a local tier (``is_spare``), a summary that cannot be read now counts as damaged.
+    """
+
+    def __init__(self, *, is_spare: bool = False) -> None:
+        self._is_spare = is_spare
         self._known: dict[tuple[int, int], Mapping[str, Any]] = {}
 
     def know(self, committed: CommittedStep, summary: Mapping[str, Any]) -> None:
@@ -164,7 +168,7 @@ class Summaries:
                 containment.require_contained(committed.path, committed.step)
                 loaded = seals.read_sealed(committed.path / SUMMARY)
             except Exception as error:
-                if storage_errors.is_unavailable(error):
+                if storage_errors.is_unavailable(error) and not self._is_spare:
                     raise
                 if not committed.path.exists():
                     return {}  # the program that writes here has moved the step meanwhile
