@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import jax
 import numpy as np
 import pytest
 from support.commands import run
 from support.compare import entries
 
-from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer
+from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
 from torchax_ckpt.cli import exit_codes
 from torchax_ckpt.errors import DirectoryError
 from torchax_ckpt.storage.medium import permissions
@@ -32,17 +33,17 @@ Mounted = Callable[..., None]
 
 @pytest.fixture
 def mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mounted:
-    """Has the kernel list mounts below the root: "NUMBER PARENT ROOT POINT TYPE SOURCE"."""
+    """Has the kernel list mounts below the root: "NUMBER PARENT ROOT POINT TYPE SOURCE OPTIONS"."""
     table = tmp_path / "mountinfo"
     monkeypatch.setattr(permissions, "_MOUNTINFO", table)
 
     def mount(*described: str) -> None:
         lines = [ROOT]
         for line in described:
-            number, parent, root, point, kind, source = line.split(" ")
+            number, parent, root, point, kind, source, *options = line.split(" ")
             lines.append(
                 f"{number} {parent} 0:{number} {root} {point} rw,nosuid,nodev,relatime "
-                f"shared:{number} master:2 - {kind} {source} {OPTIONS}"
+                f"shared:{number} master:2 - {kind} {source} {(*options, OPTIONS)[0]}"
             )
         table.write_text("\n".join(lines) + "\n")
 
@@ -165,6 +166,66 @@ def test_nothing_is_published_on_a_mounted_bucket(
     assert (out / "step-1").is_dir()
 
 
+NO_LOCKS = "rw,vers=3,rsize=1048576,hard,nolock,proto=tcp,port=39173,local_lock=all,addr=127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("mount", "is_refused"),
+    [
+        (f"nfs 127.0.0.1:/ {NO_LOCKS}", True),
+        (f"nfs localhost:/ {NO_LOCKS}", True),
+        ("fuse hf-mount", True),
+        ("fuse.hf-mount x", True),
+        (f"nfs 10.0.0.2:/ {NO_LOCKS}", False),  # a file server
+        (f"nfs 127.0.0.1:/export {NO_LOCKS}", False),  # the kernel's server on this host
+        ("nfs 127.0.0.1:/ rw,vers=3,hard,proto=tcp,local_lock=none,addr=127.0.0.1", False),
+        # A tunnel to a file server, as that of Amazon's efs-utils.
+        ("nfs4 127.0.0.1:/ rw,vers=4.1,hard,proto=tcp,port=20049,local_lock=none", False),
+    ],
+)
+def test_a_bucket_mounted_by_hf_mount_is_refused(
+    mount: str, is_refused: bool, tmp_path: Path, mounted: Mounted
+) -> None:
+    mounted(f"2 1 / {tmp_path} {mount}")
+    ckpt = TorchaxCheckpointer(tmp_path / "run")
+    if is_refused:
+        with pytest.raises(DirectoryError, match="bucket mounted by hf-mount.*last of two writers"):
+            ckpt.save(1, state=STATE)
+    else:
+        assert ckpt.save(1, state=STATE)
+    ckpt.close()
+    assert (tmp_path / "run").exists() != is_refused
+
+
+@pytest.mark.parametrize(
+    "kind", ["fuse.drive drive", "fuse drive", "fuse.google-drive-ocamlfuse g"]
+)
+def test_of_google_drive_is_said_when_its_steps_are_durable_and_that_it_has_no_links(
+    kind: str,
+    directory: Path,
+    mounted: Mounted,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    mounted(f"2 1 / {directory.parent} {kind}")
+    monkeypatch.setattr(os, "link", refusing(errno.ENOSYS)(os.link))
+    frozen = jax.numpy.ones((512, 513))
+    ckpt = TorchaxCheckpointer(
+        directory,
+        preservation_policy=policies.PreserveAll(),
+        options=CheckpointOptions(reuse=True),
+    )
+    with caplog.at_level("INFO", "torchax_ckpt"):
+        with pytest.warns(UserWarning, match=r"Google Drive.*later.*flush_and_unmount\(\)"):
+            ckpt.save(1, state={"frozen": frozen, "step": 1}, force=True)
+        for step in range(2, 6):
+            ckpt.wait_until_finished()
+            ckpt.save(step, state={"frozen": frozen, "step": step}, force=True)
+        ckpt.close()
+    assert "as copies, because this file system has no hard links" in caplog.text
+    assert "as hard links" not in caplog.text
+
+
 def copying(rename: Any) -> Any:
     """A rename that copies each file and then deletes it."""
 
@@ -191,6 +252,7 @@ def refusing(number: int) -> Callable[[Any], Any]:
         ("fuse", fcntl, "flock", refusing(errno.ENOLCK), r"it has no locks \(No locks available"),
         ("fuse", fcntl, "flock", lambda really: lambda *args: None, "its locks exclude nobody"),
         ("ext4", os, "link", refusing(errno.ENOSYS), None),
+        ("nfs4", os, "link", refusing(errno.ENOSYS), None),
     ],
 )
 def test_a_file_system_of_fuse_that_does_not_say_what_it_is_is_probed(

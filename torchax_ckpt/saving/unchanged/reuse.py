@@ -44,7 +44,7 @@ from torchax_ckpt.storage.directory.abandonment import Key
 from torchax_ckpt.storage.directory.committed_step import STATE, CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.run_history import RunHistory
-from torchax_ckpt.storage.medium import location, storage_errors
+from torchax_ckpt.storage.medium import containment, location, storage_errors
 from torchax_ckpt.storage.writing import unchanged_files
 from torchax_ckpt.storage.writing.unchanged_files import File
 from torchax_ckpt.stored.stored_step import Compared, parse_manifest
@@ -394,6 +394,8 @@ class Reuse:
         )
         if location.is_bucket(committed.path):
             how = "as copies that the storage service made"
+        elif all(s.st_nlink == 1 for _, s in containment.walk(committed.path / STATE)):
+            how = "as copies, because this file system has no hard links"
         text = "step %d of %s has %d bytes of unchanged arrays of an earlier step, %s"
         about = fields(step=committed.step, path=self._directory.path, shared_bytes=reused_bytes)
         logger.info(text, committed.step, self._directory.path, reused_bytes, how, extra=about)

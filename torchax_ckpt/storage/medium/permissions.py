@@ -8,8 +8,11 @@ it if the umask allows this.
 
 Buckets that are mounted with FUSE are refused: there the rename of a folder copies object by
 object, there are no links, and no lock reaches another host. A killed save could leave half a step
-under the name of a whole one, and a lease would exclude nobody. Other file systems of FUSE lack
-nothing. Where the type is ``fuse`` and says nothing, as that of gcsfuse in GKE, a probe tells.
+under the name of a whole one, and a lease would exclude nobody. hf-mount is refused too: it also
+serves a bucket by NFS, from this host, where files reach the bucket after they were synced, and the
+last of two writers wins. Other file systems of FUSE lack nothing, but Google Drive's uploads files
+later. A probe tells where the type says nothing: ``fuse``, as gcsfuse has in GKE, or NFS that this
+host serves.
 """
 
 from __future__ import annotations
@@ -70,7 +73,7 @@ def make_file(path: epath.Path) -> None:
 
 
 def prove_writable(folder: epath.Path) -> None:
-    """Creates and removes a file; warns of a ``fuse`` that lacks what commits and leases need."""
+    """Creates and removes a file; warns of a mount that lacks what commits and leases need."""
     if location.is_bucket(folder):
         probe = folder / ".torchax_ckpt_write_test"
         probe.write_text("")
@@ -81,7 +84,16 @@ def prove_writable(folder: epath.Path) -> None:
     write_file(path, b"")
     path.unlink()
     mount = _mount_of(folder)
-    if mount is not None and mount.kind == "fuse":
+    if mount is None:
+        return
+    if mount.kind in _DRIVES or (mount.kind == "fuse" and mount.source in _DRIVE_SOURCES):
+        user_messages.warn(
+            f"{folder}: {mount.point} is Google Drive ({mount.kind}), which uploads files later. A "
+            "step there survives the loss of this machine only once the mount was flushed (in "
+            "Colab: drive.flush_and_unmount()). Deleted steps stay in Drive's trash for 30 days "
+            "and count against its quota. gs://bucket/prefix has neither limit."
+        )
+    elif mount.kind == "fuse" or _is_served_here(mount):
         _probe(folder, mount)
 
 
@@ -118,19 +130,32 @@ def open_folder(step: epath.Path) -> None:
 
 
 _MOUNTINFO = pathlib.Path("/proc/self/mountinfo")
-_LINE = re.compile(r"^(\S+) (\S+) \S+ (\S+) (\S+) .*? - (\S+) (\S*) ", re.M)
+_LINE = re.compile(r"^(\S+) (\S+) \S+ (\S+) (\S+) .*? - (\S+) (\S*) (.*)$", re.M)
 _ESCAPED = re.compile(r"\\([0-7]{3})")
 _OBJECT_STORES = {"fuse.gcsfuse", "fuse.s3fs", "fuse.rclone", "fuse.goofys"}
 _ALL_BUCKETS = "gcsfuse"  # the source of a mount that has a folder for each bucket
+_DRIVES = {"fuse.drive", "fuse.google-drive-ocamlfuse"}
+_DRIVE_SOURCES = {"drive", "google-drive-ocamlfuse"}
+_HF_MOUNT = "hf-mount"  # the source of its mounts of the type fuse
+_THIS_HOST = re.compile(r"(127\.[\d.]+|localhost|\[::1\]):/.*")
 
 
 # A line of the file; ``root`` is the folder of the file system that is mounted at ``point``.
-_Mount = collections.namedtuple("_Mount", "number parent root point kind source")
+_Mount = collections.namedtuple("_Mount", "number parent root point kind source options")
 
 
 def refuse_object_store(path: Any) -> None:
     """Raises DirectoryError if a path, which need not exist, lies on a mounted bucket."""
     mount = _mount_of(path)
+    if mount is not None and _is_of_hf_mount(mount):
+        raise DirectoryError(
+            f"{path}: {mount.point} is a bucket mounted by hf-mount or the like ({mount.kind}, "
+            f"source {mount.source}), which cannot be written safely: files reach the bucket after "
+            "they were synced, and the last of two writers wins, so a lease excludes nobody. Give "
+            "gs://bucket/prefix, or a path on another file system. "
+            "CheckpointOptions(read_only=True) reads this one.",
+            path=path,
+        )
     if mount is None or mount.kind not in _OBJECT_STORES:
         return
     url = "gs://bucket/prefix"
@@ -145,6 +170,20 @@ def refuse_object_store(path: Any) -> None:
         "another file system. CheckpointOptions(read_only=True) reads this one.",
         path=path,
     )
+
+
+def _is_of_hf_mount(mount: _Mount) -> bool:
+    if mount.kind.startswith("fuse"):
+        return _HF_MOUNT in (mount.source, mount.kind.removeprefix("fuse."))
+    # Its server exports one folder, without locks and by version 3 only. Helpers of cloud services
+    # mount by version 4 from this host, and forward that to true servers of NFS.
+    is_without_locks = {"vers=3", "local_lock=all"} <= set(mount.options.split(","))
+    return is_without_locks and _is_served_here(mount) and mount.source.endswith(":/")
+
+
+def _is_served_here(mount: _Mount) -> bool:
+    """Returns whether the server of a mount by NFS is a program of this host."""
+    return mount.kind in ("nfs", "nfs4") and _THIS_HOST.fullmatch(mount.source) is not None
 
 
 def _probe(folder: epath.Path, mount: _Mount) -> None:
@@ -173,8 +212,8 @@ def _probe(folder: epath.Path, mount: _Mount) -> None:
     if lacking:
         user_messages.warn(
             f"{folder}: expected a file system that commits and leases can rely on, found that of "
-            f"{mount.point} (type fuse, source {mount.source}): {'; '.join(lacking)}. If it is a "
-            "mounted bucket, give gs://bucket/prefix, else a path on another file system."
+            f"{mount.point} (type {mount.kind}, source {mount.source}): {'; '.join(lacking)}. If "
+            "it is a mounted bucket, give gs://bucket/prefix, else a path on another file system."
         )
 
 
