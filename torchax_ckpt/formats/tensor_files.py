@@ -77,16 +77,20 @@ def writing(paths: Sequence[Path]) -> Iterator[list[Path]]:
     """Yields temporary names of new files or folders; all get their own, in order, or none."""
     for path in paths:
         require_new(path)
+    written: list[int] = []
     try:
         with contextlib.ExitStack() as swapped:
             for folder in {path.parent for path in paths}:
                 permissions.make_folder(epath.Path(folder))
             last_first = [swapped.enter_context(fsync.swapped_in(p)) for p in reversed(paths)]
             yield last_first[::-1]
+            written += [partial.stat().st_ino for partial in last_first[::-1]]
     except BaseException as error:
-        for path in paths:
+        for path, number in zip(paths, written, strict=False):
+            # Another program may have given its own file or folder this name.
             with contextlib.suppress(OSError):
-                path.unlink()
+                if path.lstat().st_ino == number:
+                    fsync.remove(path)
         # torch's zip writer reports a full disk as a RuntimeError.
         is_of_disk = isinstance(error, (OSError, RuntimeError))
         if is_of_disk and not isinstance(error, CheckpointError):

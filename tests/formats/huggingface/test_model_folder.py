@@ -323,3 +323,18 @@ def test_a_model_that_loses_its_config_has_no_files_then() -> None:
     model.config = model.generation_config = None
     assert found.encoded("before") is not None
     assert found.encoded("after") is None
+
+
+def test_the_size_of_texts_counts_in_bytes(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(directory, Described())
+    config = tmp_path / "config"
+    config.mkdir()
+    (config / "config.json").write_text("{}")
+    for name in "ab":
+        (config / f"{name}.txt").write_text("\N{GREEK SMALL LETTER ALPHA}" * 100)
+    monkeypatch.setattr(assets, "MAX_BYTES", 350)
+    words = ("export", directory, tmp_path / "out", "--format", "hf", "--config", config)
+    said = run(*words, code=exit_codes.UNAVAILABLE)
+    assert "'b.txt': expected at most 150 bytes, found a file of 200 bytes" in said

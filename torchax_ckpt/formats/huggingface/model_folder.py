@@ -99,8 +99,9 @@ def _texts_in(folder: Path) -> dict[str, str]:
             if not path.is_file() or is_index or assets.why_refused(name):
                 continue
             require_regular(path, may_be_link=True, max_bytes=assets.MAX_BYTES - size)
-            found[name] = path.read_bytes().decode()
-            size += len(found[name])
+            content = path.read_bytes()
+            found[name] = content.decode()
+            size += len(content)
     except (OSError, ValueError) as error:
         raise DirectoryError(
             f"{folder}: expected a folder with config.json and other text files: {error}",

@@ -64,10 +64,15 @@ def swapped_in(final: Path) -> Iterator[Path]:
         yield partial
         swap_in(partial, final)
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            partial.unlink()
+        remove(partial)
         raise
+
+
+def remove(path: Path) -> None:
+    """Removes a file or folder, if there is one and storage allows it; for after a failure."""
+    shutil.rmtree(path, ignore_errors=True)  # does nothing to a file or a link
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def _within(top: str, but: str) -> Iterator[str]:
