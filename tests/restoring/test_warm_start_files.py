@@ -32,6 +32,7 @@ from torchax_ckpt.errors import (
     SelectionError,
     StepNotFoundError,
     UninitializedLeafError,
+    UnsupportedLeafError,
     UnusableStateError,
 )
 from torchax_ckpt.formats import safetensors_io, tensor_files
@@ -609,6 +610,36 @@ def test_damaged_files_change_nothing(name: str, content: bytes, tmp_path: Path)
     with pytest.raises(CorruptCheckpointError):
         warm_start(model, tmp_path / name)
     assert_trees_identical(training_state(model), before)
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:%s\nsize 9\n" % (b"0" * 64)
+
+
+@pytest.mark.parametrize("name", ["x.safetensors", "model.bin", INDEX, "x.distcp/.metadata"])
+def test_a_pointer_of_git_lfs_is_named_as_such(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(POINTER)
+    with pytest.raises(
+        CorruptCheckpointError, match="a pointer of Git LFS.*git lfs pull"
+    ) as caught:
+        warm_start(mlp(), path.parent if name.endswith(".metadata") else path)
+    assert caught.value.file == str(path)
+
+
+def test_files_of_other_formats_are_named_and_not_called_damaged(tmp_path: Path) -> None:
+    array = np.ones(3)
+    np.savez(tmp_path / "a.npz", w=array)
+    np.savez_compressed(tmp_path / "b.npz", w=array)
+    np.save(tmp_path / "c.npy", array)
+    (tmp_path / "d.gguf").write_bytes(b"GGUF" + bytes(100))
+    (tmp_path / "e.h5").write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(100))
+    np.savez(tmp_path / "f.pt", w=array)
+    kinds = ("an archive of NumPy", "an archive of NumPy", "NumPy", "GGUF", "HDF5", "an archive of")
+    (tmp_path / "f.pt.npz").rename(tmp_path / "f.pt")
+    for file, kind in zip(sorted(tmp_path.iterdir()), kinds, strict=True):
+        with pytest.raises(UnsupportedLeafError, match=f"{file}: expected.*safetensors.*{kind}"):
+            warm_start(mlp(), file)
 
 
 def test_only_regular_files_of_some_size_are_opened(tmp_path: Path) -> None:

@@ -871,3 +871,20 @@ def test_nothing_created_is_world_writable(tmp_path: Path, directory: Path, umas
         assert mode == expected[path.is_dir()], f"{path}: {mode:o}"
     assert not list(target.glob("*.draft"))
     assert resume(target, mlp()) == 3
+
+
+@pytest.mark.parametrize(
+    "part",
+    ["manifest/data.json", "summary/data.json", "_CHECKPOINT_METADATA", "manifest.ocdbt", "d/"],
+)
+def test_a_pointer_of_git_lfs_in_a_step_is_named_as_such(part: str, directory: Path) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.save(1, state={"w": np.arange(1000)}, force=True)
+    files = [p for p in (directory / "1").rglob("*") if p.is_file() and part in str(p)]
+    for file in files:
+        file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(
+        CorruptCheckpointError, match="a pointer of Git LFS.*git lfs pull"
+    ) as caught:
+        TorchaxCheckpointer(directory).load()
+    assert Path(caught.value.file or "") in files

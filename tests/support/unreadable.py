@@ -33,7 +33,8 @@ def unreadable(place: Path, what: str, number: int) -> Iterator[None]:
         def __init__(self, committed: Any, *args: Any, **kwargs: Any) -> None:
             super().__init__(committed, *args, **kwargs)
             if what == "arrays" and Path(committed.path).is_relative_to(place):
-                promise, self._future = ts.Promise.new()
+                made: Any = ts.Promise.new()
+                promise, self._future = made
                 text = f"UNKNOWN: Error reading local file [os_error_code='{number}']"
                 promise.set_exception(ValueError(text))
 

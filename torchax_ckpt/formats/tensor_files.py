@@ -30,7 +30,7 @@ from torchax_ckpt.errors import (
 )
 from torchax_ckpt.storage.arrays import chunking
 from torchax_ckpt.storage.arrays.assembly import Index, bounds_of, empty, overlap
-from torchax_ckpt.storage.medium import fsync, permissions, seals
+from torchax_ckpt.storage.medium import containment, fsync, permissions, seals
 
 MAX_METADATA_BYTES = seals.MAX_JSON_BYTES
 
@@ -39,6 +39,9 @@ NARROWED = {"int64": "int32", "uint64": "uint32"}
 # Tensors that share elements may need as many bytes again as the files have, and this many more.
 _MAX_SHARED_BYTES = 256 << 20
 _MAX_NAME_BYTES = 255  # of a file system
+# How files begin that people take for weights that can be read.
+_SIGNATURES = {b"\x93NUMPY": "NumPy (.npy)", b"GGUF": "GGUF", b"\x89HDF\r\n\x1a\n": "HDF5"}
+_MAX_SIGNATURE_BYTES = 8
 
 
 def require_regular(path: Path, *, may_be_link: bool = False, max_bytes: int | None = None) -> None:
@@ -52,6 +55,23 @@ def require_regular(path: Path, *, may_be_link: bool = False, max_bytes: int | N
             f"{path.name!r:.80}: expected at most {max_bytes} bytes, found a file of "
             f"{status.st_size} bytes"
         )
+
+
+def require_known(path: Path) -> None:
+    """Raises an error that says what a file is, if its first bytes show that it is no such file."""
+    if containment.is_pointer(path):
+        raise CorruptCheckpointError(
+            f"{path}: expected the weights of a model, {containment.POINTER}", path=path, file=path
+        )
+    begins = containment.beginning(path, _MAX_SIGNATURE_BYTES)
+    for signature, kind in _SIGNATURES.items():
+        if begins.startswith(signature):
+            raise UnsupportedLeafError(
+                f"{path}: expected a file of safetensors, of torch.save or a folder of DCP, found "
+                f"a file of {kind}. Read it with the library that wrote it, and save its arrays "
+                "with safetensors",
+                path=path,
+            )
 
 
 def in_folder(folder: Path, name: Any) -> Path:
@@ -112,6 +132,7 @@ def reading(
     except OSError as error:
         raise DirectoryError(f"{path} cannot be read: {error}", path=path) from error
     except Exception as error:  # zipfile's errors, and type errors from unexpected records
+        require_known(path)
         raise CorruptCheckpointError(
             f"{path}: expected {expected}: {error!s:.200}", path=path
         ) from error

@@ -25,6 +25,7 @@ from torchax_ckpt.formats.tensor_files import (
     TensorFiles,
     by_name,
     reading,
+    require_known,
     require_stored,
 )
 from torchax_ckpt.layout import names
@@ -158,12 +159,23 @@ def _loaded(path: Path) -> Any:
             raise ValueError(
                 "the zip archive is cut off: its list of files is missing. Copy the file again"
             )
+        require_known(path)
         raise UnsupportedLeafError(
             f"{path}: expected a zip archive, as torch.save has written since torch 1.6. Load "
             "the file with torch.load and save it again with torch.save"
         )
     with open(path, "rb") as file:
-        members(Section(file, 0, path.stat().st_size, _MAX_DESCRIPTION_BYTES))
+        section = Section(file, 0, path.stat().st_size, _MAX_DESCRIPTION_BYTES)
+        with zipfile.ZipFile(section) as archive:
+            inside = archive.namelist()
+        if inside and all(name.endswith(".npy") for name in inside):
+            raise UnsupportedLeafError(
+                f"{path}: expected a file of torch.save or safetensors, found an archive of NumPy "
+                "(.npz). Convert it: safetensors.numpy.save_file(dict(numpy.load(path)), "
+                '"model.safetensors")',
+                path=path,
+            )
+        members(section)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about kinds of tensors that are refused below

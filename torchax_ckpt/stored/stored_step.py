@@ -63,13 +63,19 @@ def about(committed: CommittedStep) -> Iterator[None]:
 
 @contextlib.contextmanager
 def still_there(committed: CommittedStep) -> Iterator[None]:
-    """Raises StepNotFoundError if the ``with`` block fails because the step was deleted."""
+    """Raises StepNotFoundError if the ``with`` block fails because the step was deleted.
+
+    If it fails because Git LFS did not fetch files of the step, says that.
+    """
     try:
         yield
     except StepNotFoundError:
         raise
     except (CorruptCheckpointError, FileNotFoundError) as error:
         if commit_record.is_there(committed):
+            if (file := containment.pointer_in(committed.path)) is not None:
+                text = f"{file}: expected a file of the step, {containment.POINTER}"
+                raise committed.error(CorruptCheckpointError, text, file=file) from error
             raise
         raise StepNotFoundError(
             f"{committed.path}: step {committed.step} was deleted meanwhile",

@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import re
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,21 @@ def test_errors_of_a_disk_say_what_to_do(error: Exception, todo: str) -> None:
     assert todo in storage_errors.advice(error)
     assert todo in storage_errors.advice(wrapped(error))
     assert storage_errors.kind(error) == storage_errors.kind(wrapped(error))
+
+
+def test_a_file_system_without_inodes_is_not_called_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    really = os.statvfs(tmp_path)
+    free = {"f_files": 1000, "f_favail": 0, "f_bavail": 5}
+    for changed, is_meant in (({}, True), ({"f_bavail": 0}, False), ({"f_files": 0}, False)):
+        names = [name for name in dir(really) if name.startswith("f_")]
+        found = {name: getattr(really, name) for name in names} | free | changed
+        monkeypatch.setattr(os, "statvfs", lambda path, of=found: types.SimpleNamespace(**of))
+        said = storage_errors.explained(error, tmp_path / "not" / "there")
+        assert ("no free inodes" in said) == is_meant
+        assert ("The disk is full" in said) != is_meant
 
 
 Fail = Callable[["Exception | None"], None]

@@ -19,6 +19,13 @@ from torchax_ckpt.storage.medium import location, seals, storage_errors
 
 # The name of the folders that hold array data.
 _DATA_FOLDER = "d"
+# What Git LFS keeps in place of a large file begins so.
+_POINTER = b"version https://git-lfs.github.com/spec/"
+_MAX_POINTER_BYTES = 1024
+POINTER = (
+    "found a pointer of Git LFS in place of the file. Fetch the files: run `git lfs pull` in the "
+    "clone, or download them"
+)
 
 
 def require_contained(step_path: epath.Path, step: int) -> None:
@@ -60,6 +67,30 @@ def walk(top: str | os.PathLike[str]) -> Iterator[tuple[str, os.stat_result]]:
                     folders.append(entry.path)
                 else:
                     yield entry.path, entry.stat(follow_symlinks=False)
+
+
+def is_pointer(path: str | os.PathLike[str]) -> bool:
+    """Returns whether a local file is what Git LFS keeps in place of a large file."""
+    return beginning(path, len(_POINTER)) == _POINTER
+
+
+def beginning(path: str | os.PathLike[str], num_bytes: int) -> bytes:
+    """Returns the first bytes of a local file; b"" if it is not regular or cannot be read."""
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            return b""
+        with open(path, "rb") as file:
+            return file.read(num_bytes)
+    except OSError:  # another error is being reported
+        return b""
+
+
+def pointer_in(step_path: epath.Path) -> str | None:
+    """Returns the first file of a local step that is a pointer of Git LFS; None without one."""
+    if location.is_bucket(step_path):
+        return None
+    small = (path for path, status in walk(step_path) if status.st_size <= _MAX_POINTER_BYTES)
+    return next((path for path in sorted(small) if is_pointer(path)), None)
 
 
 def stored_bytes(step_path: epath.Path) -> int:

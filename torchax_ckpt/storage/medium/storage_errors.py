@@ -51,6 +51,10 @@ _ADVICE_BY_ERRNO = {
 }
 _ADVICE_BY_ERRNO[errno.EPERM] = _ADVICE_BY_ERRNO[errno.EACCES]
 _ADVICE_BY_ERRNO[errno.ENFILE] = _ADVICE_BY_ERRNO[errno.EMFILE]
+_NO_INODES = (
+    "The file system has free space, but no free inodes, of which each file takes one (df -i shows "
+    "them): remove files, or keep fewer steps (preservation_policy)."
+)
 _CREDENTIALS = (
     "Google's credentials are missing or have expired: run `gcloud auth application-default "
     "login`, or set GOOGLE_APPLICATION_CREDENTIALS, or give the machine a service account."
@@ -119,11 +123,11 @@ def file_of(error: BaseException) -> str | None:
     return match[1] if match else None
 
 
-def advice(error: BaseException, *, is_bucket: bool = False) -> str:
-    """Returns what to do about a storage error; "" if there is no specific advice."""
+def advice(error: BaseException, place: Any = "") -> str:
+    """Returns what to do about a storage error at a path; "" if there is no specific advice."""
     link = root_cause(error)
     number, code, status = _errno(link), _http_code(link), _status(link)
-    if is_bucket:
+    if location.is_bucket(place):
         if code == 401 or status == "UNAUTHENTICATED":
             return _CREDENTIALS
         if code == 403 or status == "PERMISSION_DENIED":
@@ -136,12 +140,25 @@ def advice(error: BaseException, *, is_bucket: bool = False) -> str:
         number = errno.ENOENT
     if isinstance(link, (ConnectionError, TimeoutError)):
         return _NETWORK
+    if number == errno.ENOSPC and _lacks_inodes(place):
+        return _NO_INODES
     return _ADVICE_BY_ERRNO.get(number or 0, "")
 
 
 def explained(error: BaseException, path: Any) -> str:
     """Returns text for a message: the error that storage reported, and what to do about it."""
-    return f"{said(error)}. {advice(error, is_bucket=location.is_bucket(path))}".rstrip()
+    return f"{said(error)}. {advice(error, path)}".rstrip()
+
+
+def _lacks_inodes(place: Any) -> bool:
+    """Returns whether a file system has room for bytes, but for no further file."""
+    while place and not os.path.exists(place):
+        place = os.path.dirname(place)
+    try:
+        found = os.statvfs(place or ".")
+    except OSError:
+        return False
+    return found.f_files > 0 and found.f_favail == 0 and found.f_bavail > 0
 
 
 def without_locals(error: BaseException) -> BaseException:
@@ -205,7 +222,7 @@ def translated(action: str, directory: epath.Path) -> Iterator[None]:
     except Exception as error:
         if not isinstance(error, OSError) and not is_unavailable(error):
             raise
-        what_to_do = advice(error, is_bucket=location.is_bucket(directory)) or _NO_ADVICE
+        what_to_do = advice(error, directory) or _NO_ADVICE
         raise DirectoryError(
             f"cannot {action} {directory}: {said(error)}. {what_to_do}", path=directory
         ) from error
