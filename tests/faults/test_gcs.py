@@ -509,6 +509,7 @@ def test_other_schemes_are_refused_with_what_is_supported(url: str) -> None:
         TorchaxCheckpointer(url)
 
 
+@pytest.mark.slow
 def test_a_failed_copy_raises_its_own_error_and_removes_nothing_of_others(
     gcs: FaultProxy, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

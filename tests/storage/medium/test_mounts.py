@@ -198,7 +198,12 @@ def test_a_bucket_mounted_by_hf_mount_is_refused(
 
 
 @pytest.mark.parametrize(
-    "kind", ["fuse.drive drive", "fuse drive", "fuse.google-drive-ocamlfuse g"]
+    "kind",
+    [
+        "fuse.drive drive",
+        pytest.param("fuse drive", marks=pytest.mark.slow),
+        pytest.param("fuse.google-drive-ocamlfuse g", marks=pytest.mark.slow),
+    ],
 )
 def test_of_google_drive_is_said_when_its_steps_are_durable_and_that_it_has_no_links(
     kind: str,
