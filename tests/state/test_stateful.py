@@ -16,6 +16,7 @@ import pytest
 import torch
 import torchax
 from support.compare import assert_trees_identical, bits, copied, training_state
+from support.damage import edit_json
 from support.models import Box, WithExtraState
 from support.strategies import fingerprint
 from support.training import fsdp_mesh, fsdp_rule, mlp, resume, save
@@ -117,6 +118,91 @@ def test_schedules_of_tensor_learning_rates_come_back_by_position(directory: Pat
         assert_trees_identical(other.state_dict(), scheduler.state_dict())
         later = schedule(scheduler.optimizer, scheduler, range(3, 7))
         assert schedule(other.optimizer, other, range(3, 7)) == later
+
+
+def scheduled(build: Callable[[Any], Any]) -> tuple[Any, Any, dict[str, Any]]:
+    """A model, its optimizer, and schedulers as ``attach`` takes them."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, optimizer, {"lr_scheduler": build(optimizer)}
+
+
+def sequence(*names: str) -> Callable[[Any], Any]:
+    return lambda o: lr_scheduler.SequentialLR(
+        o, [getattr(lr_scheduler, name)(o) for name in names], milestones=[2]
+    )
+
+
+@pytest.mark.parametrize(
+    ("saved", "live", "said"),
+    [
+        (lambda o: lr_scheduler.StepLR(o, 2), lambda o: lr_scheduler.CosineAnnealingLR(o, 9),
+         "lr_scheduler: expected CosineAnnealingLR, found StepLR"),
+        (lambda o: [lr_scheduler.StepLR(o, 2)], lambda o: [lr_scheduler.ConstantLR(o)],
+         "lr_scheduler/0: expected ConstantLR, found StepLR"),
+        (sequence("LinearLR", "ConstantLR"), sequence("LinearLR", "PolynomialLR"),
+         r"expected SequentialLR\(LinearLR, PolynomialLR\), "
+         r"found SequentialLR\(LinearLR, ConstantLR\)"),
+    ],
+    ids=["one", "list", "sequence"],
+)  # fmt: skip
+def test_a_scheduler_of_another_class_is_refused_and_left_as_it_is(
+    directory: Path, saved: Any, live: Any, said: str
+) -> None:
+    model, optimizer, schedulers = scheduled(saved)
+    save(directory, model, optimizer, **schedulers)
+    model, optimizer, schedulers = scheduled(live)
+    scheduler = schedulers["lr_scheduler"]
+    only = scheduler[0] if isinstance(scheduler, list) else scheduler
+    before = fingerprint(only.state_dict())
+    with pytest.raises(MismatchError, match=said) as caught:
+        resume(directory, model, optimizer, **schedulers)
+    assert "Attach a scheduler of the stored class." in str(caught.value)
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(model, optimizer, resume=False, **schedulers)
+        assert len(ckpt.restore(1, strict=False).mismatched) == 1
+    assert fingerprint(only.state_dict()) == before
+
+
+def test_a_scheduler_that_was_renamed_or_subclassed_goes_on_with_strict_off(
+    directory: Path,
+) -> None:
+    class Renamed(lr_scheduler.StepLR):
+        def __init__(self, optimizer: Any) -> None:
+            super().__init__(optimizer, 2)
+            self.new = 7
+
+    model, optimizer, schedulers = scheduled(lambda o: lr_scheduler.StepLR(o, 3))
+    schedulers["lr_scheduler"].last_epoch = 4
+    save(directory, model, optimizer, **schedulers)
+    model, optimizer, schedulers = scheduled(Renamed)
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(model, optimizer, resume=False, **schedulers)
+        assert [*ckpt.restore(1, strict=False).mismatched] == ["lr_scheduler"]
+    state = schedulers["lr_scheduler"].state_dict()
+    assert (state["last_epoch"], state["step_size"], state["new"]) == (4, 3, 7)
+
+
+def test_schedulers_among_other_objects_are_compared_and_steps_without_classes_are_not(
+    directory: Path,
+) -> None:
+    def attached(build: Callable[[Any], Any]) -> tuple[Any, Any, dict[str, Any]]:
+        model, optimizer, schedulers = scheduled(build)
+        return model, optimizer, {"stateful": {"s": schedulers["lr_scheduler"], "b": Box(3)}}
+
+    model, optimizer, objects = attached(lambda o: lr_scheduler.StepLR(o, 2))
+    save(directory, model, optimizer, **objects)
+    model, optimizer, objects = attached(lambda o: lr_scheduler.ExponentialLR(o, 0.5))
+    with pytest.raises(MismatchError, match="stateful/s: expected ExponentialLR, found StepLR"):
+        resume(directory, model, optimizer, **objects)
+
+    def as_older_releases_wrote(manifest: Any) -> None:
+        (_, node), _ = manifest["document"]["stateful"]["dict"]
+        assert node.pop("scheduler") == "StepLR"
+
+    edit_json(directory / "1" / "manifest" / "data.json", as_older_releases_wrote)
+    assert resume(directory, model, optimizer, **objects) == 1
+    assert objects["stateful"]["s"].step_size == 2
 
 
 # --- loaders -----------------------------------------------------------------------------------

@@ -37,7 +37,8 @@ class RestoreReport:
       unexpected: names in the checkpoint that no attached object takes.
       mismatched: name of a leaf that differs -> "expected ..., found ..."; the attached leaf stays
         unchanged. Optimizer state is listed under the name of its parameter, for example
-        ``optimizer/head.weight``.
+        ``optimizer/head.weight``. A scheduler is listed if it is of another class than the stored
+        one; it has taken the state if it has all of the state's keys.
       left_out: names of the model's tensors, in the program or the checkpoint, that ``include`` and
         ``exclude`` do not select; and names of the checkpoint's optimizer state for these tensors,
         or for parameters that were in no group of the optimizer.
@@ -67,6 +68,7 @@ class Findings:
     # optimizer state whose parameter is not selected, or was in no group: no difference
     left_out: list[str] = dataclasses.field(default_factory=list)
     has_other_optimizer: bool = False
+    has_other_scheduler: bool = False
     lacks_ties: bool = False  # the checkpoint ties weights that are separate in the model
 
     def __bool__(self) -> bool:
@@ -139,6 +141,12 @@ class Findings:
             return (
                 "Attach an optimizer of the stored class. To go on with one of another class and "
                 "without the stored state, call attach(resume=False), then restore(strict=False)."
+            )
+        if self.has_other_scheduler:
+            return (
+                "Attach a scheduler of the stored class. To go on with one of another class, call "
+                "attach(resume=False), then restore(strict=False): a scheduler that has all keys "
+                "of the stored state takes it, as one that was renamed does; others begin anew."
             )
         if call == "warm_start":
             return (

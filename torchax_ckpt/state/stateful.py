@@ -15,10 +15,11 @@ from torchax_ckpt.errors import AttachError
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node
 from torchax_ckpt.runtime import user_messages
-from torchax_ckpt.state.component import Captured, Restoration, encoded, restore_by_call
+from torchax_ckpt.state.component import Captured, Combined, Restoration, encoded, restore_by_call
 from torchax_ckpt.state.findings import type_name
 from torchax_ckpt.state.functional import PytreeCapture
 from torchax_ckpt.state.per_process_state import LOADER, STATE_DICT, SavedStates, methods_of
+from torchax_ckpt.state.stored_entries import SCHEDULER, SCHEDULER_CLASS, scheduler_class, takes
 
 Redistribute = Callable[[list[Any], int], Sequence[Any]]
 """Maps the states of one loader on all processes that saved a step to as many new states."""
@@ -36,6 +37,8 @@ class StatefulComponent:
         self.key_path = key_path
         self._redistribute = redistribute
         self._is_loader = key_path[0] == LOADER
+        is_torchs = isinstance(value, torch.optim.lr_scheduler.LRScheduler)
+        self._is_scheduler = is_torchs or key_path[0] == SCHEDULER
         methods = methods_of(value)
         if methods is None or not (self._is_loader or methods == STATE_DICT):
             where = names.join(key_path)
@@ -47,12 +50,17 @@ class StatefulComponent:
             )
         self._methods = methods
         self._state = PytreeCapture(key_path)
+        self._with_class = Combined(
+            lambda nodes: {**nodes[0], SCHEDULER_CLASS: scheduler_class(value)}
+        )
         if self._is_loader:
             _warn_of_workers(value, key_path)
 
     def capture(self) -> Captured:
         """Asks the object for its state, and returns it as captured state."""
-        return self._state.capture(self._present_state())
+        captured = self._state.capture(self._present_state())
+        has_class = self._is_scheduler and isinstance(captured.form.node, dict)
+        return self._with_class([captured]) if has_class else captured
 
     def _present_state(self) -> Any:
         state = getattr(self.value, self._methods[0])()
@@ -75,13 +83,17 @@ class StatefulComponent:
             assert self._redistribute is not None
             take(node.share(self._redistribute(states, node.count)))
 
-        is_shared = isinstance(node, SavedStates)
+        is_shared, where = isinstance(node, SavedStates), names.join(self.key_path)
+        # Of a state that was donated, the leaves that are not put back need not be alive.
+        state = self._present_state()
+        live = encoded(state, self.key_path)
+        if not (is_shared or takes(self.value, state, node, where, plan.findings)):
+            return
         restore_by_call(
             list(node.nodes) if isinstance(node, SavedStates) else node,
-            # Of a state that was donated, the leaves that are not put back need not be alive.
-            encoded(self._present_state(), self.key_path),
+            live,
             plan,
-            where=names.join(self.key_path),
+            where=where,
             owner=self.value,
             take=take_share if is_shared else take,
             put_back=take,

@@ -1,4 +1,4 @@
-"""Parses what is stored for a module or an optimizer, in a checkpoint or in weight files."""
+"""Parses what is stored for modules, optimizers and schedulers, in checkpoints or weight files."""
 
 from __future__ import annotations
 
@@ -13,8 +13,14 @@ from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node
 from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.state import node_checks
+from torchax_ckpt.state.findings import Findings
 
 EXTRA_STATE = "_extra_state"
+SCHEDULER = "lr_scheduler"
+# The key for a scheduler's class, beside its state.
+SCHEDULER_CLASS = "scheduler"
+# The attribute, and the key of the state, under which torch's schedulers have those that they run.
+_INNER = "_schedulers"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,3 +224,42 @@ class StoredOptimizer:
             tuple(selection.renamed(name) for name in self.state if name not in chosen),
             self.other_state,
         )
+
+
+def scheduler_class(scheduler: Any) -> str:
+    """Returns the name of a scheduler's class, with those of the schedulers that it runs."""
+    # ``scheduler`` is the attribute of accelerate's wrapper.
+    inner = getattr(scheduler, _INNER, None) or [getattr(scheduler, "scheduler", None)]
+    found = [each for each in inner if hasattr(each, "state_dict") and each is not scheduler]
+    name = type(scheduler).__qualname__
+    return f"{name}({', '.join(map(scheduler_class, found))})" if found else name
+
+
+def takes(scheduler: Any, live: Any, stored: Any, where: str, findings: Findings) -> bool:
+    """Returns whether an object with the state ``live`` takes a stored state.
+
+    Records a mismatch if the stored state is that of another class of schedulers, because torch's
+    ``load_state_dict`` takes any state. (Those of loaders and users' objects can refuse one.) A
+    scheduler that has all keys of the state nevertheless takes it: it may have a new name.
+    """
+    if not (isinstance(stored, Mapping) and SCHEDULER_CLASS in stored):
+        return True
+    (found,) = node_checks.texts([stored[SCHEDULER_CLASS]], where)
+    if found == (expected := scheduler_class(scheduler)):
+        return True
+    findings.has_other_scheduler = True
+    findings.mismatch(where, expected, found)
+    return _has_keys(live, stored, where)
+
+
+def _has_keys(live: Any, stored: Node, where: str) -> bool:
+    if not (isinstance(live, Mapping) and isinstance(stored, Mapping) and "dict" in stored):
+        return False
+    content = node_checks.keyed(stored, where)
+    inner = live.get(_INNER), content.get(_INNER)
+    ours, theirs = (part if isinstance(part, list) else [] for part in inner)
+    return (
+        content.keys() <= live.keys()
+        and len(ours) == len(theirs)
+        and all(_has_keys(a, b, where) for a, b in zip(ours, theirs, strict=True))
+    )

@@ -23,7 +23,7 @@ from torchax_ckpt.runtime.undoing import undone_on_failure
 from torchax_ckpt.runtime.user_messages import brief
 from torchax_ckpt.state import generators, node_checks, per_process_state
 from torchax_ckpt.state.findings import Findings, RestoreReport, refused, type_name
-from torchax_ckpt.state.stored_entries import EXTRA_STATE, StoredOptimizer
+from torchax_ckpt.state.stored_entries import EXTRA_STATE, SCHEDULER, StoredOptimizer, takes
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.stored.stored_step import StoredStep, about
@@ -147,7 +147,8 @@ class _Plan:
             raise AttachError(f"{where}: expected a state_dict method, found {type_name(value)}")
         else:
             get, load = (getattr(value, name) for name in methods)
-            self._add_call(where, value, get, load, node)
+            if component != SCHEDULER or takes(value, get(), node, where, findings):
+                self._add_call(where, value, get, load, node)
 
     def add_generators(self, node: Node) -> None:
         """Plans to set the generators last, because objects may draw while they load."""
