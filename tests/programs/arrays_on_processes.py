@@ -19,6 +19,7 @@ from typing import Any, cast
 import jax
 import numpy as np
 import tensorstore as ts
+import torch
 import torchax
 from etils import epath
 from jax.experimental.multihost_utils import sync_global_devices
@@ -264,6 +265,13 @@ def moved_local_steps(directory: str, ramdisks: str, places: str) -> None:
             except Exception as error:
                 report(hosts=hosts, error=type(error).__name__)
                 continue
+        refusal = ""
+        if None in hosts:
+            with opened(mine) as ckpt:
+                try:
+                    ckpt.attach(torch.nn.Linear(2, 2, device="meta"), stateful={"counter": counter})
+                except errors.MismatchError as error:
+                    refusal = str(error)
         wrong = [
             name
             for name, array in found.items()
@@ -271,7 +279,7 @@ def moved_local_steps(directory: str, ramdisks: str, places: str) -> None:
             or array.dtype != wanted[name].dtype
             or shards(array) != shards(wanted[name])
         ]
-        report(hosts=hosts, start=start, own=counter.count, wrong=wrong)
+        report(hosts=hosts, start=start, own=counter.count, wrong=wrong, refusal=refusal)
 
 
 def full_devices(directory: str, mode: str, host_bytes: str, fulls: str) -> None:

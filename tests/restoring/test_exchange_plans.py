@@ -35,6 +35,8 @@ def state_of(index: int) -> bytes:
 class Copy:
     """A host's copy of a step, as ``StoredStep``; its host keeps the states of all processes."""
 
+    attached = None
+
     def __init__(self, committed: Any, *args: Any, **settings: Any) -> None:
         index, damaged = committed.path.index, committed.path.damaged
         others = {i: state_of(i) for i in range(3) if i != index}

@@ -137,6 +137,8 @@ def test_what_hosts_hold_goes_to_wherever_it_is_needed_bit_for_bit(tmp_path: Pat
     for index, reports in enumerate(run_processes(program, 4, *arguments)):
         *found, lost = reports
         told = {"start": 1, "own": index, "wrong": []}
+        for report, hosts in zip(found, places, strict=False):
+            assert ("in place of modules" in report.pop("refusal")) == (None in hosts)
         assert found == [{"hosts": list(hosts), **told} for hosts in places[:-1]]
         assert lost["error"] in ("CorruptCheckpointError", "StepNotFoundError")
 

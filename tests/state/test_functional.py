@@ -19,6 +19,7 @@ import torch
 import torchax
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from support.compare import assert_trees_identical, bits
+from support.damage import edit_json
 from support.models import Counter
 from support.strategies import fingerprint, make_leaf
 from support.training import P, fsdp_mesh, mlp, resume, save, train_step
@@ -331,6 +332,56 @@ def test_attached_modules_are_not_captured_beside_a_functional_state(directory: 
         before = {n: bits(p) for n, p in fresh.named_parameters()}
         assert ckpt.attach(fresh, torch.optim.AdamW(fresh.parameters())) == 1
         assert {n: bits(p) for n, p in fresh.named_parameters()} == before
+
+
+HOLDS = (
+    r"The step holds what save\(state=\) was given \(params, n\), in place of modules and "
+    r"optimizers: load\(1, abstract_state\) returns it\."
+)
+
+
+def save_besides(directory: Path, *attached: Any) -> None:
+    """Saves a functional state, with these objects attached."""
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(*attached)
+        ckpt.save(1, state={"params": {"w": jnp.ones(2)}, "n": 3}, force=True)
+
+
+def test_attach_refuses_a_step_whose_functional_state_was_saved_without_the_model(
+    directory: Path,
+) -> None:
+    save_besides(directory)
+    model = mlp()
+    optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    before = {n: bits(p) for n, p in model.named_parameters()}
+    with TorchaxCheckpointer(directory) as ckpt:
+        with pytest.raises(MismatchError, match=HOLDS) as caught:
+            ckpt.attach({"net": model}, optim)
+        assert caught.value.missing == ("model", "optimizer")
+        ckpt.attach(model, optim, resume=False)
+        with pytest.raises(MismatchError, match=HOLDS):
+            ckpt.restore(1)
+        assert ckpt.restore(1, strict=False).missing == ("model", "optimizer")
+        assert ckpt.load(1, {"params": {"w": jnp.zeros(2)}, "n": 0})["n"] == 3
+    assert {n: bits(p) for n, p in model.named_parameters()} == before
+
+
+def test_an_optimizer_that_was_not_attached_beside_the_model_is_missing(directory: Path) -> None:
+    save_besides(directory, mlp())
+    model = mlp()
+    assert resume(directory, model) == 1
+    with pytest.raises(MismatchError, match=HOLDS) as caught:
+        resume(directory, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert caught.value.missing == ("optimizer",)
+
+
+def test_a_step_that_does_not_say_what_was_attached_gives_one_warning(directory: Path) -> None:
+    save_besides(directory)
+    edit_json(directory / "1" / "manifest" / "data.json", lambda m: m.pop("attached"))
+    model = mlp()
+    with pytest.warns(UserWarning, match=f"not restored: model. {HOLDS}") as said:
+        assert resume(directory, model) == 1
+    assert len(said) == 1
 
 
 def test_load_gives_attached_modules_and_optimizers_by_component(directory: Path) -> None:

@@ -7,12 +7,13 @@ A manifest has this form:
      "digests": {stored name: {"block": [dims], "xxh3_64": base64}},
      "unchanged": {database: {"copy": 0 or 1, "processes": [indices],
                               "xxh3_128": {stored name: base64}}},
-     "assets": seal}
+     "assets": seal, "attached": [components]}
 
 For each block of a stored array, ``digests`` has one digest of 8 octets, little-endian; the digests
 are in C order of the blocks. ``unchanged`` names the databases of the step that later steps may
 share, see ``layout/unchanged.py``; a database that one process wrote alone lacks ``processes``.
-``assets`` is the digest of the step's assets. A step that has none of these lacks the key.
+``assets`` is the digest of the step's assets. ``attached`` names the components that were attached
+when functional state was saved in their place. A step that has none of these lacks the key.
 
 ``document`` describes the whole state as a tree of nodes, in which each array node names one leaf.
 ``nodes.py`` defines the form of nodes and decodes them; ``state/pytree.py`` writes them.
@@ -74,6 +75,8 @@ class Manifest:
       digests: stored name -> the digests of the array's bytes.
       unchanged: name -> database of unchanged arrays.
       assets: the digest of the step's assets; None if the step has no assets.
+      attached: the components that were attached when functional state was saved; None without
+        functional state, and in steps of releases that did not record it.
     """
 
     document: Mapping[str, Node]
@@ -82,6 +85,7 @@ class Manifest:
     digests: Mapping[str, Digests]
     unchanged: Mapping[str, Database] = dataclasses.field(default_factory=dict)
     assets: str | None = None
+    attached: tuple[str, ...] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Returns the manifest as Python values that JSON can represent."""
@@ -100,6 +104,7 @@ class Manifest:
                 for stored, known in self.digests.items()
             },
             **({} if self.assets is None else {"assets": self.assets}),
+            **({} if self.attached is None else {"attached": list(self.attached)}),
         }
         return content | unchanged.to_json(self.unchanged, self.digests)
 
@@ -153,7 +158,12 @@ class Manifest:
         assets = raw.get("assets")
         if assets is not None and not isinstance(assets, str):
             raise _corrupt(path, "assets", "the digest of the assets", _brief(assets))
-        return cls(document, plan, raw["versions"], digests, databases, assets)
+        attached = raw.get("attached")
+        if attached is not None:
+            if not isinstance(attached, list) or not all(isinstance(n, str) for n in attached):
+                raise _corrupt(path, "attached", "a list of components", _brief(attached))
+            attached = tuple(attached)
+        return cls(document, plan, raw["versions"], digests, databases, assets, attached)
 
     @functools.cached_property
     def leaves(self) -> Mapping[str, dict[str, Any]]:

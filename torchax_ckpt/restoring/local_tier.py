@@ -78,6 +78,7 @@ class HostSteps:
         # the step their names stand for the state of the process that wrote the copy.
         self._state_leaves: dict[str, np.ndarray] = {}
         self._has_own_state = False
+        self.attached: Sequence[str] | None  # see ``Manifest``
         self.document: Mapping[str, Node]
         self.document, self._specs = self._opened()
 
@@ -93,7 +94,8 @@ class HostSteps:
             document = self._copy.document
             with self._ignoring_damage():
                 shared = per_process_state.without_states(document)
-                content = json.dumps([host_parts.whole(shared), host_parts.specs(shared)])
+                parts = [host_parts.whole(shared), host_parts.specs(shared)]
+                content = json.dumps([*parts, self._copy.attached])
                 states = ProcessStates.of_document(document)
         state_bytes = b""
         if states is not None and (states.count is None or index in states.nodes):
@@ -114,7 +116,7 @@ class HostSteps:
             content = self._processes.posted("content", sender).decode()
         state = PerProcessState.of_bytes(state_bytes)
         nodes, self._state_leaves = state.nodes, dict(state.leaves)
-        document, specs = json.loads(content)
+        document, specs, self.attached = json.loads(content)
         specs |= host_parts.specs(nodes)
         return per_process_state.with_states(document, host_parts.whole(nodes), count), specs
 

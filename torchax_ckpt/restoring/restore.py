@@ -20,6 +20,7 @@ from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.restoring.file_weights import FileWeights
 from torchax_ckpt.restoring.local_tier import HostSteps
+from torchax_ckpt.runtime import user_messages
 from torchax_ckpt.snapshot.device_memory import free_device_bytes
 from torchax_ckpt.snapshot.device_sizes import shard_bytes
 from torchax_ckpt.snapshot.sharding import Local
@@ -56,8 +57,12 @@ def restore_attached(
             f"step {committed.step}",
             redistributes=attached.redistributes,
         )
-        plan = attached.prepare(document, selection)
+        plan = attached.prepare(document, selection, source.attached)
         step, path = committed.step, str(committed.path)
+        if plan.findings.unrestored and processes.index == 0:
+            names = " and ".join(plan.findings.unrestored)
+            holds = plan.findings.functional(f"load({step}, abstract_state)")
+            user_messages.warn(f"step {step} in {path}: not restored: {names}. {holds}")
         return carry_out(plan, source, options, processes, step, path, strict=strict)
 
 

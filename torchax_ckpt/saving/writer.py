@@ -68,6 +68,7 @@ class Capture:
     # taken over from an earlier step; not in ``snapshot``
     skipped: Skipped = dataclasses.field(default_factory=Skipped)
     assets: Assets | None = None
+    attached: tuple[str, ...] | None = None  # see ``Manifest``
     reports_metrics: bool = True  # whether this save reports that error, of all tiers' saves
 
     def explained(self, error: BaseException) -> BaseException:
@@ -218,6 +219,7 @@ class Writer:
             {**digests, **division.digests},
             division.databases,
             assets.seal if assets else None,
+            capture.attached,
         )
         items = {
             MANIFEST: seals.encoded(manifest.to_json(), self._texts),

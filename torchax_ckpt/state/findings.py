@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal
 
 from torchax_ckpt.errors import CheckpointError, MismatchError
+from torchax_ckpt.layout.manifest import Node
+from torchax_ckpt.layout.nodes import decode
 from torchax_ckpt.options import TierName
 
 Call = Literal["restore", "warm_start", "load", "dcp.load", "torch.restore"]
@@ -69,6 +71,9 @@ class Findings:
     left_out: list[str] = dataclasses.field(default_factory=list)
     has_other_optimizer: bool = False
     has_other_scheduler: bool = False
+    # modules and optimizers that a step with functional state lacks, which perhaps replaced them
+    unrestored: list[str] = dataclasses.field(default_factory=list)
+    state: Node = None  # that of the functional state
     lacks_ties: bool = False  # the checkpoint ties weights that are separate in the model
 
     def __bool__(self) -> bool:
@@ -103,7 +108,7 @@ class Findings:
             (f"different (expected: {ours}, found: in the {kind})", self.mismatched),
         ):
             lines += _section(title, found, self.mismatched if found is self.mismatched else {})
-        lines.append(self._remedy(call))
+        lines.append(self._remedy(call, step))
         return MismatchError(
             "\n".join(lines),
             missing=self.missing,
@@ -113,8 +118,25 @@ class Findings:
             path=path,
         )
 
-    def _remedy(self, call: Call) -> str:
+    def functional(self, reader: str) -> str:
+        """Returns a sentence about a step with functional state; ``reader`` returns that state."""
+        state = decode(self.state, lambda leaf: None)
+        keys = [f"{key!s:.80}" for key in state][:_MAX_LISTED] if isinstance(state, dict) else []
+        held = f" ({', '.join(keys)})" if keys else ""
+        return (
+            f"The step holds what save(state=) was given{held}, in place of modules and "
+            f"optimizers: {reader} returns it."
+        )
+
+    def _remedy(self, call: Call, step: int | None) -> str:
         """Returns what helps: the one thing if the cause is plain, else the choices of the call."""
+        if self.state is not None and {"model", "optimizer"}.intersection(self.missing):
+            if call == "torch.restore":
+                return self.functional("dcp.load with torchax_ckpt.torch.StorageReader")
+            return (
+                f"{self.functional(f'load({step}, abstract_state)')} Leave modules and optimizers "
+                "out of attach; or call attach(resume=False), and put into them what load returns."
+            )
         if call == "load":
             return "Give an abstract_state that fits; with None, load returns everything as saved."
         if call == "dcp.load":

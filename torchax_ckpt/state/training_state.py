@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -115,21 +115,32 @@ class TrainingState:
             if isinstance(slot.tensor, torch.nn.Parameter) and not slot.tensor.requires_grad
         )
 
-    def prepare(self, document: Mapping[str, Node], selection: Selection | None) -> Restoration:
-        """Compares a stored document with the attached objects; refuses unused patterns."""
+    def prepare(
+        self,
+        document: Mapping[str, Node],
+        selection: Selection | None,
+        attached: Collection[str] | None = None,
+    ) -> Restoration:
+        """Compares a stored document with the attached objects; refuses unused patterns.
+
+        ``attached`` are the components whose place functional state took; None if not recorded.
+        """
         plan = Restoration(selection or Selection())
-        is_functional, is_imported = FUNCTIONAL in document, IMPORTED in document
+        findings, is_replaced = plan.findings, FUNCTIONAL in document
+        findings.state = document.get(FUNCTIONAL)
         for name, component in self.components.items():
             if name in document:
                 component.prepare(document[name], plan)
-            elif not (is_imported or (is_functional and name in _TRAINED)):
-                plan.findings.missing.append(name)
+            elif is_replaced and name in _TRAINED and (attached is None or name in attached):
+                findings.unrestored += [name] * (attached is None)
+            elif IMPORTED not in document:
+                findings.missing.append(name)
         for name, node in document.items():
             if name in self.components or name in (FUNCTIONAL, IMPORTED):
                 continue
             if name == "rng" and not self._rng:
                 continue
-            plan.findings.unexpected += leaf_names(node) or [name]
+            findings.unexpected += leaf_names(node) or [name]
         plan.selection.require_used()
         return plan
 

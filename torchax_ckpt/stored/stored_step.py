@@ -190,6 +190,11 @@ class StoredStep:
         return self.manifest.document
 
     @property
+    def attached(self) -> tuple[str, ...] | None:
+        """The components that were attached when functional state was saved; see ``Manifest``."""
+        return self.manifest.attached
+
+    @property
     def stored_bytes(self) -> int:
         """The total size of the step's leaves in bytes, uncompressed."""
         return sum(leaf.nbytes for leaf in self.leaves.values())

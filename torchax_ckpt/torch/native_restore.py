@@ -96,7 +96,7 @@ def _restored(stored: StoredStep, objects: Mapping[str, Any], *, strict: bool) -
     document = per_process_state.document_of(
         stored.manifest.document, 0, 1, f"step {step}", taken=objects
     )
-    plan, findings = _Plan(), Findings()
+    plan, findings = _Plan(), Findings(state=document.get("state"))
     for component, value in objects.items():
         live = dict(value) if isinstance(value, Mapping) else {"": value}
         node = document.get(component, {"dict": [], "group": True})
