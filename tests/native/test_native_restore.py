@@ -19,10 +19,12 @@ from support.damage import flip_arrays
 from support.native import plain, run_native, save_net
 from support.native_net import Loader, Net, optimizer_of, state_of
 from support.processes import run_python
-from support.training import before_enabling
+from support.training import before_enabling, resume, save
 
 from torchax_ckpt import TorchaxCheckpointer, torchax_backend
 from torchax_ckpt.cli import exit_codes
+from torchax_ckpt.errors import MismatchError
+from torchax_ckpt.torch import restore
 
 RUN_OF_TWO = ROOT / "tests" / "golden" / "v1" / "processes"
 
@@ -207,6 +209,59 @@ restore(run, model, optimizer)
 print(optimizer.state[model.weight]["old"][0]["moment"])
 """
     assert run_native(source, tmp_path) == "tensor([[1., 1.]], dtype=torch.float64)\n"
+
+
+def test_an_optimizer_has_the_stored_state_afterwards_and_no_other(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1).to("jax")
+    optimizer: Any = torch.optim.SGD(model.parameters(), momentum=0.5)
+    optimizer.state["extra"] = {"seen": [1, torch.ones(2, device="jax")]}
+    empty: Any = torch.optim.SGD([{"params": []}])
+    empty.state["extra"] = torch.arange(2, device="jax")
+    save(tmp_path, model, {"full": optimizer, "empty": empty})
+    with before_enabling():
+        native = torch.nn.Linear(2, 1)
+        others: dict[str, Any] = {
+            "full": torch.optim.SGD(native.parameters(), momentum=0.5),
+            "empty": torch.optim.SGD([{"params": []}]),
+        }
+        for key in ("old", native.weight):
+            others["full"].state[key] = {"momentum_buffer": torch.ones(1, 2)}
+        others["empty"].state["old"] = 1
+        assert not restore(tmp_path, native, others).mismatched
+        assert {key for key, value in others["full"].state.items() if value} == {"extra"}
+        assert others["full"].state["extra"]["seen"][1].tolist() == [1, 1]
+        assert others["empty"].state.keys() == {"extra"}
+        assert others["empty"].state["extra"].tolist() == [0, 1]
+    fresh = torch.nn.Linear(2, 1).to("jax")
+    full, empty = (
+        torch.optim.SGD(fresh.parameters(), momentum=0.5),
+        torch.optim.SGD([{"params": []}]),
+    )
+    resume(tmp_path, fresh, {"full": full, "empty": empty})
+    assert empty.state["extra"].tolist() == [0, 1]
+
+
+def test_a_scheduler_of_another_class_is_refused(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1).to("jax")
+    optimizer = torch.optim.SGD(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    save(tmp_path, model, optimizer, lr_scheduler=scheduler)
+    with before_enabling():
+        native = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(native.parameters())
+        other = torch.optim.lr_scheduler.ConstantLR(optimizer)
+        before = other.state_dict()
+        with pytest.raises(MismatchError, match="lr_scheduler: expected ConstantLR, found StepLR"):
+            restore(tmp_path, native, optimizer, other)
+        restore(tmp_path, native, optimizer, other, strict=False)
+        assert other.state_dict() == before
+
+
+def test_a_functional_state_in_place_of_the_model_is_named(tmp_path: Path) -> None:
+    with TorchaxCheckpointer(tmp_path) as ckpt:
+        ckpt.save(1, state={"w": 1}, force=True)
+    with before_enabling(), pytest.raises(MismatchError, match=r"given \(w\), in place of modules"):
+        restore(tmp_path, torch.nn.Linear(2, 1))
 
 
 @pytest.mark.slow

@@ -254,8 +254,10 @@ class OptimizerComponent:
                 findings.mismatch(f"{where}/{name}", expected, found)
                 continue
             self._prepare_state(name, parameter, homes[id(parameter)], state.get(name), plan)
-        if restored := [p for name, p in live.items() if name in group_of]:
-            self._prepare_other_state(stored.other_state, homes[id(restored[0])], plan)
+        restored = [homes[id(p)] for name, p in live.items() if name in group_of]
+        if restored or not live:
+            home = restored[0] if restored else Local.DEFAULT_DEVICE
+            self._prepare_other_state(stored.other_state, home, plan)
 
     def _prepare_other_state(
         self, stored: Mapping[Any, Node], home: Placement, plan: Restoration

@@ -282,23 +282,25 @@ class _Plan:
             if common:
                 self._add_entries(group.update, common, group["params"][0], on_device)
         findings.unexpected += [f"{where}/{name}" for name in stored.group_of if name not in used]
-        if stored.other_state:
-            self._add_entries(optimizer.state.update, stored.other_state, parameter, False)
+        every = [p for group in optimizer.param_groups for p in group["params"]]
+        put = functools.partial(_put_other_state, optimizer)
+        self._add_entries(put, stored.other_state, every[0] if every else None, False)
 
     def _add_entries(
         self,
         put: Callable[[dict[Any, Any]], object],
         entries: Mapping[Any, Node],
-        parameter: torch.Tensor,
+        parameter: torch.Tensor | None,
         on_device: bool,
     ) -> None:
         """Plans to ``put`` an optimizer's values, on the devices where torch would make them.
 
-        torch keeps counters of steps on the CPU, as torchax does, unless ``on_device``.
+        torch keeps counters of steps on the CPU, as torchax does, unless ``on_device``. Without a
+        parameter, all values stay on the CPU.
         """
 
         def placed(value: Any, node: Node) -> Any:
-            if not isinstance(value, torch.Tensor):
+            if parameter is None or not isinstance(value, torch.Tensor):
                 return value
             is_wider = value.shape == parameter.shape and WIDER.get(value.dtype) == parameter.dtype
             is_here = not on_device and node["kind"] == "torch"
@@ -310,6 +312,12 @@ class _Plan:
         self._stages.append(
             lambda: functools.partial(put, {key: value_of() for key, value_of in readers.items()})
         )
+
+
+def _put_other_state(optimizer: torch.optim.Optimizer, state: Mapping[Any, Any]) -> None:
+    for key in [key for key in optimizer.state if not isinstance(key, torch.Tensor)]:
+        del optimizer.state[key]
+    optimizer.state.update(state)
 
 
 def _fill(target: torch.Tensor, value_of: Callable[[], Any]) -> None:
