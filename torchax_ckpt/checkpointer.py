@@ -394,7 +394,8 @@ class TorchaxCheckpointer:
           whether the step is durable, after a second attempt if the first one failed.
 
         Raises:
-          StepError: a step below 0 or the last saved or restored step; StepTypeError: not an int.
+          StepError: a step below 0 or the last saved or restored step, or above 2**63 - 1;
+            StepTypeError: not an int.
           AttachError: nothing is attached and no state is given.
           UnsupportedLeafError: a leaf cannot be stored; nothing was saved.
           MetricsError: a metric cannot be stored; or, unless the save is forced, not be ranked.

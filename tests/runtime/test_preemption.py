@@ -246,3 +246,11 @@ def test_one_sigterm_that_is_heard_twice_is_no_second_one(monkeypatch: pytest.Mo
         now[0] = secs
         watch._notice(byte)
         assert bool(ends) is is_over
+
+
+def test_a_step_beyond_the_counter_of_jax_is_said_and_gets_no_notice(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preemption._watch, "_said", set())
+    assert not preemption._at_sync_point(2**31)
+    assert "JAX's service takes no step above 2147483647; no step is saved at" in caplog.text

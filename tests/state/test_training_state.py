@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import torch
+from support.commands import run
 from support.compare import assert_trees_identical, training_state
 from support.models import Plain, WithExtraState
-from support.training import adamw, mlp, save
+from support.training import adamw, mlp, resume, save
 from torch import nn
 
 from torchax_ckpt import TorchaxCheckpointer, torchax_backend, warm_start
@@ -28,6 +29,7 @@ from torchax_ckpt.errors import (
     StepTypeError,
     UnsupportedLeafError,
 )
+from torchax_ckpt.policies import described
 from torchax_ckpt.state.findings import Findings
 
 
@@ -221,6 +223,25 @@ def test_steps_that_are_no_counts_are_refused_everywhere(directory: Path) -> Non
             with pytest.raises(StepError, match="expected 0 or more, found -1") as negative:
                 use(ckpt, -1)
             assert isinstance(negative.value, ValueError)
+
+
+def test_the_largest_step_is_listed_and_resumed_from_and_a_larger_one_is_refused(
+    directory: Path,
+) -> None:
+    largest = 2**63 - 1
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(mlp())
+        for step in (10**18, largest):
+            assert ckpt.save(step, force=True)
+        for step in (2**63, 10**30):
+            with pytest.raises(StepError, match=r"expected at most 9223372036854775807"):
+                ckpt.save(step, force=True)
+        with pytest.raises(StepNotFoundError):
+            ckpt.load(2**63)
+    assert TorchaxCheckpointer(directory).all_steps() == [10**18, largest]
+    assert resume(directory, mlp()) == largest
+    assert str(largest) in run("ls", directory)
+    assert described.parsed(f"CustomSteps({largest})")["steps"] == [largest]
 
 
 def test_steps_may_be_integers_of_numpy_and_tensors_without_dims(directory: Path) -> None:

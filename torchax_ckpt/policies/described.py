@@ -114,7 +114,7 @@ _FORMS: Mapping[str, str] = {
         rf"BestN\(\s*(?P<metric>.+?)\s*,\s*(?P<mode>min|max)\s*(?:,{_N.format('n')})?\)"
     ),
     "CustomSteps(STEP, STEP, ...)": (
-        r"CustomSteps\((?P<steps>\s*[0-9]{1,18}(?:\s*,\s*[0-9]{1,18})*\s*)\)"
+        r"CustomSteps\((?P<steps>\s*[0-9]{1,19}(?:\s*,\s*[0-9]{1,19})*\s*)\)"
     ),
 }
 

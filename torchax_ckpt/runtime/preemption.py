@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 EXIT_CODE = 128 + signal.SIGTERM
 # Signals within this time count as one notice, because GNU timeout sends its child two in a row.
 _ONE_NOTICE_SECS = 0.1
+# JAX's preemption service counts steps in signed integers of 32 bits.
+_MAX_OF_JAX = 2**31 - 1
 # To the thread that reads the pipe, beside the numbers of signals, which Python writes.
 _WAKE, _HANDLED = 0, 255
 
@@ -107,6 +109,9 @@ def _was_early(step: int) -> bool:
 
 
 def _at_sync_point(step: int) -> bool:
+    if step > _MAX_OF_JAX:
+        _watch.say_once(f"SIGTERM is not noticed: JAX's service takes no step above {_MAX_OF_JAX}")
+        return False
     try:
         return multihost_utils.reached_preemption_sync_point(step)
     except RuntimeError:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torchax_ckpt.errors import StepError
 from torchax_ckpt.saving import step_metrics
+from torchax_ckpt.storage.directory.committed_step import MAX_STEP
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +75,15 @@ class Loop:
         """Whether the newest two steps have a ranked metric: then the next is not due either."""
         return self._has_ranked and self._had_ranked
 
-    def require_not_passed(self, step: int, path: Any) -> None:
-        """Raises StepError if ``step`` is below the last step saved, restored or completed."""
+    def require_next(self, step: int, path: Any) -> None:
+        """Raises StepError for a step too large, or below the last saved, restored or completed."""
+        if step > MAX_STEP:
+            raise StepError(
+                f"step: expected at most {MAX_STEP} (2**63 - 1), found {step:#x}, which no reader "
+                "would list. Count completed optimizer steps",
+                step=step,
+                path=path,
+            )
         if self.position is not None and step < self.position:
             raise StepError(
                 f"step {step} is below step {self.position}, the last step saved or restored in "

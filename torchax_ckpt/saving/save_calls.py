@@ -79,7 +79,7 @@ class SaveCalls:
         """
         try:
             self._log.step = number = as_step(step)
-            self._loop.require_not_passed(number, self._durable.directory.path)
+            self._loop.require_next(number, self._durable.directory.path)
         except StepError:  # the others learn that this process comes to no step that they save
             self._log.refuse(f"save({step!r:.40})", None)
             raise

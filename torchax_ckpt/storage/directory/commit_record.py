@@ -25,6 +25,7 @@ from torchax_ckpt.storage.directory.committed_step import (
     ASSETS,
     LOST,
     MANIFEST,
+    MAX_STEP,
     STATE,
     SUMMARY,
     VERIFIED,
@@ -42,7 +43,7 @@ SHARDINGS = f"{STATE}/_sharding"
 _SEALED = (RECORD, SHARDINGS)
 # The names of entries in a step, whether this package or Orbax alone wrote the step.
 _PARTS = {STATE, MANIFEST, SUMMARY, ASSETS, VERIFIED, RECORD, "_METADATA", "pytree"}
-_STEP = re.compile(r"(incoming-)?(0|[1-9][0-9]{0,17})(?(1)(?:-\d+)?)")
+_STEP = re.compile(r"(incoming-)?(0|[1-9][0-9]{0,18})(?(1)(?:-\d+)?)")
 # The name of an empty object that marks a folder of a bucket in which a save began and from which
 # the save's files were removed.
 BEGUN = "begun"
@@ -78,7 +79,7 @@ def steps_among(
     In a local tier (``is_spare``), a record that cannot be read now counts as damaged.
     """
     named = [(child, m) for child in children if (m := _STEP.fullmatch(child.name))]
-    found = [(child, match) for child, match in named if int(match[2]) >= first]
+    found = [(child, match) for child, match in named if first <= int(match[2]) <= MAX_STEP]
     # In parallel, because each read is a round trip to a bucket.
     with concurrent.futures.ThreadPoolExecutor() as pool:
         time = _time_of_spare if is_spare else time_or_none

@@ -27,6 +27,8 @@ ASSETS = "assets"
 VERIFIED = "verified"
 # The commit time of a step whose commit record is damaged.
 LOST = 0
+# The largest number of a step: a signed integer of 64 bits, as ``time.time_ns()`` is.
+MAX_STEP = 2**63 - 1
 
 
 @dataclasses.dataclass(frozen=True)
