@@ -212,6 +212,19 @@ def test_what_is_neither_a_number_nor_json_is_refused_by_name(value: Any) -> Non
         check_metrics({"fine": 1, "the loss": value})
 
 
+def test_json_that_could_not_be_read_back_is_refused_with_the_reason() -> None:
+    deep: Any = 0
+    for _ in range(200):  # how deep Python reads and writes depends on the stack of the caller
+        deep = [deep]
+    for value, reason in (
+        ({"by": {1: 0.5, "1": 0.25}}, "two keys are equal as texts"),
+        ([deep], "nested deeper than 100 levels"),
+        (10**5000, "4300 digits"),
+    ):
+        with pytest.raises(MetricsError, match=f"'loss'.*{reason}"):
+            check_metrics({"loss": value})
+
+
 def test_tensors_without_plain_data_and_odd_mappings_are_refused() -> None:
     with torchax_backend.native_torch():
         tensors = [torch.ones(1).to_sparse(), torch.empty((), device="meta")]

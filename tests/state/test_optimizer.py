@@ -13,7 +13,7 @@ from support.training import fsdp_mesh, fsdp_rule, mlp, place, resume, save, tra
 from torch.optim import Optimizer
 
 from torchax_ckpt import TorchaxCheckpointer, policies, torchax_backend
-from torchax_ckpt.errors import MismatchError
+from torchax_ckpt.errors import MismatchError, UnsupportedLeafError
 from torchax_ckpt.formats.optimizer_state import optimizers_of, state_dict_of
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.stored.stored_step import StoredStep
@@ -458,6 +458,29 @@ class Wrapping(Optimizer):
     @property
     def param_groups(self) -> Any:  # type: ignore[override]
         return self.optimizer.param_groups
+
+
+def test_odd_hyperparameters_and_state_come_back_or_are_refused_by_name(directory: Path) -> None:
+    model = torch.nn.ParameterDict({"other_state": torch.nn.Parameter(torch.ones(2))}).to("jax")
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    (weight,) = model.parameters()
+    optimizer.param_groups[0] |= {1: 2, None: {("a", 1): 3}}
+    optimizer.state["x"] = torch.ones(2, device="jax")
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(model, optimizer)
+        for state, reason in (
+            ({"x": torch.ones_like(weight)}, "other_state/x: two leaves have this name"),
+            ([1, 2], "optimizer/other_state: expected a dict .*, found a list"),
+        ):
+            optimizer.state[weight] = state
+            with pytest.raises(UnsupportedLeafError, match=reason):
+                ckpt.save(1, force=True)
+        del optimizer.state[weight]
+        ckpt.save(1, force=True)
+    fresh: Any = torch.optim.SGD(model.parameters(), lr=0.5)
+    assert resume(directory, model, fresh) == 1
+    assert (fresh.param_groups[0][1], fresh.param_groups[0][None]) == (2, {("a", 1): 3})
+    assert fresh.state.keys() == {"x"}
 
 
 def test_an_optimizer_in_a_wrapper_is_the_optimizer(directory: Path) -> None:

@@ -32,7 +32,7 @@ from typing import Any, TypeGuard
 
 from torchax_ckpt.errors import CorruptCheckpointError
 from torchax_ckpt.layout import names, unchanged
-from torchax_ckpt.layout.storage_plan import Plan
+from torchax_ckpt.layout.storage_plan import MAX_RANK, Plan
 from torchax_ckpt.layout.unchanged import Database, Digests
 
 FORMAT = "torchax_ckpt"
@@ -56,8 +56,7 @@ STORABLE_DTYPES = frozenset(
 # How deep containers in a state may be nested. The state's JSON is nested three times as deep.
 MAX_DEPTH = 100
 # No machine has memory for more elements, and no size computed from so many elements overflows.
-_MAX_ELEMENTS = 2**56
-_MAX_RANK = 32  # TensorStore's limit
+MAX_ELEMENTS = 2**56  # the product of all dims but those of length 0
 
 Node = Any
 """One node of the document: JSON (None, bool, int, float, str, list, dict)."""
@@ -243,9 +242,9 @@ def _check_array_node(node: dict[str, Any], path: str) -> None:
             key_path=name if isinstance(name, str) else _brief(name),
         )
     for dims in (shape, whole):
-        if len(dims) > _MAX_RANK or math.prod(dim for dim in dims if dim) > _MAX_ELEMENTS:
+        if len(dims) > MAX_RANK or math.prod(dim for dim in dims if dim) > MAX_ELEMENTS:
             raise _corrupt(
-                path, name, f"at most {_MAX_RANK} dims and {_MAX_ELEMENTS} elements", _brief(dims)
+                path, name, f"at most {MAX_RANK} dims and {MAX_ELEMENTS} elements", _brief(dims)
             )
 
 

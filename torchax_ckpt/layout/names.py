@@ -8,6 +8,7 @@ ambiguous or invalid as a storage key; torch's usual parameter names stay unchan
 
 from __future__ import annotations
 
+import collections
 import re
 from collections.abc import Iterable
 
@@ -42,6 +43,24 @@ def unescape(part: str) -> str:
         lambda m: bytes.fromhex(m[0].replace("%", "")).decode("utf-8", "surrogatepass"),
         part,
     )
+
+
+def key_text(key: object) -> str:
+    """Returns a dict's key as text; a named tuple, which comes back as a tuple, has its text."""
+    return str(tuple(key)) if isinstance(key, tuple) else str(key)
+
+
+def key_texts(keys: Iterable[object]) -> list[str]:
+    """Returns the keys of one dict as texts; 1 becomes "1 (int)" if "1" is a key too."""
+    found = [(key, key_text(key)) for key in keys]
+    counts = collections.Counter(text for _, text in found)
+    strings = {text for key, text in found if type(key) is str}
+    texts = []
+    for key, text in found:
+        while type(key) is not str and (counts[text] > 1 or text in strings):
+            text += f" ({type(key).__name__})"
+        texts.append(text)
+    return texts
 
 
 def join(key_path: Iterable[object]) -> str:

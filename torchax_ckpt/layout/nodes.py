@@ -5,6 +5,7 @@ The first key of a JSON object is its tag, which says what the object represents
 
     {"array": name, "kind": ..., "dtype": ..., "shape": [...]}   a leaf, stored as an array
     {"dict": [[key, value], ...]}      also "OrderedDict" and "Counter"; keys are nodes too
+    {"dict": [...], "factory": name}   a defaultdict
     {"tuple": [...]}                   also "set" and "frozenset"
     {"namedtuple": [[field, value], ...], "type": ...}   read back as a dict
     {"pytree": [[key, value], ...], "type": ...}         another JAX node type; read back as a dict
@@ -24,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from torchax_ckpt.errors import CorruptCheckpointError
+from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import MAX_DEPTH, STORABLE_DTYPES, Node
 
 _FROM_TAG: Mapping[str, Callable[[list[Any]], Any]] = {
@@ -35,6 +37,11 @@ _FROM_TAG: Mapping[str, Callable[[list[Any]], Any]] = {
     "frozenset": frozenset,
     "namedtuple": dict,
     "pytree": dict,
+}
+# The factories with which a defaultdict comes back; with others it comes back as a dict.
+FACTORIES: Mapping[str | None, Callable[[], Any] | None] = {
+    None: None,
+    **{kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)},
 }
 _PAIRS = frozenset({"dict", "OrderedDict", "Counter", "namedtuple", "pytree"})
 # The number of levels that components add around the states that they encode.
@@ -68,9 +75,10 @@ def _decode(node: Node, leaf: Callable[[Mapping[str, Any]], Any], depth: int) ->
                     return _FROM_TAG[tag]([_decode(child, leaf, depth) for child in payload])
                 if not all(isinstance(pair, list) and len(pair) == 2 for pair in payload):
                     raise TypeError("expected pairs")
-                return _FROM_TAG[tag](
-                    [(_decode(k, leaf, depth), _decode(v, leaf, depth)) for k, v in payload]
-                )
+                pairs = [(_decode(k, leaf, depth), _decode(v, leaf, depth)) for k, v in payload]
+                if tag == "dict" and node.get("factory", "") in FACTORIES:
+                    return collections.defaultdict(FACTORIES[node["factory"]], pairs)
+                return _FROM_TAG[tag](pairs)
             if tag == "int":
                 return int(payload, 16)
             if tag == "float":
@@ -98,21 +106,23 @@ def _decode(node: Node, leaf: Callable[[Mapping[str, Any]], Any], depth: int) ->
 
 
 def nodes_by_path(root: Node) -> dict[tuple[str, ...], Node]:
-    """Returns path -> node, parents first; of keys that are equal as text, only the first."""
+    """Returns path -> node, parents first; keys are as in ``names.key_texts``."""
     found: dict[tuple[str, ...], Node] = {}
 
     def visit(node: Node, path: tuple[str, ...]) -> None:
         if path in found:
             return
         found[path] = node
-        children: Iterable[tuple[Any, Node]] = ()
+        children: Iterable[tuple[str, Node]] = ()
         tag = next(iter(node), None) if isinstance(node, dict) else None
         if isinstance(node, list) or tag == "tuple":
-            children = enumerate(node if isinstance(node, list) else node["tuple"])
+            items = node if isinstance(node, list) else node["tuple"]
+            children = ((str(index), child) for index, child in enumerate(items))
         elif tag in _PAIRS:
-            children = ((_key(key), child) for key, child in node[tag])
-        for key, child in children:
-            visit(child, (*path, str(key)))
+            keys, nodes = zip(*node[tag], strict=True) if node[tag] else ((), ())
+            children = zip(names.key_texts(map(_key, keys)), nodes, strict=True)
+        for part, child in children:
+            visit(child, (*path, part))
 
     visit(root, ())
     return found

@@ -27,6 +27,8 @@ MAX_STACKED_LEAF_BYTES = 4 << 20
 # Stacks are bounded, because a restore passes a whole stack through host memory.
 MAX_STACK_BYTES = 64 << 20
 
+MAX_RANK = 32  # the most dims of a stored array: TensorStore's limit
+
 _HOST_SCALARS = "host_scalars"
 # An index is a part of a name that consists of digits only.
 _INDEX = re.compile(r"(?<=[./])\d+(?=[./]|$)")
@@ -112,7 +114,7 @@ def _group(name: str, spec: LeafSpec, layout: Layout) -> tuple[Hashable, ...] | 
         return None
     if spec.is_on_host and spec.shape == ():
         return (names.join((_HOST_SCALARS, spec.dtype)), True)
-    if spec.nbytes > MAX_STACKED_LEAF_BYTES:
+    if spec.nbytes > MAX_STACKED_LEAF_BYTES or len(spec.shape) == MAX_RANK:
         return None
     pattern = _INDEX.sub(_ANY, name)
     if pattern == name:

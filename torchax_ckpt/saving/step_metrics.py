@@ -13,7 +13,9 @@ import torch
 
 from torchax_ckpt import torchax_backend
 from torchax_ckpt.errors import MetricsError
+from torchax_ckpt.layout.manifest import MAX_DEPTH
 from torchax_ckpt.snapshot.device_programs import copied
+from torchax_ckpt.state.findings import type_name
 
 logger = logging.getLogger(__name__)
 
@@ -49,11 +51,28 @@ def _check(name: str, value: Any) -> Any:
             )
         return value
     try:
-        return json.loads(json.dumps(value))
+        found = json.loads(json.dumps(value), object_pairs_hook=_as_dict)
+        _require_shallow(found)
     except (TypeError, ValueError, RecursionError) as error:
         raise MetricsError(
-            f"metric {name!r}: expected a number or a JSON value, found {value!r:.80} ({error})"
+            f"metric {name!r}: expected a number or JSON, found {type_name(value)} ({error})"
         ) from error
+    return found
+
+
+def _as_dict(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    if len(found := dict(pairs)) < len(pairs):
+        raise ValueError("two keys are equal as texts")
+    return found
+
+
+def _require_shallow(value: Any, depth: int = 0) -> None:
+    # A deeper one could not be read with less of Python's stack left than here.
+    if depth > MAX_DEPTH:
+        raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
+    if isinstance(value, (list, dict)):
+        for child in value.values() if isinstance(value, dict) else value:
+            _require_shallow(child, depth + 1)
 
 
 def _array_of(name: str, tensor: torch.Tensor) -> Any:

@@ -45,6 +45,8 @@ class Form:
 
     node: Node
     names: tuple[str, ...]
+    # (type, type that it comes back as) -> name of such a value
+    changed: Mapping[tuple[str, str], str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +64,13 @@ class Captured:
 def encoded(value: Any, key_path: tuple[object, ...]) -> Captured:
     """Captures any Python value, with a new ``Form`` object at each call."""
     encoder = Encoder()
-    node = encoder.encode(value, key_path)
-    return Captured(Form(node, tuple(encoder.leaves)), list(encoder.leaves.values()))
+    return captured_by(encoder, encoder.encode(value, key_path))
+
+
+def captured_by(encoder: Encoder, node: Node) -> Captured:
+    """Returns what an encoder has captured, with its node."""
+    form = Form(node, tuple(encoder.leaves), encoder.changed)
+    return Captured(form, list(encoder.leaves.values()))
 
 
 def require_alive(captured: Captured) -> None:
@@ -107,8 +114,12 @@ class Combined:
         forms = [part.form for part in parts]
         if self._form is None or forms != self._parts:
             node = self._build([form.node for form in forms])
-            self._form = Form(node, tuple(name for form in forms for name in form.names))
-            self._parts = forms
+            leaves = tuple(name for form in forms for name in form.names)
+            if len(set(leaves)) < len(leaves):
+                name = next(name for name in leaves if leaves.count(name) > 1)
+                raise UnsupportedLeafError(f"{name}: two leaves have this name", key_path=name)
+            changed = {kinds: name for form in forms for kinds, name in form.changed.items()}
+            self._form, self._parts = Form(node, leaves, changed), forms
         return Captured(self._form, list(chain.from_iterable(part.arrays for part in parts)))
 
 

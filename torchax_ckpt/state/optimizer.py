@@ -30,12 +30,13 @@ from torchax_ckpt.state.component import (
     Restoration,
     SameForm,
     Values,
+    captured_by,
     encoded,
     leaf_names,
     require_alive,
     value_of,
 )
-from torchax_ckpt.state.findings import Findings
+from torchax_ckpt.state.findings import Findings, type_name
 from torchax_ckpt.state.leaf import DEVICE_KINDS, Spec, Specs, describe, freeze_all
 from torchax_ckpt.state.modules.module_tensors import same_objects
 from torchax_ckpt.state.pytree import Encoder
@@ -146,6 +147,8 @@ class OptimizerComponent:
             self._stepped, self._signature = stepped, None
         entries = list(map(list(state.values()).__getitem__, self._order))
         # Loops in C: with ten thousand values, each loop in Python would take half a millisecond.
+        if not all(issubclass(kind, Mapping) for kind in set(map(type, entries))):
+            return self._encode_state()  # which refuses what is not a dict, by name
         keys = list(chain.from_iterable(entries))
         values = list(chain.from_iterable(map(methodcaller("values"), entries)))
         # A value that is not a tensor is part of the node, so the old form may be out of date.
@@ -164,8 +167,10 @@ class OptimizerComponent:
     def _encode_state(self) -> Captured:
         known = self._parameter_names()
         stepped: list[tuple[tuple[str, ...], dict[Any, Any]]] = []
+        encoder = Encoder()
         for parameter, value in self.optimizer.state.items():
-            if not isinstance(parameter, torch.Tensor) or not value:
+            is_dict = isinstance(value, Mapping)
+            if not isinstance(parameter, torch.Tensor) or (is_dict and not value):
                 continue
             paths = known.get(id(parameter))
             if paths is None:
@@ -175,18 +180,26 @@ class OptimizerComponent:
                     "of an attached module. Attach this parameter's module, or remove this state",
                     key_path=name,
                 )
+            if not is_dict:
+                name = names.join((*self.key_path, *paths[0]))
+                raise UnsupportedLeafError(
+                    f"{name}: expected a dict as the optimizer's state of this parameter, found "
+                    f"{type_name(value)}",
+                    key_path=name,
+                )
+            if type(value) is not dict:
+                encoder.note_change(value, "dict", (*self.key_path, *paths[0]))
             stepped.append((paths[0], dict(value)))
         # Order entries by parameter, because _capture_state collects its arrays in that order.
         order = {paths[0]: i for i, (_, paths) in enumerate(self._parameters())}
         stepped.sort(key=lambda item: order.get(item[0], len(order)))
-        encoder = Encoder()
         nodes = encoder.encode_all(((*self.key_path, *path), value) for path, value in stepped)
         node = {
             "dict": [
                 [names.join(path), child] for (path, _), child in zip(stepped, nodes, strict=True)
             ]
         }
-        return Captured(Form(node, tuple(encoder.leaves)), list(encoder.leaves.values()))
+        return captured_by(encoder, node)
 
     def _node(self, nodes: list[Node]) -> Node:
         groups, state, *others = nodes

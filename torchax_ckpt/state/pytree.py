@@ -17,12 +17,14 @@ import torch
 from torchax_ckpt import torchax_backend
 from torchax_ckpt.errors import UnsupportedLeafError
 from torchax_ckpt.layout import names
-from torchax_ckpt.layout.manifest import MAX_DEPTH, Node
+from torchax_ckpt.layout.manifest import MAX_DEPTH, MAX_ELEMENTS, Node
+from torchax_ckpt.layout.nodes import FACTORIES
+from torchax_ckpt.layout.storage_plan import MAX_RANK
 from torchax_ckpt.state.leaf import Array, describe, freeze
 
 _MAPPINGS: Mapping[type, str] = {
     dict: "dict",
-    collections.defaultdict: "dict",  # its factory is code, which is not stored
+    collections.defaultdict: "dict",
     collections.OrderedDict: "OrderedDict",
     collections.Counter: "Counter",
 }
@@ -34,6 +36,8 @@ _SEQUENCES: Mapping[type, str] = {
 }
 # Larger ints are stored as hex: other JSON readers round them, and Python limits decimal digits.
 _MAX_PLAIN_INT = 2**53
+# OCDBT's keys have at most 65,535 bytes; a key is a leaf's name and the indices of a chunk.
+_MAX_NAME_BYTES = 64_000
 
 
 class Encoder:
@@ -41,6 +45,8 @@ class Encoder:
 
     def __init__(self) -> None:
         self.leaves: dict[str, Array] = {}  # host arrays are copied: they can change in place
+        # (type, type that it comes back as) -> name of such a value
+        self.changed: dict[tuple[str, str], str] = {}
 
     def encode(self, value: Any, key_path: tuple[object, ...]) -> Node:
         """Returns the node of a value and adds its leaves; UnsupportedLeafError names the first."""
@@ -59,9 +65,17 @@ class Encoder:
                     f"{names.join(key_path)}: nested too deeply, or contains itself",
                     key_path=names.join(key_path),
                 ) from None
+            except ValueError as error:  # raised for a key with more digits than Python writes
+                where = names.join(key_path)
+                raise UnsupportedLeafError(f"{where}: {error}", key_path=where) from error
         return nodes
 
-    def _encode(self, value: Any, path: tuple[object, ...]) -> Node:
+    def note_change(self, value: Any, becomes: str, path: tuple[object, ...]) -> None:
+        """Records that a value comes back as another type."""
+        self.changed.setdefault((type(value).__qualname__, becomes), names.join(path))
+
+    def _encode(self, value: Any, path: tuple[object, ...], *, is_hashed: bool = False) -> Node:
+        """Returns the node of a value; what ``is_hashed`` is in a set, or in a key of a dict."""
         if len(path) > MAX_DEPTH:
             raise _TooDeepError
         kind = type(value)
@@ -76,16 +90,28 @@ class Encoder:
         if kind is list:
             return self._encode_items(value, path)
         if kind in _MAPPINGS:
-            parts = _distinct([str(k) for k in value])
-            return {
+            parts = _distinct([names.key_text(k) for k in value])
+            node: dict[str, Any] = {
                 _MAPPINGS[kind]: [
                     [self._encode_key(k, path), self._encode(v, (*path, part))]
                     for part, (k, v) in zip(parts, value.items(), strict=True)
                 ]
             }
+            if kind is collections.defaultdict:
+                factory = getattr(value.default_factory, "__name__", None)
+                if FACTORIES.get(factory, object) is value.default_factory:
+                    return {**node, "factory": factory}
+                self.note_change(value, "dict", path)
+            return node
+        if kind is torch.Size:
+            self.note_change(value, "tuple", path)
         if kind in _SEQUENCES:
-            return {_SEQUENCES[kind]: self._encode_items(value, path)}
+            is_hashed |= kind in (set, frozenset)
+            return {_SEQUENCES[kind]: self._encode_items(value, path, is_hashed=is_hashed)}
         if isinstance(value, tuple) and hasattr(value, "_fields"):
+            self.note_change(value, "tuple" if is_hashed else "dict", path)
+            if is_hashed:  # a dict could not be hashed when the value is read
+                return {"tuple": self._encode_items(value, path, is_hashed=True)}
             return {
                 "namedtuple": [
                     [f, self._encode(v, (*path, f))]
@@ -97,7 +123,9 @@ class Encoder:
             return {"complex": [self._encode(value.real, path), self._encode(value.imag, path)]}
         if kind is bytes:
             return {"bytes": base64.b64encode(value).decode()}
-        if not jax.tree_util.all_leaves([value]):  # a node type registered with JAX
+        # A node type registered with JAX, which is read as a dict.
+        if not is_hashed and not jax.tree_util.all_leaves([value]):
+            self.note_change(value, "dict", path)
             children, _ = jax.tree_util.tree_flatten_with_path(
                 value, is_leaf=lambda child: child is not value
             )
@@ -115,11 +143,13 @@ class Encoder:
             key_path=names.join(path),
         )
 
-    def _encode_items(self, values: Collection[Any], path: tuple[object, ...]) -> list[Node]:
+    def _encode_items(
+        self, values: Collection[Any], path: tuple[object, ...], *, is_hashed: bool = False
+    ) -> list[Node]:
         # Python's random generator has a state of 625 ints. Do not encode them one by one.
         if set(map(type, values)) == {int} and max(map(abs, values)) < _MAX_PLAIN_INT:
             return list(values)
-        return [self._encode(v, (*path, i)) for i, v in enumerate(values)]
+        return [self._encode(v, (*path, i), is_hashed=is_hashed) for i, v in enumerate(values)]
 
     def _encode_key(self, key: Any, path: tuple[object, ...], depth: int = 0) -> Node:
         """Returns the node of a dict key; the node of a numpy scalar contains its bytes."""
@@ -130,15 +160,28 @@ class Encoder:
             return {"scalar": base64.b64encode(key.tobytes()).decode(), "type": key.dtype.name}
         if type(key) is tuple:
             return {"tuple": [self._encode_key(part, path, depth + 1) for part in key]}
-        return self._encode(key, path)
+        return self._encode(key, path, is_hashed=True)
 
     def _leaf(self, value: Any, path: tuple[object, ...]) -> Node:
         name = names.join(path)
         spec = describe(value, name)
-        array = freeze(value, name)
-        if name in self.leaves:
-            raise UnsupportedLeafError(f"{name}: two leaves have this name", key_path=name)
-        self.leaves[name] = array
+        problem = ""
+        if len(spec.shape) > MAX_RANK or math.prod(filter(None, spec.shape)) > MAX_ELEMENTS:
+            problem = (
+                f"has the shape {list(spec.shape)!r:.200}; storage holds arrays of at most "
+                f"{MAX_RANK} dims{' (a random key has one more)' * (spec.kind == 'key')}, whose "
+                f"product is at most {MAX_ELEMENTS}. Reshape it"
+            )
+        elif len(name.encode()) > _MAX_NAME_BYTES:
+            problem = f"the name has more than {_MAX_NAME_BYTES} bytes, which no storage key can be"
+            name = f"{name:.100}..."
+        elif name in self.leaves:
+            problem = "two leaves have this name"
+        if problem:
+            raise UnsupportedLeafError(f"{name}: {problem}", key_path=name)
+        self.leaves[name] = freeze(value, name)
+        if isinstance(value, torch.nn.Parameter):
+            self.note_change(value, "Tensor", path)
         return spec.node(name)
 
 
@@ -150,7 +193,7 @@ def key_part(entry: Any) -> str:
     """Returns the text that stands in a leaf name for one entry of a JAX key path."""
     for attribute in ("key", "idx", "name"):
         if hasattr(entry, attribute):
-            return str(getattr(entry, attribute))
+            return names.key_text(getattr(entry, attribute))
     return str(entry)
 
 

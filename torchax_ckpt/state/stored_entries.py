@@ -144,7 +144,7 @@ class StoredGroup:
     """One stored parameter group: its index and its hyperparameters, but not its parameters."""
 
     index: int
-    hyperparameters: Mapping[str, Node]
+    hyperparameters: Mapping[Any, Node]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +170,7 @@ class StoredOptimizer:
         groups: list[StoredGroup] = []
         group_of: dict[str, StoredGroup] = {}
         for index, group in enumerate(described):
-            found = node_checks.fields(group, f"{where}/param_groups/{index}")
+            found = node_checks.keyed(group, f"{where}/param_groups/{index}")
             stored = StoredGroup(index, {k: v for k, v in found.items() if k not in BY_POSITION})
             groups.append(stored)
             for member in node_checks.texts(
@@ -192,7 +192,7 @@ class StoredOptimizer:
 
     def hyperparameters(
         self, members: Iterable[str]
-    ) -> tuple[dict[str, Node], dict[str, tuple[str, str]]]:
+    ) -> tuple[dict[Any, Node], dict[Any, tuple[str, str]]]:
         """Returns what the stored groups of a live group's parameters have in common, by key.
 
         The second result is key -> (expected, found) of what they do not have in common.
@@ -211,7 +211,7 @@ class StoredOptimizer:
         found = f"different values: its parameters come from stored groups {sorted(sources)}"
         return (
             {key: node for key, node in first.items() if key not in differing},
-            dict.fromkeys(sorted(differing), ("one value for the group", found)),
+            dict.fromkeys(sorted(differing, key=str), ("one value for the group", found)),
         )
 
     def selected(self, selection: Selection) -> StoredOptimizer:

@@ -13,6 +13,7 @@ from torchax_ckpt.errors import AttachError
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import IMPORTED, Node
 from torchax_ckpt.layout.selection import Selection
+from torchax_ckpt.runtime import user_messages
 from torchax_ckpt.snapshot.sharding import Placement, auto_axes, resolve_rule
 from torchax_ckpt.state import functional, node_checks
 from torchax_ckpt.state.component import Captured, Combined, Restoration, leaf_names
@@ -55,6 +56,7 @@ class TrainingState:
         self._name_parts: list[Any] = []
         self._names: Mapping[int, tuple[tuple[str, ...], ...]] = {}
         self._functional = functional.PytreeCapture()
+        self._warned_of: set[tuple[str, str]] = set()  # component and type
 
         def module(value: Any, path: tuple[str, ...]) -> Component:
             require_module(value, path)
@@ -104,7 +106,19 @@ class TrainingState:
         for name, component in self.components.items():
             if state is None or name not in _TRAINED:
                 captured[name] = component.capture()
+                self._warn_of_types(name, captured[name].form.changed)
         return captured
+
+    def _warn_of_types(self, component: str, changed: Mapping[tuple[str, str], str]) -> None:
+        """Warns once of each type of a component's state that comes back as another type."""
+        for (kind, becomes), name in changed.items():
+            if (component, kind) not in self._warned_of:
+                self._warned_of.add((component, kind))
+                user_messages.warn(
+                    f"{name}: a value of the type {kind} comes back as a {becomes}, because a step "
+                    "holds no code of the program. Convert it in the object's state_dict, and back "
+                    "where the object loads its state"
+                )
 
     def frozen(self) -> frozenset[str]:
         """Returns the leaf names of the modules' parameters that do not require gradients."""

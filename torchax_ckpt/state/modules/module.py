@@ -138,8 +138,9 @@ class ModuleComponent:
             self._require_one_value(slot)
         named = {s.fqn: s.tensor for s in self._persistent}
         captured = encoded(named, self.key_path)
-        self._specs, self._form = Specs(self._tensors, captured.arrays), captured.form
-        return captured
+        self._specs = Specs(self._tensors, captured.arrays)
+        self._form = Form(captured.form.node, captured.form.names)  # Parameters stay Parameters
+        return Captured(self._form, captured.arrays)
 
     def _require_one_value(self, slot: Slot) -> None:
         # The last tensor is in the module itself. The others replace it in a JittableModule's
