@@ -306,7 +306,8 @@ class TorchaxCheckpointer:
           abstract_state: a pytree of ``jax.ShapeDtypeStruct``, torchax tensors, JAX arrays (also
             donated ones), torch CPU tensors, numpy arrays and Python values. The result has this
             structure, kinds of leaves and shardings. None returns everything as saved, with arrays
-            on the default device; nodes that are not dicts, lists or tuples become dicts.
+            on the default device; nodes that are not dicts, lists or tuples become dicts. Shardings
+            over an abstract mesh, as ``jax.eval_shape`` returns them, need ``jax.set_mesh``.
 
         Raises:
           StepNotFoundError, TierError, CorruptCheckpointError: as for ``restore``.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import operator
 import random
@@ -29,6 +30,9 @@ from torchax_ckpt.errors import MismatchError, UnsupportedLeafError
 from torchax_ckpt.layout import nodes
 
 State = tuple[dict[str, jax.Array], Any]
+
+
+Pair = collections.namedtuple("Pair", ["x", "y"])
 
 
 def optimizer() -> optax.GradientTransformation:
@@ -230,6 +234,46 @@ def test_an_abstract_state_gives_the_structure_of_the_result(directory: Path) ->
         for key, array in state.pop("huge ints").items()  # type: ignore[attr-defined]
     }
     assert_trees_identical(loaded, state)
+
+
+def test_an_abstract_state_may_have_keys_that_python_cannot_sort(directory: Path) -> None:
+    keys: list[list[Any]] = [[1, "b"], [1, "1", "1 (int)"], [(1, "a"), ("b", 2), None]]
+    trees = [{k: jnp.array([n, i]) for i, k in enumerate(every)} for n, every in enumerate(keys)]
+    state: dict[Any, Any] = {"x": trees, Pair(1, 2): 0}
+    save_state(directory, state)
+    reversed_ = {"x": [dict(reversed(tree.items())) for tree in state["x"]], Pair(1, 2): 5}
+    assert_trees_identical(load(directory, reversed_), state | {"x": reversed_["x"]})
+    lacking = {"x": [{1: 0}, *state["x"][1:]], Pair(1, 2): 0}
+    with pytest.raises(MismatchError, match="state/x/0/b") as caught:
+        load(directory, lacking)
+    assert caught.value.unexpected == ("state/x/0/b",)
+
+
+def test_an_abstract_state_that_no_state_can_be_is_refused_by_name(directory: Path) -> None:
+    save_state(directory, {"n": 1})
+    looped: list[Any] = []
+    looped.append(looped)
+    with pytest.raises(MismatchError, match="abstract_state: nested deeper than 100 levels"):
+        load(directory, looped)
+    with pytest.raises(UnsupportedLeafError, match="^state/n: a builtins.object cannot be stored"):
+        load(directory, {"n": object()})
+
+
+def test_an_abstract_mesh_becomes_the_one_that_the_program_sets(directory: Path) -> None:
+    mesh = jax.make_mesh((8,), ("data",))
+    with jax.set_mesh(mesh):
+        init = jax.jit(lambda: {"w": jnp.arange(16.0, out_sharding=P("data"))})
+        state = init()
+        save_state(directory, state)
+        shapes = jax.eval_shape(init)
+        assert_trees_identical(load(directory, shapes), state)
+    others: list[Any] = [
+        contextlib.nullcontext(),
+        jax.set_mesh(jax.make_mesh((4, 2), ("data", "model"))),
+    ]
+    for other in others:
+        with other, pytest.raises(MismatchError, match="state/w: its sharding in abstract_state"):
+            load(directory, shapes)
 
 
 def test_each_part_of_what_is_stored_is_looked_through_once(

@@ -274,6 +274,7 @@ def resolve_rule(
             f"{answer!r}",
             mismatched={name: f"expected a sharding, found {answer!r}"},
         )
+    answer = over_devices(answer, name, "shardings")
     try:
         answer.shard_shape(abstract.shape)
     except ValueError as error:
@@ -283,6 +284,26 @@ def resolve_rule(
             mismatched={name: str(error)},
         ) from error
     return answer
+
+
+def over_devices(sharding: Sharding, name: str, argument: str) -> Sharding:
+    """Returns a sharding, over the devices of the program's mesh if its own mesh is abstract.
+
+    Under ``jax.set_mesh``, ``jax.eval_shape`` returns shardings over abstract meshes.
+    Raises MismatchError, which names the leaf and the argument, if the two meshes differ.
+    """
+    if not isinstance(sharding, NamedSharding) or isinstance(sharding.mesh, Mesh):
+        return sharding
+    ambient = jax.sharding.get_mesh()
+    if isinstance(ambient, Mesh) and ambient.shape_tuple == sharding.mesh.shape_tuple:
+        return NamedSharding(ambient, sharding.spec, memory_kind=sharding.memory_kind)
+    expected, found = f"the mesh that jax.set_mesh sets, {ambient}", f"{sharding.mesh}"
+    raise MismatchError(
+        f"{name}: its sharding in {argument} is over an abstract mesh, which names no devices: "
+        f"expected {expected}, found {found}. Call inside `with jax.set_mesh(mesh):`, or "
+        "give jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))",
+        mismatched={name: f"expected {expected}, found {found}"},
+    )
 
 
 def auto_axes(mesh: Mesh) -> Mesh:

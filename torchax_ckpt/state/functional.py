@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping
@@ -12,10 +13,11 @@ import numpy as np
 import torch
 
 from torchax_ckpt import torchax_backend
+from torchax_ckpt.errors import MismatchError
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import MAX_DEPTH, Node, array_nodes
 from torchax_ckpt.layout.nodes import is_leaf, nodes_by_path
-from torchax_ckpt.snapshot.sharding import Local, Placement, placement_of
+from torchax_ckpt.snapshot.sharding import Local, Placement, over_devices, placement_of
 from torchax_ckpt.state.component import (
     Captured,
     Form,
@@ -34,6 +36,8 @@ KEY_PATH = ("state",)
 # than it is compared.
 _PLAIN, _MAX_PLAIN = frozenset((int, bool, str, bytes)), 1000
 _NODES = (dict, list, tuple)
+_DICTS = (dict, collections.defaultdict)
+_SORTABLE: tuple[set[type], ...] = (set(), {str}, {int})  # types of the keys of one dict
 _ARRAYS = (torch.Tensor, jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
 
 
@@ -184,7 +188,7 @@ class Request:
         self.reads: dict[str, LeafRead] = {}
         self._root = root
         self._is_foreign = is_foreign
-        self._abstract = abstract_state
+        self._abstract = abstract_state = _sortable(abstract_state)
         self._nodes: list[Node] = []
         if abstract_state is None:
             self._read_all(root)
@@ -209,7 +213,7 @@ class Request:
     def _match(self, node: Node, name: str, abstract: Any, findings: Findings) -> Node:
         """Adds the reads of one leaf of the abstract state; returns the node of the result."""
         if not isinstance(abstract, _ARRAYS):
-            if _tag(Encoder().encode(abstract, ("",))) != _tag(node):
+            if _tag(Encoder().encode(abstract, names.split(name))) != _tag(node):
                 findings.mismatch(name, f"a {type(abstract).__name__}", _form(node))
             else:
                 self._read_all(node)
@@ -225,7 +229,7 @@ class Request:
         if dataclasses.replace(result, is_weak=expected.is_weak) != expected:
             findings.mismatch(name, expected.content(), found.content())
             return node
-        self._read(node, _placement(abstract, expected))
+        self._read(node, _placement(abstract, expected, name))
         return result.node(node["array"])
 
     def _read_all(self, root: Node) -> None:
@@ -246,11 +250,45 @@ class Request:
         return jax.tree_util.tree_unflatten(treedef, [value_of(n, values) for n in self._nodes])
 
 
-def _placement(abstract: Any, spec: Spec) -> Placement:
+@jax.tree_util.register_pytree_with_keys_class
+class _Unsorted(dict[Any, Any]):
+    """A dict whose keys JAX cannot sort; when unflattened, it is a plain dict again."""
+
+    def tree_flatten_with_keys(self) -> Any:
+        parts = map(jax.tree_util.DictKey, names.key_texts(self))
+        return list(zip(parts, self.values(), strict=True)), tuple(self)
+
+    @classmethod
+    def tree_unflatten(cls, keys: tuple[Any, ...], children: Iterable[Any]) -> dict[Any, Any]:
+        return dict(zip(keys, children, strict=True))
+
+
+def _sortable(node: Any, depth: int = 0) -> Any:
+    """Returns a pytree in which the dicts that JAX might fail to sort are ``_Unsorted``.
+
+    Raises MismatchError for one that is nested deeper than any saved one.
+    """
+    # In JAX 0.10.2, an error for too deep nesting shortens this thread's recursion for good.
+    if depth > MAX_DEPTH:
+        why = f"nested deeper than {MAX_DEPTH} levels, or contains itself"
+        raise MismatchError(f"abstract_state: {why}", mismatched={"abstract_state": why})
+    if type(node) in _DICTS and {*map(type, node)} not in _SORTABLE:
+        return _Unsorted({key: _sortable(child, depth + 1) for key, child in node.items()})
+    is_root = iter([True])
+    children, treedef = jax.tree_util.tree_flatten(node, lambda _: not next(is_root, False))
+    if jax.tree_util.treedef_is_leaf(treedef):
+        return node
+    children = [_sortable(child, depth + 1) for child in children]
+    return jax.tree_util.tree_unflatten(treedef, children)
+
+
+def _placement(abstract: Any, spec: Spec, name: str) -> Placement:
     if not spec.on_device:
         return Local.HOST
     if isinstance(abstract, jax.ShapeDtypeStruct):
-        return abstract.sharding or Local.DEFAULT_DEVICE
+        if abstract.sharding is None:
+            return Local.DEFAULT_DEVICE
+        return over_devices(abstract.sharding, name, "abstract_state")
     array = torchax_backend.buffer(abstract) if spec.kind == "torchax" else abstract
     if spec.kind == "key" and not isinstance(array, jax.core.Tracer) and not array.is_deleted():
         array = jax.random.key_data(array)
