@@ -10,12 +10,10 @@ import signal
 import tempfile
 import threading
 
+from support.jax_releases import xla_flags
+
 # Set before anything imports JAX. One process simulates a host with eight chips.
-# On a busy machine, the threads of the devices may meet late.
-os.environ["XLA_FLAGS"] = (
-    "--xla_force_host_platform_device_count=8 "
-    "--xla_cpu_collective_call_terminate_timeout_seconds=600"
-)
+os.environ["XLA_FLAGS"] = xla_flags(8)
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 

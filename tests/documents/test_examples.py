@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 from support import PROGRAMS, ROOT
-from support.processes import COMPILED_ONCE, Talking, environment, xla_flags
+from support.jax_releases import xla_flags
+from support.processes import COMPILED_ONCE, Talking, environment
 
 from torchax_ckpt import TorchaxCheckpointer
 

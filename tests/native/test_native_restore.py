@@ -423,13 +423,13 @@ def save(name, change, kinds=(lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.2
 save("taken", lambda state: state.update(step=7, kind="fast"))
 save("nested", lambda state: state.update(past=[torch.ones(2)]))
 save("code", lambda state: state.update(past=random.Random()))
-save("several", lambda state: None, (torch.optim.Muon, torch.optim.AdamW))
+save("several", lambda state: None, (torch.optim.RMSprop, torch.optim.AdamW))
 """
     assert not run_native("import random\n" + script, tmp_path)
     for name, message in {
         "nested": "found optimizer/state/img%2Fenc.weight/past/0.",
         "code": "optimizer/state/img%2Fenc.weight/past: expected plain tensors",
-        "several": "found one with adjust_lr_fn and one with amsgrad",
+        "several": "found one with alpha and one with amsgrad",
     }.items():
         arguments = (tmp_path / name, tmp_path / "none", "--optimizer", "AdamW")
         assert message in run("import", *arguments, code=exit_codes.USAGE)

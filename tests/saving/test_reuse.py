@@ -23,6 +23,7 @@ from orbax import checkpoint as v0
 from orbax.checkpoint import v1 as ocp
 from support.compare import entries, training_state
 from support.damage import flip_bit
+from support.device_memory import OFFLOAD
 from support.linked import assert_holds, by_orbax, data_file, databases, files
 from support.own_orbax import abstract
 from support.steps import save
@@ -316,7 +317,7 @@ def test_where_links_are_refused_files_are_copied(
         {"compression": "blosc-zstd"},
         {"max_host_bytes": 1 << 20},
         pytest.param({"read_back": True}, marks=pytest.mark.slow),
-        pytest.param({"snapshot": "offload"}, marks=pytest.mark.slow),
+        *(pytest.param({"snapshot": mode}, marks=pytest.mark.slow) for mode in OFFLOAD),
     ],
     ids=lambda settings: next(iter(settings)),
 )

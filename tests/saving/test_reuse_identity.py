@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from support.compare import training_state
+from support.device_memory import OFFLOAD
 from support.linked import assert_holds, files
 from support.steps import save
 from support.still import (
@@ -34,7 +35,7 @@ from torchax_ckpt.snapshot import snapshotter
 @pytest.mark.usefixtures("identity_proves")
 @pytest.mark.parametrize(
     "mode",
-    ["copy", *(pytest.param(m, marks=pytest.mark.slow) for m in ("reference", "offload", "auto"))],
+    ["copy", *(pytest.param(m, marks=pytest.mark.slow) for m in ("reference", "auto", *OFFLOAD))],
 )
 def test_arrays_that_are_the_same_objects_are_neither_copied_nor_fetched(
     mode: Any, directory: Path, fetched: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch

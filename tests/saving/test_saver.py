@@ -22,6 +22,7 @@ import torch
 from support import PROGRAMS
 from support.compare import assert_trees_identical, entries
 from support.damage import fill_disk
+from support.device_memory import OFFLOAD
 from support.models import Counter
 from support.processes import run_python
 from support.training import mlp, train_step
@@ -97,7 +98,7 @@ def test_a_forced_save_waits_for_another_and_repeats_none(directory: Path, gate:
         assert ckpt.all_steps() == [1, 2]
 
 
-copying = pytest.mark.parametrize("mode", ["copy", "offload"])
+copying = pytest.mark.parametrize("mode", ["copy", *OFFLOAD])
 
 
 @copying

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.device_memory import OFFLOAD
 from support.strategies import fingerprint
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies, torchax_backend
@@ -125,7 +126,7 @@ def test_recorded_metrics_join_those_given_to_save_and_belong_to_one_step(direct
 
 
 # A transfer does wait.
-not_waiting = pytest.mark.parametrize("mode", ["auto", "copy", "offload", "reference"])
+not_waiting = pytest.mark.parametrize("mode", ["auto", "copy", "reference", *OFFLOAD])
 
 
 @pytest.mark.slow

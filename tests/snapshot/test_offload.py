@@ -245,11 +245,26 @@ def test_devices_without_pinned_memory_are_said(
 ) -> None:
     monkeypatch.setattr(offload, "PINNED", "none_such")
     ckpt = TorchaxCheckpointer(directory, options=CheckpointOptions(snapshot="offload"))
-    with pytest.raises(SaveError, match="devices with memory of the kind"):
+    with pytest.raises(SaveError, match="devices that can copy to memory of the kind"):
         ckpt.save(1, state=state_of(), force=True)
     ckpt.close()
     taken = Snapshotter("auto", "flat", limited(0, 1 << 30))
     assert taken.take([*sizes(16)], [*sizes(16).values()]).way == "transfer"
+
+
+def test_devices_whose_programs_cannot_write_to_pinned_memory_are_not_chosen(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As the CPU devices of jaxlib 0.7, which say that they have it."""
+
+    def refused(*_: Any) -> Any:
+        raise jax.errors.JaxRuntimeError("NOT_FOUND: annotate_device_placement for Host")
+
+    monkeypatch.setattr(offload, "offload_program", lambda sharding: refused)
+    monkeypatch.setattr(offload, "_can_offload", offload._can_offload.__wrapped__)
+    taken = Snapshotter("auto", "flat", limited(0, 1 << 30))
+    assert taken.take([*sizes(16)], [*sizes(16).values()]).way == "transfer"
+    assert "cannot copy to the host by themselves: NOT_FOUND: annotate" in caplog.text
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from support.compare import assert_trees_identical, bits
+from support.jax_releases import enable_x64
 from support.strategies import (
     JAX_DTYPES,
     KEY_IMPLS,
@@ -94,7 +95,7 @@ def test_compressed_arrays_come_back_as_they_were_saved(codec: Codec, directory:
 
 def test_64_bits_are_not_narrowed_where_jax_has_none(directory: Path) -> None:
     """Without x64 JAX has no int64: 2**40 would become 0."""
-    with jax.enable_x64(True):
+    with enable_x64():
         state = {"n": jnp.array([2**40]), "x": jnp.array([1 + 2**-50])}
         save(directory / "jax", state)
         assert_trees_identical(load(directory / "jax"), state)

@@ -72,8 +72,9 @@ OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "RAdam": (torch.optim.RAdam, {}),
     "ASGD": (torch.optim.ASGD, {}),
     "Rprop": (torch.optim.Rprop, {}),
-    "Muon": (torch.optim.Muon, {}),
 }
+if hasattr(torch.optim, "Muon"):  # since torch 2.9
+    OPTIMIZERS["Muon"] = (torch.optim.Muon, {})
 
 
 @pytest.mark.slow

@@ -174,7 +174,7 @@ OTHERS = [
 
 ARRAYS = [
     np.array([object()]), np.array(["text"]), np.array([b"bytes"]), np.str_("text"),
-    np.array(["2020"], "datetime64[D]"), np.timedelta64(3), np.zeros(2, [("field", "i4")]),
+    np.array(["2020"], "datetime64[D]"), np.timedelta64(3, "D"), np.zeros(2, [("field", "i4")]),
     np.ma.array([1, 2], mask=[False, True]), np.recarray((2,), [("x", "i4")]),
     np.ones(2, np.longdouble), np.longdouble(1), np.ones(2, np.clongdouble),
     np.ones(2, ml_dtypes.uint4), np.ones(2, ">f4"),

@@ -37,6 +37,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
     pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64:UserWarning"),
     pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning"),
+    # Schedulers of torch 2.8 warn of their own calls.
+    pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step:UserWarning"),
 ]
 
 # --- schedulers --------------------------------------------------------------------------------

@@ -5,9 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from torchax_ckpt.snapshot import offload
 from torchax_ckpt.snapshot.device_memory import DeviceMemory
 from torchax_ckpt.snapshot.snapshotter import Snapshot, Snapshotter
+
+# The modes of a snapshot that offloads, if the devices can; CPU devices of jaxlib 0.7 cannot.
+OFFLOAD: list[Any] = ["offload"] if offload.is_supported([jnp.zeros(1)]) else []
 
 
 def limited(device_bytes: int, host_bytes: int = 0) -> DeviceMemory:

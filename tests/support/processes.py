@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from support import PROGRAMS, ROOT, TESTS, forked
+from support.jax_releases import xla_flags
 
 # Environment of programs that share compiled code: see compiled.py.
 COMPILED_ONCE = {
@@ -189,12 +190,6 @@ def run_processes(program: str | Path, count: int, *args: Any, **kwargs: Any) ->
             ]
             raise AssertionError("\n".join(told))
         return [running.reports(index) for index in range(count)]
-
-
-def xla_flags(devices: int | None) -> str:
-    """Returns the flags for that many devices; on a busy machine, their threads may meet late."""
-    patience = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
-    return f"--xla_force_host_platform_device_count={devices} {patience}"
 
 
 def environment(devices: int | None, env: Mapping[str, str]) -> dict[str, str]:

@@ -319,7 +319,7 @@ def coordination_service() -> Any:
     except (ImportError, AttributeError) as error:
         raise BackendError(
             f"jax {jax.__version__} does not work as torchax_ckpt expects on several processes: "
-            f"{error}. Install a release that was tried: pip install 'jax>=0.10.0,<=0.12.0.1'."
+            f"{error}. Install a release that was tried: pip install 'jax>=0.6.2,<=0.12.0.1'."
         ) from error
 
 

@@ -20,16 +20,16 @@ from collections.abc import Callable, Iterator
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import jax
-from jax.extend.core import get_opaque_trace_state
 
 from torchax_ckpt.errors import CallError, StepError, StepTypeError
+from torchax_ckpt.runtime import jax_versions
 from torchax_ckpt.runtime.user_messages import brief
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 with jax.ensure_compile_time_eval():
-    _NOT_TRACING = get_opaque_trace_state()
+    _NOT_TRACING = jax_versions.opaque_trace_state()
 _home: int | None = None  # the process that created the first checkpointer and JAX's threads
 _is_fork = False  # of it; set by a fork hook, because os.getpid() is slow in some containers
 
@@ -79,7 +79,7 @@ class Calls:
                 "library. Call it in the parent, or start the process with multiprocessing's "
                 "'spawn' method."
             )
-        if get_opaque_trace_state() != _NOT_TRACING:
+        if jax_versions.opaque_trace_state() != _NOT_TRACING:
             raise CallError(
                 f"{name} was called while JAX traces a function: it would run only once, "
                 "during tracing, on tracers instead of values. Call it outside of jit, grad and "

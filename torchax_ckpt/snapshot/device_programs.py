@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
+from torchax_ckpt.runtime import jax_versions
 from torchax_ckpt.snapshot.bitcast import from_bits, to_bits
 
 _NO_MESH = Mesh(np.empty((), dtype=object), ())
@@ -39,12 +40,12 @@ class Program:
 
     def __call__(self, *arrays: Any) -> Any:
         """Runs the function."""
-        with jax.set_mesh(_NO_MESH):
+        with jax_versions.within_mesh(_NO_MESH):
             return self.jitted(*arrays)
 
     def lower(self, *arrays: Any) -> Any:
         """Lowers the function for these arrays, or abstract arrays, as ``jax.jit`` does."""
-        with jax.set_mesh(_NO_MESH):
+        with jax_versions.within_mesh(_NO_MESH):
             return self.jitted.lower(*arrays)
 
 

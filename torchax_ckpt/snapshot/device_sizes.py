@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.experimental.layout import Layout
 from jax.sharding import Sharding, SingleDeviceSharding
 
+from torchax_ckpt.runtime.jax_versions import Tiles, tiles
 from torchax_ckpt.snapshot.device_programs import (
     MAX_ARGUMENTS,
     Program,
@@ -36,10 +36,10 @@ _ALIGNMENT = 512
 HOST_MEMORY = ("pinned_host", "unpinned_host")
 
 
-def padded_bytes(shape: tuple[int, ...], dtype: Any, layout: Layout | None) -> int:
+def padded_bytes(shape: tuple[int, ...], dtype: Any, layout: Tiles | None) -> int:
     """Returns the bytes that one shard takes in memory.
 
-    ``layout`` is from ``array.format.layout`` or ``compiled.output_formats``; None: a dense array.
+    ``layout`` is that of ``array.format`` or ``compiled.output_formats``; None: a dense array.
     """
     if layout is None or not layout.tiling:
         return math.prod(shape) * np.dtype(dtype).itemsize
@@ -139,7 +139,7 @@ def _bytes_of(arrays: Iterable[Any]) -> tuple[collections.Counter[jax.Device], i
             by_sharding[sharding] += of_all // sharding.num_devices
         else:
             shape = sharding.shard_shape(array.shape)
-            by_sharding[sharding] += padded_bytes(shape, array.dtype, array.format.layout)
+            by_sharding[sharding] += padded_bytes(shape, array.dtype, tiles(array.format))
     devices: collections.Counter[jax.Device] = collections.Counter()
     host_bytes = 0
     for sharding, num_bytes in by_sharding.items():
@@ -187,5 +187,5 @@ def _sizes(device: jax.Device, specs: tuple[_Spec, ...]) -> dict[_Spec, int]:
     for some in in_chunks(specs, MAX_ARGUMENTS):
         program = zeros_program(tuple(some), SingleDeviceSharding(device))
         for spec, output in zip(some, compiled(program).outputs, strict=True):
-            sizes[spec] = padded_bytes(spec[0], spec[1], output.format.layout)
+            sizes[spec] = padded_bytes(spec[0], spec[1], tiles(output.format))
     return sizes

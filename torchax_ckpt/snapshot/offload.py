@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
+import logging
 import math
 import threading
 import weakref
@@ -20,15 +21,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
 from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.snapshot.device_memory import DeviceMemory, is_exhausted
-from torchax_ckpt.snapshot.device_programs import Program, Run, device_program, run_by_sharding
+from torchax_ckpt.snapshot.device_programs import (
+    Program,
+    Run,
+    device_program,
+    run_by_sharding,
+    zeros_on,
+)
 from torchax_ckpt.snapshot.device_sizes import Needed, needed_by
 from torchax_ckpt.snapshot.host_array import HostArray, Memory, Offset, aligned, offset_of
 from torchax_ckpt.snapshot.sharding import replicas, shards_of, stacked
 from torchax_ckpt.snapshot.stacking import AnyArray, parts_of
+
+logger = logging.getLogger(__name__)
 
 PINNED = "pinned_host"
 """JAX's name of the memory of the host that a device can write to by itself."""
@@ -39,10 +48,31 @@ _MIN_BYTES_TO_SELECT = 1 << 20
 
 
 def is_supported(arrays: Iterable[AnyArray]) -> bool:
-    """Returns whether the devices of all arrays have pinned memory."""
+    """Returns whether the devices of all arrays can copy to pinned memory."""
     shardings: set[Any] = {a.sharding for a in arrays if not isinstance(a, np.ndarray)}
     devices = {device for sharding in shardings for device in sharding.addressable_devices}
-    return all(PINNED in {m.kind for m in d.addressable_memories()} for d in devices)
+    if not all(PINNED in {m.kind for m in d.addressable_memories()} for d in devices):
+        return False
+    one_of_each = {(d.platform, d.device_kind): d for d in devices}
+    return all(_can_offload(platform, device) for (platform, _), device in one_of_each.items())
+
+
+@functools.cache
+def _can_offload(platform: str, device: jax.Device) -> bool:
+    """Returns whether a device can run the program; tried once, because no query tells.
+
+    The CPU devices of jaxlib before 0.8 have pinned memory, to which their programs cannot write.
+    """
+    try:
+        (copy,) = offload_program(SingleDeviceSharding(device))(zeros_on((1,), np.float32, device))
+        np.asarray(copy)
+    except jax.errors.JaxRuntimeError as error:
+        if is_exhausted(error):
+            return True
+        reason = str(error).partition("\n")[0]
+        logger.warning("%s devices cannot copy to the host by themselves: %s", platform, reason)
+        return False
+    return True
 
 
 def needed_to_offload(leaves: Mapping[str, Any]) -> Needed:

@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from torchax_ckpt.errors import MismatchError
+from torchax_ckpt.runtime import jax_versions
 from torchax_ckpt.snapshot.host_array import HostArray, Local, Offset, Placement, offset_of
 
 _listing_lock = threading.RLock()
@@ -206,7 +207,7 @@ def _on_cpu(arrays: Sequence[jax.Array], device: jax.Device) -> list[np.ndarray]
     else:
         index = [*first.sharding.addressable_devices_indices_map(first.shape)].index(device)
         shards = [_shard_on(device, array, index) for array in arrays]
-    if jax.dtypes.itemsize_bits(first.dtype) < 8:  # JAX would keep unpacked copies
+    if jax_versions.itemsize_bits(first.dtype) < 8:  # JAX would keep unpacked copies
         return [np.asarray(unshared(shard)) for shard in shards]
     return [*map(np.asarray, shards)]  # JAX keeps the views, which take no memory
 
@@ -294,7 +295,7 @@ def over_devices(sharding: Sharding, name: str, argument: str) -> Sharding:
     """
     if not isinstance(sharding, NamedSharding) or isinstance(sharding.mesh, Mesh):
         return sharding
-    ambient = jax.sharding.get_mesh()
+    ambient = jax_versions.program_mesh()
     if isinstance(ambient, Mesh) and ambient.shape_tuple == sharding.mesh.shape_tuple:
         return NamedSharding(ambient, sharding.spec, memory_kind=sharding.memory_kind)
     expected, found = f"the mesh that jax.set_mesh sets, {ambient}", f"{sharding.mesh}"
@@ -313,7 +314,7 @@ def auto_axes(mesh: Mesh) -> Mesh:
 
 def _mesh_for(spec: PartitionSpec, rule: ShardingRule) -> Mesh | None:
     """Returns the mesh that the program set, or one of all devices along the spec's only axis."""
-    ambient = jax.sharding.get_mesh()
+    ambient = jax_versions.program_mesh()
     if isinstance(ambient, Mesh) and not ambient.empty:
         return auto_axes(ambient)
     axes = set(_axes(spec)) or {a for a in [getattr(rule, "axis_name", None)] if a}

@@ -232,8 +232,9 @@ class Snapshotter:
         """Raises the errors of the mode "offload" before anything is offloaded."""
         if not is_supported(arrays):
             raise SaveError(
-                f'snapshot="offload": expected devices with memory of the kind {PINNED!r}, found '
-                f'devices without it. {_UNCHANGED} Use CheckpointOptions(snapshot="auto").'
+                'snapshot="offload": expected devices that can copy to memory of the kind '
+                f"{PINNED!r}, found devices that cannot. {_UNCHANGED} "
+                'Use CheckpointOptions(snapshot="auto").'
             )
         needed = plan.needed("offload", arrays)
         if needed is None:

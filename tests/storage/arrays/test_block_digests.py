@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 from support.compare import assert_trees_identical
 from support.damage import damage
+from support.jax_releases import enable_x64
 from support.own_orbax import abstract
 from support.strategies import NUMPY_DTYPES, random_bits
 from support.training import P, fsdp_mesh
@@ -391,7 +392,7 @@ def test_a_cpu_device_takes_it_over(shape: tuple[int, ...], dtype: str) -> None:
     assert (array.shape, array.dtype.name) == (shape, dtype)
     array[...] = 1
     if array.size > 1:
-        with jax.enable_x64(True):
+        with enable_x64():
             moved = jax.device_put(array, jax.devices()[3])
         assert moved.dtype == array.dtype
         assert moved.unsafe_buffer_pointer() == array.ctypes.data
