@@ -1,0 +1,75 @@
+"""JAX keeps compiled programs in a folder that is the user's alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.processes import run_python
+
+from torchax_ckpt import compilation_cache
+from torchax_ckpt.errors import DirectoryError
+
+PROGRAM = """
+import collections, sys
+import jax, jax.numpy as jnp
+import torchax_ckpt
+
+counts = collections.Counter()
+jax.monitoring.register_event_listener(lambda event, **_: counts.update([event.split("/")[-1]]))
+jnp.ones(3) + 1  # a compilation before it does not matter
+used = torchax_ckpt.compilation_cache(sys.argv[1] or None)
+for n in (2, 3):
+    jax.jit(lambda x: x * n)(jnp.arange(5 + n))
+print(used, counts["cache_hits"], jax.config.jax_compilation_cache_max_size)
+"""
+
+
+def told(folder: str, env: dict[str, str]) -> tuple[str, bool, int]:
+    path, hits, size = run_python(PROGRAM, folder, env=env, fresh=True).stdout.split()
+    return path, int(hits) > 0, int(size)
+
+
+def test_a_restart_takes_small_programs_from_the_users_own_folder(tmp_path: Path) -> None:
+    env = {"XDG_CACHE_HOME": str(tmp_path)}
+    folder = tmp_path / "torchax_ckpt" / "programs"
+    assert told("", env) == (str(folder), False, 4 << 30)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert any(folder.iterdir())
+    assert told("", env)[1]
+
+
+def test_what_the_user_has_set_stays(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    env = {"JAX_COMPILATION_CACHE_DIR": str(own), "JAX_COMPILATION_CACHE_MAX_SIZE": "-1"}
+    assert told(str(tmp_path / "other"), env) == (str(own), False, -1)
+    assert any(own.iterdir())  # JAX's own folder gets the small programs too
+
+
+REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "link": (lambda path: path.symlink_to(path.parent), "found a link or a file"),
+    "file": (lambda path: path.write_text(""), "cannot be created: File exists"),
+    "open": (lambda path: (path.mkdir(), path.chmod(0o750)), "mode 0750; run chmod 700"),
+    "foreign": (lambda path: (path.mkdir(), os.chown(path, 12345, -1)), "a folder of user 12345"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_folder_to_which_others_may_write_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, message = REFUSED[name]
+    if name == "foreign" and os.geteuid() != 0:
+        monkeypatch.setattr(os, "chown", lambda path, uid, _: None)
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        message = f"a folder of user {os.getuid()}"
+    make(tmp_path / "programs")
+    with pytest.raises(DirectoryError, match=message):
+        compilation_cache(tmp_path / "programs")
+
+
+def test_a_bucket_is_refused_with_the_reason() -> None:
+    with pytest.raises(DirectoryError, match="one program after the other"):
+        compilation_cache("gs://bucket/programs")

@@ -1,0 +1,102 @@
+"""Keeps what JAX compiles in a folder of the user's, so that a restart does not compile it again.
+
+JAX has the cache; this module sets it up. With its defaults the cache is off, and keeps no program
+that was compiled within a second. A training with an eager optimizer consists of such programs.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from pathlib import Path
+
+import jax
+
+from torchax_ckpt.errors import DirectoryError
+
+logger = logging.getLogger(__name__)
+
+_FOLDER, _MIN_SECS, _MAX_SIZE = (
+    "jax_compilation_cache_dir",
+    "jax_persistent_cache_min_compile_time_secs",
+    "jax_compilation_cache_max_size",
+)
+# What these are if nobody has set them.
+_DEFAULTS = {_FOLDER: None, _MIN_SECS: 1.0, _MAX_SIZE: -1}
+
+
+def compilation_cache(
+    folder: str | os.PathLike[str] | None = None, *, max_bytes: int = 4 << 30
+) -> Path:
+    """Has JAX keep compiled programs on this machine, and take them from there after a restart.
+
+    Sets only those options of JAX that neither the program nor the environment has set. It is best
+    called before anything is compiled; it also works later, unless JAX has opened a cache by then.
+    On several processes, JAX lets process 0 alone write, and each process read.
+
+    Whoever can write to the folder can have a program that uses the cache run any code. So the
+    folder must belong to the user alone. Do not share it, and do not put it into a run's directory.
+
+    Args:
+      folder: a local path; it is created if it does not exist, with mode 0700. The default is
+        ``torchax_ckpt/programs`` in ``XDG_CACHE_HOME``, or in ``~/.cache``.
+      max_bytes: JAX deletes the programs that were not used for the longest time above that.
+
+    Returns:
+      The folder that JAX uses: another one if the program or the environment had set it.
+
+    Raises:
+      DirectoryError: the folder is a URL, a link, or no folder; it belongs to somebody else, or
+        others may enter it; or it cannot be created.
+    """
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    path = _private(Path(home, "torchax_ckpt", "programs") if folder is None else folder)
+    wanted = {_FOLDER: str(path), _MIN_SECS: 0.0, _MAX_SIZE: max_bytes}
+    unset = {
+        name: value
+        for name, value in wanted.items()
+        if getattr(jax.config, name) == _DEFAULTS[name] and name.upper() not in os.environ
+    }
+    for name, value in unset.items():
+        jax.config.update(name, value)
+    used = Path(getattr(jax.config, _FOLDER) or "")
+    if folder is not None and used != path:
+        logger.warning("JAX keeps compiled programs in %s already, so not in %s", used, path)
+    else:
+        logger.info("compiled programs are kept in %s", used)
+    return used
+
+
+def _private(folder: str | os.PathLike[str]) -> Path:
+    """Creates a folder unless it exists; raises DirectoryError if it is not the user's alone."""
+    if "://" in os.fspath(folder):
+        raise DirectoryError(
+            f"compilation_cache: expected a local path, found {os.fspath(folder)!r}. JAX reads one "
+            "program after the other, each with a request, which takes longer than to compile "
+            "small programs.",
+            path=folder,
+        )
+    path = Path(os.path.abspath(folder))
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = path.lstat()
+    except OSError as error:
+        raise DirectoryError(
+            f"compilation_cache: {path} cannot be created: {error.strerror}. Give another folder.",
+            path=path,
+        ) from error
+    problem = ""
+    if not stat.S_ISDIR(found.st_mode):
+        problem = "a link or a file"
+    elif found.st_uid != os.geteuid():
+        problem = f"a folder of user {found.st_uid}"
+    elif found.st_mode & 0o077:
+        problem = f"a folder with mode {stat.S_IMODE(found.st_mode):04o}; run chmod 700"
+    if problem:
+        raise DirectoryError(
+            f"compilation_cache: {path}: expected a folder of user {os.geteuid()} that nobody else "
+            f"may enter, since what is in it runs as code; found {problem}",
+            path=path,
+        )
+    return path
