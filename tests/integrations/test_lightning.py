@@ -20,6 +20,7 @@ import torch
 import torchax
 import torchmetrics
 from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, TQDMProgressBar
+from lightning.pytorch.plugins import AsyncCheckpointIO, HalfPrecision, MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_program import Run, train
 from support import PROGRAMS, forked
@@ -452,6 +453,38 @@ def test_automatic_optimization_is_refused_with_what_to_do_instead(directory: Pa
     with pytest.raises(MisconfigurationException, match="manual_backward cannot work"):
         trainer_with(TorchaxCheckpoint(directory)).fit(module, numbers(2))
     assert not directory.exists()
+
+
+def test_arguments_that_would_have_no_effect_are_refused() -> None:
+    """When the Trainer is made or when it fits, before anything is trained."""
+    arguments: list[dict[str, Any]] = [
+        {"precision": "bf16-mixed"},
+        {"precision": "64-true"},
+        {"plugins": [MixedPrecision("bf16-mixed", "cpu")]},
+        {"plugins": [AsyncCheckpointIO()]},
+        {"devices": 2},
+        {"devices": [0, 1]},
+        {"devices": -1},
+        {"num_nodes": 2},
+        {"sync_batchnorm": True},
+        {"detect_anomaly": True},
+    ]
+    for options in arguments:
+        module = Losses([1.0])
+        ((name, value),) = options.items()
+        with pytest.raises(MisconfigurationException) as caught:
+            trainer_with(**options).fit(module, numbers(2))
+        assert "has no effect under TorchaxStrategy. Remove it: " in str(caught.value)
+        assert f"({name}=" in str(caught.value) or name == "plugins", value
+        assert module.weight.device.type == "cpu"
+    for options, dtype in (
+        ({"devices": 1, "precision": "32-true"}, torch.float32),
+        ({"devices": "auto", "precision": "bf16-true"}, torch.bfloat16),
+        ({"plugins": [HalfPrecision("16-true")]}, torch.float16),
+    ):
+        module = Losses([1.0])
+        trainer_with(**options).fit(module, numbers(2))
+        assert module.weight.dtype == dtype
 
 
 def test_checkpoints_of_lightning_are_refused(directory: Path) -> None:

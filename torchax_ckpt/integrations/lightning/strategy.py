@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 from typing import Any, NoReturn
 
+import jax
 import torch
 import torchax
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -20,6 +22,19 @@ _HOW_TO_TRAIN = (
     "torchax has no loss.backward(): set self.automatic_optimization = False, take gradients in "
     "training_step with torchax.interop.jax_value_and_grad over torch.func.functional_call, put "
     "them in parameter.grad, and step the optimizers that self.optimizers() returns"
+)
+_HOW_TO_SAVE = (
+    "to save, give the Trainer callbacks=[TorchaxCheckpoint(directory)]; to train without saves, "
+    "give the Trainer enable_checkpointing=False"
+)
+_HOW_TO_CAST = (
+    'use precision="bf16-true", or cast in the function of which training_step takes gradients; '
+    "for float64 set JAX's option jax_enable_x64"
+)
+_HOW_TO_DISTRIBUTE = (
+    "one process drives all of its JAX devices, which Lightning sees as one. Shard the arrays of "
+    "the module, for example with TorchaxCheckpoint(shardings=...); start several processes with "
+    "jax.distributed, each with a Trainer of its own"
 )
 
 
@@ -35,10 +50,14 @@ class TorchaxStrategy(SingleDeviceStrategy):
     on its devices. Enables torchax globally if the program has not done so.
 
     Raises:
-      MisconfigurationException: the module to train uses automatic optimization.
+      MisconfigurationException: the module to train uses automatic optimization; or the Trainer has
+        an argument that would have no effect, such as ``precision="bf16-mixed"`` or ``devices=2``.
     """
 
     strategy_name = "torchax"
+    # A Trainer sets these on a strategy that has them.
+    num_nodes = 1
+    _layer_sync: Any = None
 
     def __init__(self) -> None:
         super().__init__(device=torch.device("jax", 0), accelerator=_JaxDevices())
@@ -54,6 +73,7 @@ class TorchaxStrategy(SingleDeviceStrategy):
     def setup(self, trainer: Trainer) -> None:
         """Moves the module to its device and creates its optimizers."""
         assert self.lightning_module is not None
+        self._refuse_ineffective(trainer)
         if trainer.state.fn == TrainerFn.FITTING and self.lightning_module.automatic_optimization:
             raise MisconfigurationException(
                 f"{type(self.lightning_module).__name__} uses automatic optimization, but "
@@ -64,6 +84,22 @@ class TorchaxStrategy(SingleDeviceStrategy):
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False
         super().setup(trainer)
+
+    def _refuse_ineffective(self, trainer: Trainer) -> None:
+        """Raises for arguments of the Trainer that Lightning passes on, and nothing here obeys."""
+        plugin, writer = self.precision_plugin, type(self.checkpoint_io).__name__
+        of_lightning = type(plugin).__module__.startswith("lightning.")
+        is_double = isinstance(plugin, DoublePrecision) and jax.config.jax_enable_x64
+        is_obeyed = type(plugin) is Precision or isinstance(plugin, HalfPrecision) or is_double
+        for argument, is_ineffective, instead in (
+            (f"precision={plugin.precision!r}", of_lightning and not is_obeyed, _HOW_TO_CAST),
+            (f"num_nodes={self.num_nodes}", self.num_nodes != 1, _HOW_TO_DISTRIBUTE),
+            ("sync_batchnorm=True", self._layer_sync is not None, "JAX normalizes whole batches"),
+            ("detect_anomaly=True", trainer._detect_anomaly, "set JAX's option jax_debug_nans"),
+            (f"plugins=[{writer}()]", writer != "TorchCheckpointIO", _HOW_TO_SAVE),
+        ):
+            if is_ineffective:
+                raise _ineffective(argument, instead)
 
     def model_to_device(self) -> None:
         """Moves a module from the CPU to the default device; parameters stay the same objects."""
@@ -98,8 +134,7 @@ class TorchaxStrategy(SingleDeviceStrategy):
         """Refuses ``trainer.save_checkpoint``: ``torch.save`` cannot store torchax tensors."""
         raise MisconfigurationException(
             "Lightning writes its own checkpoints with torch.save, which cannot store torchax "
-            "tensors: to save, give the Trainer callbacks=[TorchaxCheckpoint(directory)]; to "
-            "train without saves, give the Trainer enable_checkpointing=False"
+            f"tensors: {_HOW_TO_SAVE}"
         )
 
     def teardown(self) -> None:
@@ -117,6 +152,8 @@ class _JaxDevices(CPUAccelerator):
 
     @staticmethod
     def parse_devices(devices: Any) -> Any:
+        if devices not in ("auto", 1, "1", [0]):
+            raise _ineffective(f"devices={devices!r}", _HOW_TO_DISTRIBUTE)
         return devices
 
     @staticmethod
@@ -126,6 +163,12 @@ class _JaxDevices(CPUAccelerator):
     @staticmethod
     def name() -> str:
         return "torchax"
+
+
+def _ineffective(argument: str, instead: str) -> MisconfigurationException:
+    return MisconfigurationException(
+        f"Trainer({argument}) has no effect under TorchaxStrategy. Remove it: {instead}"
+    )
 
 
 def _is_enabled() -> bool:
