@@ -92,7 +92,7 @@ def main() -> None:
 
     if ckpt.reached_preemption():
         print(f"preempted: saved step {ckpt.latest_step()}")
-        sys.exit(128 + signal.SIGTERM)  # An error code, so that the scheduler restarts the job.
+    ckpt.exit_if_preempted()  # With an error code, so that the scheduler restarts the job.
     print(f"devices: {mesh.size}")
     print(f"final state: {hf_training.digest([params, frozen, moments.state_dict()])}")
     print(f"saved: step {ckpt.latest_step()} in {ckpt.directory}")

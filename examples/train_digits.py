@@ -245,7 +245,7 @@ def main() -> None:
 
     if ckpt.reached_preemption():
         print(f"preempted: saved step {ckpt.latest_step()}")
-        sys.exit(128 + signal.SIGTERM)  # An error code, so that the scheduler restarts the job.
+    ckpt.exit_if_preempted()  # With an error code, so that the scheduler restarts the job.
 
     model.eval()
     logits = torch.func.functional_call(model, average.weights, (test_images,))

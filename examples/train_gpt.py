@@ -179,7 +179,7 @@ def main() -> None:
 
     if ckpt.reached_preemption():
         print(f"preempted: saved step {ckpt.latest_step()}")
-        sys.exit(128 + signal.SIGTERM)  # An error code, so that the scheduler restarts the job.
+    ckpt.exit_if_preempted()  # With an error code, so that the scheduler restarts the job.
     print(f"devices: {args.devices}")
     print(f"final state: {digest(state)}")
     print(f"saved: step {ckpt.latest_step()} in {ckpt.directory}")

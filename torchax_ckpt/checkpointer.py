@@ -44,6 +44,7 @@ class TorchaxCheckpointer:
             for step in ckpt.steps(total):
                 ...train...
                 ckpt.record(loss=loss)
+        ckpt.exit_if_preempted()
 
     The same with ``save`` in a loop of your own::
 
@@ -52,6 +53,7 @@ class TorchaxCheckpointer:
             for step in range(start + 1, total + 1):
                 ...train...
                 ckpt.save(step, metrics={"loss": loss})
+                ckpt.exit_if_preempted(step)
             ckpt.save(total, force=True)
 
     Call the methods on the training thread, because torchax keeps its random key and its settings
@@ -415,10 +417,21 @@ class TorchaxCheckpointer:
         """Returns whether this run got a preemption notice; call it after each completed step.
 
         A True answer is final. Under ``jax.distributed`` each process must call this method or
-        ``save`` at every step. Without ``step``, returns the last answer, also after ``close``. If
-        True, exit with a nonzero code, such as 143, so that the scheduler restarts the program.
+        ``save`` at every step. Without ``step``, returns the last answer, also after ``close``.
         """
         return self._preemption.reached(None if step is None else as_step(step))
+
+    @brief
+    def exit_if_preempted(self, step: int | None = None) -> None:
+        """Ends the program with exit code 143, for a restart, if it got a preemption notice.
+
+        Call it after the loop, within ``with`` or after it; or after each ``save``, with its step.
+
+        Raises:
+          SystemExit: after a preemption notice, once ``close``, which may raise, has returned.
+          CallError: called on another thread than the main thread.
+        """
+        self._preemption.exit_if_reached(None if step is None else as_step(step), self.close)
 
     # --- listing and deleting steps -----------------------------------------------------------
 

@@ -144,8 +144,7 @@ def main() -> None:
             if step == args.crash_at:
                 ckpt.wait_until_finished()
                 os.kill(os.getpid(), signal.SIGKILL)
-    if ckpt.reached_preemption():
-        sys.exit(128 + signal.SIGTERM)  # a failure, so that JobSet starts all of it again
+    ckpt.exit_if_preempted()  # with code 143, a failure, so that JobSet starts all of it again
     print(f"final state: {digest(model)}")
 
 

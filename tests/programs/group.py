@@ -136,9 +136,9 @@ def train_until_told() -> None:
         ckpt.save(step)
         if ckpt.reached_preemption(step):
             break
-    ckpt.close()
+    ckpt.wait_until_finished()
     report(step=step, durable=ckpt.all_steps("durable"), local=ckpt.all_steps("local"))
-    sys.exit(128 + signal.SIGTERM)
+    ckpt.exit_if_preempted()
 
 
 def save(step: int) -> None:

@@ -80,7 +80,7 @@ def noticed_in_work(directory: str, kind: str, amount: str) -> None:
         say("durable", ckpt.all_steps(), ckpt.reached_preemption(), ckpt.reached_preemption(3))
         say("again", ckpt.save(step), ckpt.save(step + 1), ckpt.all_steps())
     say("closed", ckpt.reached_preemption())
-    sys.exit(EXIT_CODE)
+    ckpt.exit_if_preempted()
 
 
 def compile_for_long(operations: int) -> None:

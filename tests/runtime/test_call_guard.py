@@ -58,6 +58,9 @@ def test_training_calls_are_refused_on_a_second_thread(directory: Path) -> None:
         assert on_a_thread(ckpt.all_steps) == [1]
         np.testing.assert_array_equal(on_a_thread(ckpt.load)["w"], STATE["w"])
         assert on_a_thread(lambda: ckpt.reached_preemption(1)) is False
+        exits = on_a_thread(lambda: ckpt.exit_if_preempted(1), "trainer")
+        assert isinstance(exits, CallError), "it would end the thread, and the program with 0"
+        assert "exit_if_preempted was called on thread 'trainer_0'" in str(exits)
         assert on_a_thread(ckpt.close) is None
 
 

@@ -14,8 +14,9 @@ from support.damage import set_commit_time
 from support.training import mlp, train_step
 
 from torchax_ckpt import TorchaxCheckpointer, policies, torchax_backend
-from torchax_ckpt.errors import AttachError, StepTypeError
+from torchax_ckpt.errors import AttachError, ClosedError, SaveError, StepTypeError
 from torchax_ckpt.runtime import preemption
+from torchax_ckpt.storage.writing import array_writer
 
 EVERY_STEP = policies.FixedIntervalPolicy(1)
 NEVER = policies.SpecificStepsPolicy(())
@@ -182,6 +183,49 @@ def test_a_preemption_is_told_saves_and_ends_the_loop(
         assert ckpt.reached_preemption(3)
     assert ckpt.reached_preemption()
     assert recording.told == [(1, False), (2, False), (3, True)]
+
+
+@pytest.mark.parametrize("where", ["after each save", "after the loop", "after with"])
+def test_a_preempted_program_exits_with_an_error_code_once_its_step_is_durable(
+    where: str, directory: Path, end_the_run: Callable[[], None]
+) -> None:
+    begun = []
+    policy = policies.SpecificStepsPolicy(())
+    with pytest.raises(SystemExit) as exited:
+        with TorchaxCheckpointer(directory, save_decision_policy=policy) as ckpt:
+            ckpt.attach(mlp())
+            for step in [1, 2, 3, 4] if where == "after each save" else ckpt.steps(4):
+                begun.append(step)
+                if step == 2:
+                    end_the_run()
+                if where == "after each save":
+                    ckpt.save(step)
+                    ckpt.exit_if_preempted(step)
+            if where == "after the loop":
+                ckpt.exit_if_preempted()
+        ckpt.exit_if_preempted()
+    assert exited.value.code == 143
+    assert begun == [1, 2]
+    with pytest.raises(ClosedError):
+        ckpt.save(3)
+    assert TorchaxCheckpointer(directory).all_steps() == [2]
+
+
+def test_only_a_preempted_program_exits_and_only_if_nothing_failed(
+    directory: Path, end_the_run: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ckpt = TorchaxCheckpointer(directory)
+    ckpt.attach(mlp())
+    assert ckpt.save(1)
+    ckpt.exit_if_preempted(1)
+    ckpt.exit_if_preempted()
+    assert ckpt.save(2, force=True), "it is open"
+    ckpt.wait_until_finished()
+    monkeypatch.setattr(array_writer, "write_arrays", lambda *args, **options: 1 / 0)
+    end_the_run()
+    assert not ckpt.save(3)
+    with pytest.raises(SaveError):  # not SystemExit, which promises that the step is durable
+        ckpt.exit_if_preempted(3)
 
 
 def test_a_policy_that_fails_at_a_preemption_does_not_keep_the_step_from_being_saved(

@@ -207,6 +207,7 @@ USES_OF_STEPS: dict[str, Callable[[TorchaxCheckpointer, Any], Any]] = {
     "metrics": lambda ckpt, step: ckpt.metrics(step),
     "delete": lambda ckpt, step: ckpt.delete(step),
     "reached_preemption": lambda ckpt, step: ckpt.reached_preemption(step),
+    "exit_if_preempted": lambda ckpt, step: ckpt.exit_if_preempted(step),
 }
 
 

@@ -24,11 +24,13 @@ import threading
 import time
 import types
 import weakref
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import jax
 from jax.experimental import multihost_utils
 
+from torchax_ckpt.errors import CallError
 from torchax_ckpt.runtime.background import Task
 
 logger = logging.getLogger(__name__)
@@ -85,6 +87,19 @@ class Preemption:
         answer = self.reached(step)
         self._decided = step
         return answer
+
+    def exit_if_reached(self, step: int | None, close: Callable[[], None]) -> None:
+        """Implements ``TorchaxCheckpointer.exit_if_preempted``."""
+        thread = threading.current_thread()
+        if thread is not threading.main_thread():
+            raise CallError(
+                f"exit_if_preempted was called on thread {thread.name!r}, where SystemExit ends "
+                "only the thread, and the exit code of the program would be 0. Call it on the main "
+                "thread; on other threads call reached_preemption, and tell the main thread."
+            )
+        if self.reached(step):
+            close()
+            raise SystemExit(EXIT_CODE)
 
     def close(self) -> None:
         """Undoes ``listen``, on the main thread; not if others listen, or a SIGTERM has arrived."""
