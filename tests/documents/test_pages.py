@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import html
 import inspect
 import re
@@ -9,11 +11,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import ROOT
 from support.commands import BLOCK, run_commands
 from support.processes import run_python
+from support.training import mlp
 
 import torchax_ckpt
 from torchax_ckpt import planning, policies
@@ -162,5 +166,27 @@ def test_the_programs_of_the_quickstart_run_and_run_again(tmp_path: Path) -> Non
     for start in (0, 20):  # the second time everything resumes
         result = run_python(program(QUICKSTART, tmp_path), fresh=True)
         assert f"completed steps: {start}\n" in result.stdout
-    made = {"functional", "more", "own-loop", "quickstart"}
+    made = {"epochs", "functional", "more", "own-loop", "quickstart"}
     assert {p.name for p in (tmp_path / "runs").iterdir()} == made
+
+
+@pytest.mark.usefixtures("empty_folder")
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's own call
+def test_the_loop_over_epochs_trains_every_epoch_once_wherever_it_is_resumed() -> None:
+    """From a fresh start, within an epoch, at the end of epochs (5 steps each), and finished."""
+    (loop,) = [b["body"] for b in BLOCK.finditer(QUICKSTART.read_text()) if "epochs" in b["body"]]
+    every_step = policies.FixedIntervalPolicy(1)
+    make = functools.partial(torchax_ckpt.TorchaxCheckpointer, save_decision_policy=every_step)
+    seen: list[list[int]] = []
+    names: dict[str, Any] = {"model": mlp(), "optimizer": None}
+    for end in (3, 5, 10, 11, 20, 20):
+
+        def train(end: int = end) -> None:
+            if len(seen) == end:
+                raise InterruptedError
+            seen.append(names["batch"].tolist())
+
+        with contextlib.suppress(InterruptedError):
+            exec(loop, {**names, "train": train, "TorchaxCheckpointer": make}, names)
+        assert len(seen) == end
+    assert seen == [list(range(i, i + 4)) for i in range(0, 20, 4)] * 4

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,6 +25,7 @@ from torch.optim import lr_scheduler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchax_ckpt import RandomState, TorchaxCheckpointer, policies, torchax_backend
+from torchax_ckpt import torch as native
 from torchax_ckpt.errors import (
     AttachError,
     CorruptCheckpointError,
@@ -285,6 +287,95 @@ def test_a_step_on_an_epochs_last_batch_resumes_with_an_empty_epoch(directory: P
     fresh = shuffled()
     assert resume(directory, dataloader=fresh) == 4
     assert [len(list(fresh)), len(list(fresh))] == [0, 4]
+
+
+def drawn_from(loader: Any, count: int) -> Any:
+    """The loader, of which so many batches were drawn, epoch after epoch."""
+    list(itertools.islice(itertools.chain.from_iterable(itertools.repeat(loader)), count))
+    return loader
+
+
+class Stream(torch.utils.data.IterableDataset[int]):
+    """Says that it has four batches, which torch does not rely on either."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(15))
+
+    def __len__(self) -> int:
+        return 10
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_loader_that_comes_back_at_the_end_of_its_epoch_is_warned_of(
+    num_workers: int, directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By its name; no other loader is: one within an epoch, after its loop, or of a stream."""
+    ended = drawn_from(shuffled(num_workers), 3)
+    list(ended)
+    exhausted = iter(grain.MapDataset.source([1, 2]).to_iter_dataset())
+    list(exhausted)
+    loaders = {
+        "first": drawn_from(shuffled(num_workers), 4),
+        "second": drawn_from(shuffled(num_workers), 8),
+        "within": drawn_from(shuffled(num_workers), 5),
+        "ended": ended,
+        "stream": drawn_from(StatefulDataLoader(Stream(), 3, collate_fn=list), 4),
+        "grain": exhausted,
+    }
+    save(directory, dataloader=loaders)
+    fresh = {name: shuffled(num_workers) for name in ("first", "second", "within", "ended")}
+    fresh["stream"] = StatefulDataLoader(Stream(), 3, collate_fn=list)
+    fresh["grain"] = iter(grain.MapDataset.source([1, 2]).to_iter_dataset())
+    assert "last batch" not in caplog.text
+    with TorchaxCheckpointer(directory) as ckpt:
+        for restores in (
+            lambda: ckpt.attach(dataloader=fresh),
+            ckpt.restore,
+            lambda: native.restore(directory, None, dataloader=fresh),
+        ):
+            caplog.clear()
+            restores()
+            said = [text for text in caplog.messages if "last batch of an epoch" in text]
+            assert [text.split(": ")[0] for text in said] == [
+                "dataloader/first",
+                "dataloader/second",
+            ]
+            assert "the next loop over this loader yields no batch" in said[0]
+            assert "range(max(start - 1, 0) // len(loader), num_epochs)" in said[0]
+    assert [len(list(fresh[name])) for name in ("first", "within", "ended")] == [0, 3, 4]
+
+
+def test_a_refused_restore_warns_of_no_end_of_an_epoch(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(directory, dataloader=drawn_from(shuffled(), 4), stateful={"box": Box(1)})
+    refusing = Refusing(0, lambda state: state == 1)
+    with pytest.raises(MismatchError):
+        resume(directory, dataloader=shuffled(), stateful={"box": refusing})
+    assert "last batch" not in caplog.text
+
+
+def test_an_iterator_that_was_made_before_attach_and_is_held_is_warned_of(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the first start too, before it costs anything."""
+    loader = shuffled()
+    next(iter(loader))
+    for _ in loader:
+        break
+    save(directory, dataloader={"train": loader, "other": shuffled()})
+    assert "before attach" not in caplog.text
+    for hold in (iter, stream):
+        for resumes in (True, False):
+            held: Any = hold(loader)
+            next(held)
+            caplog.clear()
+            with TorchaxCheckpointer(directory) as ckpt:
+                ckpt.attach(dataloader={"train": loader, "other": shuffled()}, resume=resumes)
+            (said,) = [text for text in caplog.messages if "made before attach" in text]
+            assert said.startswith("dataloader/train: ")
+            assert said.endswith("Call iter(loader) after attach.")
+            del held
 
 
 def test_torchs_own_loader_is_refused_with_the_name_of_the_one_that_works(directory: Path) -> None:

@@ -20,6 +20,7 @@ import copy
 import dataclasses
 import json
 import math
+import operator
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -253,6 +254,32 @@ def methods_of(value: object) -> tuple[str, str] | None:
         if all(callable(getattr(value, name, None)) for name in pair):
             return pair
     return None
+
+
+def end_of_epoch(where: str, loader: Any, state: Any) -> str | None:
+    """Returns a warning if a loader's state is that after the last batch of an epoch, else None.
+
+    Knows the states of torchdata's loader, also while its workers fetch ahead. Returns None if the
+    loop over the epoch has ended, and for a stream, which does not know its number of batches.
+    """
+    if not isinstance(state, Mapping) or state.get("_iterator_finished") is not False:
+        return None
+    from torch.utils.data import IterableDataset  # the loader has imported it
+
+    num_batches = state.get("_num_yielded")
+    if num_batches is None:  # with workers
+        snapshot = state.get("_snapshot", {})
+        num_batches = snapshot.get("_snapshot_step", 0) + state.get("_steps_since_snapshot", 0)
+    is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
+    if is_stream or num_batches != operator.length_hint(loader, -1):
+        return None
+    return (
+        f"{where}: the step was saved on the last batch of an epoch, so the next loop over this "
+        "loader yields no batch, and the loop after it yields the next epoch. A program that "
+        "counts steps may ignore this. A loop over epochs must begin with the epoch of the last "
+        "completed step, range(max(start - 1, 0) // len(loader), num_epochs); with "
+        "start // len(loader) it would train one epoch less."
+    )
 
 
 @dataclasses.dataclass(frozen=True)

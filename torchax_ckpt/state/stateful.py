@@ -6,6 +6,7 @@ Source: torchdata 0.11, datasets 5.2 and mosaicml-streaming (``state_dict``); gr
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,15 @@ from torchax_ckpt.errors import AttachError
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node
 from torchax_ckpt.runtime import user_messages
-from torchax_ckpt.state.component import Captured, Combined, Restoration, encoded, restore_by_call
+from torchax_ckpt.state import per_process_state
+from torchax_ckpt.state.component import (
+    Captured,
+    Change,
+    Combined,
+    Restoration,
+    encoded,
+    restore_by_call,
+)
 from torchax_ckpt.state.findings import type_name
 from torchax_ckpt.state.functional import PytreeCapture
 from torchax_ckpt.state.per_process_state import LOADER, STATE_DICT, SavedStates, methods_of
@@ -55,6 +64,8 @@ class StatefulComponent:
         )
         if self._is_loader:
             _warn_of_workers(value, key_path)
+        if isinstance(value, torch.utils.data.DataLoader):
+            _warn_of_iterator(value, key_path)
 
     def capture(self) -> Captured:
         """Asks the object for its state, and returns it as captured state."""
@@ -69,6 +80,7 @@ class StatefulComponent:
     def prepare(self, node: Node | SavedStates, plan: Restoration) -> None:
         """Plans to give the object its stored state; a failure puts the old one back."""
         load = getattr(self.value, self._methods[1])
+        where = names.join(self.key_path)
 
         def take(state: Any) -> None:
             load(state)
@@ -83,19 +95,26 @@ class StatefulComponent:
             assert self._redistribute is not None
             take(node.share(self._redistribute(states, node.count)))
 
-        is_shared, where = isinstance(node, SavedStates), names.join(self.key_path)
+        is_shared = isinstance(node, SavedStates)
         # Of a state that was donated, the leaves that are not put back need not be alive.
         state = self._present_state()
         live = encoded(state, self.key_path)
         if not (is_shared or takes(self.value, state, node, where, plan.findings)):
             return
+
+        def take_stored(state: Any) -> None:
+            take(state)
+            if (warning := per_process_state.end_of_epoch(where, self.value, state)) is not None:
+                # A change is made only if all processes restore the step.
+                plan.changes.append(Change(lambda values: user_messages.warn(warning)))
+
         restore_by_call(
             list(node.nodes) if isinstance(node, SavedStates) else node,
             live,
             plan,
             where=where,
             owner=self.value,
-            take=take_share if is_shared else take,
+            take=take_share if is_shared else take_stored,
             put_back=take,
         )
 
@@ -134,6 +153,20 @@ def _warn_of_workers(value: Any, key_path: tuple[str, ...]) -> None:
     user_messages.warn(
         f"{names.join(key_path)}: {type(value).__name__} has {workers} workers, in which torchax "
         f"is enabled as it is here. There torch's default_collate hangs or fails. {_REMEDY}",
+        stacklevel=2,
+    )
+
+
+def _warn_of_iterator(loader: Any, key_path: tuple[str, ...]) -> None:
+    """Warns of an iterator over a torch loader that the program made before, and still uses."""
+    # The loader and the call itself hold two references.
+    if getattr(loader, "_iterator", None) is None or sys.getrefcount(loader._iterator) <= 2:
+        return
+    user_messages.warn(
+        f"{names.join(key_path)}: an iterator over this loader was made before attach, and is "
+        "still held. A restore moves the loader, but not this iterator, which gives the first "
+        "batches of the epoch again; the positions that later saves store are then wrong too. Call "
+        "iter(loader) after attach.",
         stacklevel=2,
     )
 

@@ -19,6 +19,7 @@ from torchax_ckpt.layout.manifest import Node, array_nodes
 from torchax_ckpt.layout.nodes import decode
 from torchax_ckpt.plain_torch import native_torch
 from torchax_ckpt.restoring.fallback import newest_readable
+from torchax_ckpt.runtime import user_messages
 from torchax_ckpt.runtime.undoing import undone_on_failure
 from torchax_ckpt.runtime.user_messages import brief
 from torchax_ckpt.state import generators, node_checks, per_process_state
@@ -201,6 +202,8 @@ class _Plan:
             with refused(where):
                 load(state)
                 get()  # torchdata's loader draws when it first uses a state: not later
+            if (warning := per_process_state.end_of_epoch(where, owner, state)) is not None:
+                self._fills.append(lambda: user_messages.warn(warning))
 
         self._calls.append(call)
 
