@@ -13,12 +13,13 @@ import torch
 class Config:
     """A config of transformers, as JSON."""
 
+    num_reads = 0  # of all configs
+
     def __init__(self, **content: Any) -> None:
         self.content = content
-        self.num_reads = 0
 
     def to_json_string(self) -> str:
-        self.num_reads += 1
+        Config.num_reads += 1
         return json.dumps(self.content)
 
 

@@ -196,8 +196,7 @@ class SaveCalls:
         others = skipped[0].others(names, arrays)  # in all tiers the same
         stacks = frozenset[str]().union(*(each.stacks for each in skipped))
         snapshot = self.snapshotter.take(*others, stacks, self._durable.reuse.apart)
-        form = captured["model"].form if "model" in captured else None
-        assets = self.model_files.encoded(form)
+        assets = self.model_files.encoded()
         return [
             Capture(
                 step=step,

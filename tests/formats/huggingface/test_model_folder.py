@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import safetensors.numpy
 import torch
 from support.commands import run, run_json
 from support.damage import edit_json
-from support.described import AdapterConfig, Described, Tokenizer
+from support.described import AdapterConfig, Config, Described, Tokenizer
 from torchax.interop import JittableModule
 from typer.testing import CliRunner
 
@@ -214,7 +214,7 @@ def test_adapters_are_told_apart_by_name() -> None:
 
 
 def files(*args: Any) -> dict[str, str]:
-    found = ModelFiles(*args).encoded(None)
+    found = ModelFiles(*args).encoded()
     return {} if found is None else json.loads(found.content)["files"]
 
 
@@ -295,34 +295,58 @@ def test_a_tokenizer_that_cannot_be_saved_is_refused_by_type(directory: Path) ->
         ckpt.attach(Described().to("jax"), tokenizer={})
 
 
-def test_configs_are_read_again_when_the_tensors_change(directory: Path) -> None:
-    model: Any = torch.nn.Sequential(torch.nn.Linear(2, 2)).to("jax")
-    model.config = Described(vocab_size=2).config
-    with TorchaxCheckpointer(directory) as ckpt, warnings.catch_warnings():
-        ckpt.attach(model)
-        ckpt.save(1, force=True)
-        reads = model.config.num_reads
-        ckpt.save(2, force=True)
-        assert model.config.num_reads == reads > 0
-        model.append(torch.nn.Linear(2, 3).to("jax"))
-        model.config.content["vocab_size"] = 3
-        ckpt.save(3, force=True)
-    found = [
-        json.loads(json.loads((directory / f"{n}/assets/data.json").read_text())["files"][
-            "model/config.json"
-        ])["vocab_size"]
-        for n in (1, 2, 3)
-    ]  # fmt: skip
-    assert found == [2, 2, 3]
+def test_a_step_has_the_files_as_they_are_when_it_is_saved(directory: Path) -> None:
+    """However they change: within a value, by another object, in an adapter or a tokenizer."""
+
+    class Words(Tokenizer):
+        chat_template = "a"
+
+        def __len__(self) -> int:
+            return len(self.files)
+
+    def rename(label: str) -> None:
+        model.config.content["id2label"]["0"] = label
+
+    model: Any = Described(id2label={"0": "LABEL_0"}).to("jax")
+    model.peft_config = {"default": AdapterConfig(r=1)}
+    tokenizer: Any = Words({"a.json": "{}"})
+    changes: dict[str, Callable[[], None]] = {
+        "model/config.json": lambda: rename("cat"),
+        "model/generation_config.json": lambda: model.generation_config.content.clear(),
+        "model/adapters/default/adapter_config.json": lambda: model.peft_config.update(
+            default=AdapterConfig(r=2)
+        ),
+        "tokenizer/b.json": lambda: tokenizer.files.update({"b.json": "{}"}),
+    }
+    with TorchaxCheckpointer(directory, preservation_policy=policies.PreserveAll()) as ckpt:
+        ckpt.attach(model, tokenizer=tokenizer)
+        ckpt.save(0, force=True)
+        for step, change in enumerate(changes.values(), 1):
+            change()
+            ckpt.save(step, force=True)
+        reads = Config.num_reads
+        for step in (5, 6):
+            ckpt.save(step, force=True)
+        assert Config.num_reads == reads, "what has not changed is read once"
+        model.config = Described().config
+        ckpt.save(7, force=True)
+    files = [
+        json.loads((directory / f"{n}/assets/data.json").read_text())["files"] for n in range(8)
+    ]
+    for step, name in enumerate(changes, 1):
+        changed = {n for n in files[step] if files[step][n] != files[step - 1].get(n)}
+        assert changed == {name}
+    assert json.loads(files[1]["model/config.json"])["id2label"] == {"0": "cat"}
+    assert files[4] == files[5] == files[6]
+    assert "id2label" not in json.loads(files[7]["model/config.json"])
 
 
 def test_a_model_that_loses_its_config_has_no_files_then() -> None:
     model: Any = Described()
     found = ModelFiles(model)
-    assert found.encoded("before") is not None
+    assert found.encoded() is not None
     model.config = model.generation_config = None
-    assert found.encoded("before") is not None
-    assert found.encoded("after") is None
+    assert found.encoded() is None
 
 
 def test_the_size_of_texts_counts_in_bytes(
