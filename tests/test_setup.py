@@ -80,6 +80,46 @@ def test_importing_the_package_alone_is_light() -> None:
     assert result.stdout.strip() == "[]"
 
 
+@pytest.mark.parametrize(
+    ("before", "imports", "handlers"),
+    [
+        ("", "from torchax_ckpt import policies; policies.LatestN", []),
+        pytest.param(
+            "", "from torchax_ckpt import TorchaxCheckpointer", [], marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "logging.root.addHandler(logging.NullHandler())",
+            "from torchax_ckpt import TorchaxCheckpointer",
+            ["NullHandler"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "import absl.logging",
+            "from torchax_ckpt import TorchaxCheckpointer",
+            ["StreamHandler"],  # absl's own, for a program that may rely on it
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_an_import_leaves_the_root_logger_to_the_program(
+    before: str, imports: str, handlers: list[str], tmp_path: Path
+) -> None:
+    """With absl's handler there, basicConfig would do nothing."""
+    result = run_python(
+        f"""
+        import logging
+        {before}
+        {imports}
+        print([type(handler).__name__ for handler in logging.root.handlers])
+        logging.basicConfig(level=logging.INFO, format="own %(message)s")
+        logging.getLogger("program").info("line")
+        """,
+        fresh=True,
+    )
+    assert result.stdout.strip() == str(handlers)
+    assert ("own line" in result.stderr) is (not handlers)
+
+
 # What the extra gcs installs, and what uses it.
 BUCKETS = ["aiohttp", "gcsfs", "google.api_core", "google.auth", "google.cloud.storage", "requests"]
 

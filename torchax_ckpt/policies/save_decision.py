@@ -16,13 +16,17 @@ import datetime
 import math
 import statistics
 from collections.abc import Sequence
-from typing import Any, TypeAlias
-
-from orbax.checkpoint import v1 as ocp
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torchax_ckpt.errors import PolicyError
 from torchax_ckpt.planning import save_cost_secs, young_interval_secs
 from torchax_ckpt.policies.preservation import with_children
+from torchax_ckpt.runtime.lazily import orbax
+
+if TYPE_CHECKING:
+    from orbax.checkpoint import v1 as ocp
+else:
+    ocp = orbax.v1
 
 DecisionContext: TypeAlias = ocp.training.save_decision_policies.DecisionContext
 

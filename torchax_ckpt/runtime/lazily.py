@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 
@@ -29,8 +31,26 @@ class _Library:
 
     def __getattr__(self, name: str) -> Any:
         if self._module is None:
-            self._module = importlib.import_module(self._name)  # waits for imports on other threads
+            with _root_logger_left_alone():
+                # Waits for imports on other threads.
+                self._module = importlib.import_module(self._name)
         return getattr(self._module, name)
+
+
+@contextlib.contextmanager
+def _root_logger_left_alone() -> Iterator[None]:
+    """Removes the handler that absl gives to the root logger, because Orbax logs when imported.
+
+    With this handler, a later ``logging.basicConfig`` of the program would do nothing. Removes
+    nothing if the program had set up the root logger, or had imported Orbax or absl itself.
+    """
+    root = logging.getLogger()
+    adds_it = not root.handlers and not {"absl", "orbax"} & sys.modules.keys()
+    try:
+        yield
+    finally:
+        for handler in list(root.handlers) if adds_it else ():
+            root.removeHandler(handler)
 
 
 if TYPE_CHECKING:

@@ -89,7 +89,7 @@ class TorchaxStrategy(SingleDeviceStrategy):
         """Raises for arguments of the Trainer that Lightning passes on, and nothing here obeys."""
         plugin, writer = self.precision_plugin, type(self.checkpoint_io).__name__
         of_lightning = type(plugin).__module__.startswith("lightning.")
-        is_double = isinstance(plugin, DoublePrecision) and jax.config.jax_enable_x64
+        is_double = isinstance(plugin, DoublePrecision) and jax.config.read("jax_enable_x64")
         is_obeyed = type(plugin) is Precision or isinstance(plugin, HalfPrecision) or is_double
         for argument, is_ineffective, instead in (
             (f"precision={plugin.precision!r}", of_lightning and not is_obeyed, _HOW_TO_CAST),
