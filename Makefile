@@ -1,6 +1,7 @@
 # Each target works on a fresh machine with Python 3.11 or newer: it makes .venv and installs first.
-# `make PYTHON=/path/to/python3.11 test` chooses another Python; pip's own settings (PIP_INDEX_URL,
-# PIP_EXTRA_INDEX_URL, ...) choose where packages come from.
+# `make PYTHON=/path/to/python3.11 test` chooses another Python. Packages are installed by uv, or by
+# pip where uv fails; pip's own settings (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, ...) choose where they
+# come from.
 
 # The first that runs and is new enough: a name on the PATH may be a shim for a Python that is not
 # there.
@@ -111,9 +112,9 @@ $(VENV)/.installed-%: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; name it: make PYTHON=..."; exit 1; }
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	@echo "Installing torchax_ckpt and its extra '$*' into $(VENV): this takes minutes, once."
-	$(BIN)/python -m pip install --quiet -e '.[$*]'
+	$(BIN)/python .ci/install.py $(BIN)/python -e '.[$*]'
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venvs docs/notebooks .demo .pytest_cache .hypothesis .mypy_cache .ruff_cache build dist
+	rm -rf $(VENV) .venvs .uv-cache docs/notebooks .demo .pytest_cache .hypothesis .mypy_cache .ruff_cache build dist
 	find benchmarks examples tests torchax_ckpt -name __pycache__ -prune -exec rm -rf {} +

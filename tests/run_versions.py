@@ -4,7 +4,7 @@
 
 tests/versions.toml says which sets there are and which tests they run. At the end, each set reads
 the steps that the others wrote. The table shows the last run of each set. A run of all sets, if all
-pass, writes it into docs/installation.md. It needs only Python: pip installs everything else.
+pass, writes it into docs/installation.md. It needs only Python: uv or pip installs everything else.
 """
 
 from __future__ import annotations
@@ -63,23 +63,18 @@ def run(
 def install(name: str, chosen: dict[str, Any], python: str) -> Path:
     """Returns the venv of a set, with the newest releases of what is not pinned.
 
-    Made anew unless it stands as the set asks. Raises CalledProcessError if pip fails.
+    Made anew unless it stands as the set asks. Raises CalledProcessError if it cannot be installed.
     """
+    venv = VENVS / name
     torch = f"torch=={chosen['torch']}"
-    base = VENVS / f"torch-{chosen['torch']}-py{chosen['python']}"
-    venv, site = VENVS / name, f"lib/python{chosen['python']}/site-packages"
     words = ["-e", ".[cli,lightning]", torch, *PLAN["requires"], *chosen.get("pins", ())]
-    upgrade = ["--quiet", "--upgrade", "--upgrade-strategy", "eager"]  # and what packages need
-    for folder, names, wanted in ((base, [torch], torch), (venv, words, [words, DEPENDENCIES])):
-        done = folder / "installed.json"
-        is_there = done.exists() and (folder / "bin/python").exists()
-        if not is_there or json.loads(done.read_text()) != wanted:
-            shutil.rmtree(folder, ignore_errors=True)
-            run(python, "-m", "venv", folder, check=True)
-        if folder == venv:
-            (venv / site / "torch.pth").write_text(f"{base / site}\n")
-        run(folder / "bin/python", "-m", "pip", "install", *upgrade, *names, check=True)
-        done.write_text(json.dumps(wanted))
+    done, wanted = venv / "installed.json", [words, DEPENDENCIES]
+    is_there = done.exists() and (venv / "bin/python").exists()
+    if not is_there or json.loads(done.read_text()) != wanted:
+        shutil.rmtree(venv, ignore_errors=True)
+        run(python, "-m", "venv", venv, check=True)
+    run(python, ".ci/install.py", venv / "bin/python", "--upgrade", *words, check=True)
+    done.write_text(json.dumps(wanted))
     return venv
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import re
 import socket
+import subprocess
 import sys
 import types
 from pathlib import Path
 
 import pytest
+from support import ROOT
 from support.processes import run_python
 
 import torchax_ckpt
@@ -152,3 +154,119 @@ def test_a_bucket_without_its_extra_is_refused_with_what_to_install(
     for opens in (torchax_ckpt.TorchaxCheckpointer, torchax_ckpt.load_torch_state_dict):
         with pytest.raises(errors.DirectoryError, match=f"^{re.escape(said)}$"):
             opens("gs://bucket/run")
+
+
+# --- .ci/install.py, by which make and tests/run_versions.py install ---
+
+PIP_CONF = """
+[global]
+index_url = https://user:secret@own.index/simple
+extra-index-url =
+    file:///one/simple
+    file:///other/simple
+find-links = /replaced
+timeout = 7
+quiet = 1
+
+[install]
+constraint = /a.txt
+    ~/b.txt
+find-links = /wheels /more
+
+[list]
+format = columns
+"""
+
+
+def installed_by(
+    folder: Path, listed: str, uv: int | None, *arguments: str, **variables: str
+) -> tuple[list[str], dict[str, str], str]:
+    """The calls of pip and uv that an installation makes, uv's variables, and what is said.
+
+    pip and uv only note their calls. ``listed`` is the command that lists pip's settings; uv ends
+    with the code ``uv``; with None there is none, and pip cannot install it.
+    """
+    python, notes, environment = folder / "env/bin/python", folder / "notes", folder / "environment"
+    python.parent.mkdir(parents=True, exist_ok=True)
+    notes.write_text("")
+    environment.write_text("")
+    python.write_text(
+        f"""#!/bin/sh
+        case "$*" in "-m pip config list") exec {listed};; esac
+        echo "$*" >> {notes}
+        case "$*" in
+            *"install --quiet uv") exit {int(uv is None)};;
+            "-m uv "*) env > {environment}; exit {uv or 0};;
+        esac
+        """
+    )
+    python.chmod(0o755)
+    env = {"PATH": "/usr/bin:/bin", "HOME": "/home/her", **variables}
+    command = [sys.executable, str(ROOT / ".ci/install.py"), str(python), *arguments]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    given = dict(line.partition("=")[::2] for line in environment.read_text().splitlines())
+    calls = notes.read_text().replace(f" --python {python}", "").splitlines()
+    return calls, given, done.stderr
+
+
+UV_IS_INSTALLED = "-m pip install --quiet uv"
+
+
+def test_uv_installs_with_the_settings_of_pip(tmp_path: Path) -> None:
+    """Of its files and variables, which the real pip reads; those for uv itself count more."""
+    (tmp_path / "pip.conf").write_text(PIP_CONF)
+    variables = {
+        "PIP_CONFIG_FILE": str(tmp_path / "pip.conf"),
+        "PIP_CERT": "/etc/her.pem",
+        "PIP_FIND_LINKS": "/wheels /more",
+        "UV_HTTP_TIMEOUT": "9",
+    }
+    listed = f"{sys.executable} -m pip config list"
+    calls, given, said = installed_by(tmp_path, listed, 0, "-e", ".[demo]", **variables)
+    assert calls == [UV_IS_INSTALLED, "-m uv pip install --quiet -e .[demo]"]
+    expected = {
+        "SSL_CERT_FILE": "/etc/her.pem",
+        "UV_CACHE_DIR": str(tmp_path / ".uv-cache"),
+        "UV_CONSTRAINT": "/a.txt /home/her/b.txt",
+        "UV_DEFAULT_INDEX": "https://user:secret@own.index/simple",
+        "UV_FIND_LINKS": "/wheels,/more",
+        "UV_HTTP_TIMEOUT": "9",
+        "UV_INDEX": "file:///one/simple file:///other/simple",
+        "UV_INDEX_STRATEGY": "unsafe-best-match",
+    }
+    assert {name: given.get(name) for name in expected} == expected
+    assert said == ""
+
+
+@pytest.mark.parametrize(
+    ("listed", "uv", "tried", "why"),
+    [
+        ("true", 2, [UV_IS_INSTALLED, "-m uv pip install --quiet --upgrade x"], "exit status 2"),
+        ("true", None, [UV_IS_INSTALLED], "exit status 1"),
+        (
+            "echo \"install.no-binary=':all:'\"",
+            0,
+            [],
+            "pip's setting no-binary is not known for uv",
+        ),
+    ],
+    ids=["uv fails", "no uv", "another setting"],
+)
+def test_pip_installs_where_uv_cannot(
+    listed: str, uv: int | None, tried: list[str], why: str, tmp_path: Path
+) -> None:
+    calls, _, said = installed_by(tmp_path, listed, uv, "--upgrade", "x")
+    assert calls == [*tried, "-m pip install --quiet --upgrade-strategy eager --upgrade x"]
+    assert said.startswith("Installing by pip, because uv cannot: ")
+    assert why in said
+
+
+def test_a_uv_on_the_path_is_taken_with_its_own_cache(tmp_path: Path) -> None:
+    uv = tmp_path / "bin/uv"
+    uv.parent.mkdir()
+    uv.write_text(f'#!/bin/sh\necho "uv $*" >> {tmp_path}/notes; env > {tmp_path}/environment\n')
+    uv.chmod(0o755)
+    calls, given, _ = installed_by(tmp_path, "true", 1, "x", PATH=f"{tmp_path}/bin:/usr/bin:/bin")
+    assert calls == ["uv --version", "uv pip install --quiet x"]
+    assert "UV_CACHE_DIR" not in given
