@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import threading
 import time
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.group import Group
+from support.held import held
 
 from torchax_ckpt.errors import ProcessError
 from torchax_ckpt.processes.call_log import Call, CallLog, Kind, _instead
@@ -29,7 +31,7 @@ def at(step: int) -> Call:
     return Call("at", f"save({step})", 1, Kind.AT, step)
 
 
-RESTORE, LOAD, READ = call("restore(5)"), call("load(5)", Kind.LOAD), call("load(5)", Kind.READ)
+RESTORE, LOAD = call("restore(5)"), call("load(5)", Kind.LOAD)
 END = call("close()", Kind.END, after=9)
 
 
@@ -41,9 +43,6 @@ END = call("close()", Kind.END, after=9)
         (save(10), [save(8)], [save(8), save(10), save(12)]),
         (save(10), [], [save(10), *(save(step, "local") for step in range(11, 15))]),
         (save(10), [RESTORE], [RESTORE]),
-        (save(10), [], [READ]),
-        (READ, [], [save(10)]),
-        (READ, [], [END]),
         # The same calls in another order, each of which waits for nobody else.
         (save(10), [save(10), LOAD], [LOAD]),
         (save(10), [], [at(9)]),
@@ -75,8 +74,6 @@ def test_who_is_behind_or_busy_is_waited_for(
         (RESTORE, [], [END]),
         (RESTORE, [], [call("restore(7)")]),
         (RESTORE, [], [LOAD]),
-        (RESTORE, [], [READ]),
-        (READ, [], [call("load(7)", Kind.READ)]),
         (call("restore(5)", number=2), [RESTORE], [RESTORE, save(10)]),
         (save(10), [], [at(11)]),
         (call("restore(5)", after=9), [], [at(10)]),
@@ -210,8 +207,8 @@ def save_all(member: Processes, step: int) -> int:
 def call_all(member: Processes, text: str) -> str:
     with member.log.calling(text, Kind.CALL), member.round("beginning"):
         assert member.share(text.encode()) == text.encode()
-    if text.startswith("restore"):
-        member.log.go_on_from(0)
+        if text.startswith("restore"):
+            member.log.go_on_from(0)
     return text
 
 
@@ -247,3 +244,26 @@ def test_who_leaves_calls_out_stalls_nobody(
     for told in with_logs(Group())(act):
         assert max(secs for _, secs in told) < 5, "the timeout is 30 s"
         assert [text for text, _ in told[-num_done:]] == [repr(c) for c in calls[-num_done:]]
+
+
+def test_a_run_of_many_saves_and_reads_keeps_nothing_of_old_ones() -> None:
+    group = with_logs(Group())
+    first = group.members[0]
+
+    def going_on(steps: range) -> dict[str, int]:
+        def act(member: Processes) -> None:
+            for step in steps:
+                member.log.step = step
+                with member.log.calling(f"save({step})", Kind.SAVE), member.round("raising"):
+                    pass
+                save_all(member, step)
+                with member.log.calling("verify()", Kind.READ), member.round("reading"):
+                    pass
+
+        # As if the reads of before had ended a minute ago, twice the timeout.
+        first._read = collections.deque((ended - 61, place) for ended, place in first._read)
+        assert group(act) == [None] * 3
+        return held([group.members, group.service.known])
+
+    going_on(range(70))
+    assert going_on(range(70, 140)) == going_on(range(140, 210))

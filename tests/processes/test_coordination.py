@@ -23,8 +23,10 @@ from torchax_ckpt.errors import (
 )
 from torchax_ckpt.layout.manifest import Digests
 from torchax_ckpt.processes import coordination
+from torchax_ckpt.processes.call_log import CallLog, Kind
 from torchax_ckpt.processes.coordination import SINGLE_PROCESS, Processes
 from torchax_ckpt.processes.liveness import Liveness
+from torchax_ckpt.processes.messages import POLL_SECS
 from torchax_ckpt.processes.per_host import PerHostProcesses
 from torchax_ckpt.state import per_process_state
 from torchax_ckpt.state.component import Captured, Form
@@ -329,6 +331,33 @@ def test_the_threads_of_a_process_are_in_one_round_at_a_time() -> None:
             return [loaded, verified.result(30)]
 
     assert Group()(act)[0] == [[b"loaded"] * 3, [b"verified"] * 3]
+
+
+def test_reading_threads_and_the_training_wait_for_none_of_their_own_process() -> None:
+    """Each process makes the calls in another order, and late: that is no difference of calls."""
+    calls = {"restore(5)": Kind.CALL, "verify(5)": Kind.READ, "load(3)": Kind.READ}
+
+    def act(member: Processes) -> list[Any]:
+        log = member.log = CallLog(member)
+
+        def make(text: str) -> list[bytes]:
+            with log.calling(text, calls[text]):
+                for work in ("beginning", "reading"):
+                    with member.round(work):
+                        gathered = member.gather(text.encode())
+            return gathered
+
+        texts = [*calls][member.index :] + [*calls][: member.index]
+        with ThreadPoolExecutor(3) as pool:
+            made = {}
+            for text in texts:
+                made[text] = pool.submit(make, text)
+                time.sleep(2 * POLL_SECS / len(texts))  # until one has looked what others call
+            return [made[text].result() for text in calls]
+
+    first, *others = Group(timeout_secs=3)(act)
+    assert first == [[text.encode()] * 3 for text in calls]
+    assert others == [[[]] * 3] * 2
 
 
 def test_who_fails_while_it_waits_for_the_end_fails_the_round() -> None:

@@ -165,6 +165,18 @@ def test_load_belongs_to_the_training_thread_where_processes_send_each_other_wha
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("count", "on_save_error"), [(2, "raise"), (3, "continue")])
+def test_threads_may_read_while_another_trains_in_any_order(
+    count: int, on_save_error: str, tmp_path: Path
+) -> None:
+    for reports in run_processes(CALLS, count, "reads_beside", tmp_path / "run", on_save_error):
+        for told in reports:
+            assert told["trained"] == [2, True, True]
+            assert told["read"] == [[1, [0, 1, 2], [1, 2]], [[1, 2], [0, 1, 2], 1]]
+            assert told["secs"] < 20, "process_timeout_secs is 60"
+
+
+@pytest.mark.slow
 def test_replicas_that_differ_are_stored_as_each_process_has_its_part(directory: Path) -> None:
     for (told,) in run_processes(ARRAYS, 2, "differing_replicas", directory):
         assert told == {"steps": [1]}

@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -276,6 +277,41 @@ def loads_on_thread(folder: str) -> None:
             thread.start()
             thread.join()
             report(name=name, found=found[0], here=ckpt.load()["w"].tolist())
+
+
+def reads_beside(folder: str, on_save_error: str) -> None:
+    """Two threads read while another trains; every second process makes the calls the other way."""
+    ckpt = opened(folder, policies.FixedIntervalPolicy(1), on_save_error=on_save_error)
+    ckpt.attach(stateful={"loader": Attached()})
+    for step in (1, 2):
+        ckpt.save(step, state=STATE)
+        ckpt.wait_until_finished()
+
+    def read(*calls: Any) -> list[Any]:
+        return [call() for call in calls]
+
+    def load(step: int) -> Any:
+        return ckpt.load(step)["w"].tolist()
+
+    def train(step: int) -> list[Any]:
+        found = [ckpt.restore(2).step, ckpt.save(step, state=STATE), ckpt.save(step + 1)]
+        ckpt.wait_until_finished()
+        return found
+
+    for number, step in enumerate((3, 5)):
+        calls = lambda: ckpt.verify(1), lambda: load(2), lambda: ckpt.all_steps()[:2]
+        is_late = (INDEX + number) % 2
+        began = time.monotonic()
+        with ThreadPoolExecutor(2) as pool:
+            # Late by so much that the others look what this process has called instead.
+            time.sleep(1.5 * is_late)
+            one = pool.submit(read, *(calls[::-1] if is_late else calls))
+            other = pool.submit(read, *(calls if is_late else calls[::-1]))
+            time.sleep(1.5 * (1 - is_late))
+            trained = train(step)
+            found = [other.result(), one.result()] if is_late else [one.result(), other.result()]
+        report(trained=trained, read=found, secs=time.monotonic() - began)
+    ckpt.close()
 
 
 def killed_in(directory: str, call: str) -> None:

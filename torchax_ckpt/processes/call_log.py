@@ -14,8 +14,9 @@ that make this same call, and by no others. After calls have differed:
   make the first, which was in vain.
 - A process that catches up on what this process has made already is behind, and is waited for.
 
-Saves run in the background, so calls of different kinds may be made in one another's time: a
-``load`` on a thread beside the training rules out no save.
+Saves run in the background, so calls of different kinds may be made in one another's time. A call
+that reads on another thread than the training is not published: it rules out no call, and none
+rules it out, because each thread makes its calls in its own time.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import collections
 import contextlib
 import dataclasses
 import enum
+import functools
 import json
 import threading
 import time
@@ -44,7 +46,7 @@ class Kind(enum.StrEnum):
     """What a call does to its thread, and to calls on other threads.
 
     ``SAVE`` goes on in the background. ``CALL`` and ``LOAD`` keep the training thread until all
-    processes have made the call; ``READ`` keeps another thread. ``END`` is the last call of the
+    processes have made the call; ``READ`` keeps any other thread. ``END`` is the last call of the
     training thread. ``AT`` is a ``save`` whose step is not to be saved, or is not yet decided on.
     """
 
@@ -62,12 +64,20 @@ class Call:
 
     lane: str  # what has one call at a time, such as the saves to one tier
     text: str  # the call as in a program: ``save(12)``
-    number: int  # how many calls of this text the processes have made in this lane, with this one
+    # How many calls of this text the processes have made in this lane, with this one; of saves, in
+    # this era.
+    number: int
     kind: Kind
     # The step of a save; for other calls, ``CallLog.step`` of the process, or None.
     step: int | None = dataclasses.field(compare=False)
     # Whether the process waits for nobody in this call any more, because it failed.
     has_failed: bool = dataclasses.field(default=False, compare=False)
+    era: str = ""  # of a save: the newest call before it by which all have restored a step
+
+    @functools.cached_property
+    def entered(self) -> collections.Counter[str]:
+        """How often this process has entered each round of this call, by its place."""
+        return collections.Counter()
 
     @property
     def before(self) -> Call:
@@ -82,12 +92,12 @@ class CallLog:
         self._channel = channel if channel is not None and channel.count > 1 else None
         # The last step of a ``save`` or ``should_save``, or which was restored after that.
         self.step: int | None = None
-        # Whether a call of this process failed because of another process, or differed from its
-        # call, or may have without this process being told.
-        self.has_differed = False
         self.num_restores = 0  # of all processes together, from a step or from the start
         self._lock = threading.RLock()
         self._numbers: collections.Counter[tuple[str, str]] = collections.Counter()
+        # Those of the newest saves of this era, whose steps only go up.
+        self._save_numbers: dict[tuple[str, str], int] = {}
+        self._era = ""
         self._made: collections.deque[Call] = collections.deque(maxlen=_REMEMBERED)
         self._told_step: int | None = None  # the step at the newest published call
         # Of each call of a process: at which call of this process it was named first, and when.
@@ -119,15 +129,14 @@ class CallLog:
 
     def publish(self, lane: str, text: str, kind: Kind, step: int | None) -> Call:
         """Publishes and returns a call."""
-        if self._channel is None:  # nobody reads it, and the texts of a long run would pile up
+        if self._channel is None:  # nobody reads it
             return Call(lane, text, 1, kind, step)
         with self._lock:
-            # A process that left a call out may not know that the others made it in vain.
-            is_asked = self.has_differed or kind is not Kind.SAVE or self.num_restores > 1
-            if is_asked and kind is not Kind.AT:
-                self._numbers[lane, text] = self._made_by_any(self._channel, lane, text, kind)
-            self._numbers[lane, text] += 1
-            call = Call(lane, text, self._numbers[lane, text], kind, step)
+            era = self._era if kind is Kind.SAVE else ""
+            number = self._next_number(self._channel, lane, text, kind)
+            call = Call(lane, text, number, kind, step, era=era)
+            if kind is Kind.READ:
+                return call
             if kind is Kind.AT and self._made and self._made[-1].kind is Kind.AT:
                 self._made.pop()  # only the newest counts, and many would displace the other calls
             self._made.append(call)
@@ -143,23 +152,35 @@ class CallLog:
 
     def fail(self, call: Call) -> None:
         """Publishes that a call has failed: until the next one, this process is behind."""
-        self.has_differed = True  # or may have
         with self._lock:
             if self._channel is not None and call in self._made:
                 self._made[self._made.index(call)] = dataclasses.replace(call, has_failed=True)
                 self._put_latest(self._channel)
 
-    def _made_by_any(self, channel: Messages, lane: str, text: str, kind: Kind) -> int:
-        """Returns how many calls of a text this process has made, or any process in vain."""
-        found = [(self._numbers[lane, text], -1)]
+    def _next_number(self, channel: Messages, lane: str, text: str, kind: Kind) -> int:
+        """Returns the number of the next call of a text."""
+        if kind is Kind.AT:  # no work belongs to it
+            return 1
+        if kind is Kind.SAVE:
+            number = self._save_numbers.pop((lane, text), 0) + 1
+            self._save_numbers[lane, text] = number
+            if len(self._save_numbers) > _REMEMBERED:
+                del self._save_numbers[next(iter(self._save_numbers))]
+            return number
+        made = [self._numbers[lane, text]]
+        # A process that left a call out may not know that the others made it in vain.
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            found += [json.loads(note) for note in channel.notes(_in_vain(lane, text))]
-        return max(n for n, era in found if kind is not Kind.SAVE or era < self.num_restores)
+            made += [json.loads(note) for note in channel.notes(_in_vain(lane, text))]
+        self._numbers[lane, text] = max(made) + 1
+        return self._numbers[lane, text]
 
     def go_on_from(self, step: int | None) -> None:
-        """Records that all processes have restored a step, or none of them has one."""
+        """Records that by its present call all have restored a step, or none of them has one."""
         self.step = step
         self.num_restores += 1
+        call = self.current
+        self._era = "" if call is None else f"{call.text} {call.number}"
+        self._save_numbers.clear()
         self._named.clear()
         self._in_vain.clear()
 
@@ -168,7 +189,6 @@ class CallLog:
         with self._lock:
             # A later call of another kind, once published, has told the step too.
             if self._channel is not None and self.step not in (None, self._told_step):
-                self.has_differed = True
                 self.publish("at", f"save({self.step})", Kind.AT, self.step)
 
     def at(self, step: int) -> Call:
@@ -190,7 +210,7 @@ class CallLog:
     def difference(self, mine: Call, others: Sequence[int]) -> ProcessError | None:
         """Returns an error if one of ``others`` made a call that rules out the call ``mine``."""
         error = None
-        if self._channel is None:
+        if self._channel is None or mine.kind is Kind.READ:
             return None
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             if self._channel.index == 0:
@@ -223,10 +243,9 @@ class CallLog:
                     text = other.text + " out of turn" * (other.text == mine.text)
                     error = error or different(self._channel.index, mine.text, index, text)
             if error is not None:
-                self.has_differed = True
-                spent = json.dumps([mine.number, self.num_restores]).encode()
-                folder = _in_vain(mine.lane, mine.text)
-                self._channel.put_note(f"{folder}/{self._channel.index}", spent)
+                note = f"{_in_vain(mine.lane, mine.text)}/{self._channel.index}"
+                if mine.kind is not Kind.SAVE:  # which stays in vain
+                    self._channel.put_note(note, str(mine.number).encode())
         return error
 
     def refuse(self, text: str, step: int | None) -> Call:
@@ -239,7 +258,7 @@ class CallLog:
     def _is_behind(self, mine: Call, other: Call) -> bool:
         """Returns whether a process with another call catches up on those that differed before."""
         if (other.lane, other.text) == (mine.lane, mine.text):
-            return other.number < mine.number
+            return other.era != mine.era or other.number < mine.number
         if mine.number > 1 and mine.before not in list(self._made):
             return False  # ``mine`` makes up for a call too, and each would wait for the other
         in_vain = [call for call in list(self._in_vain) if call.text != mine.text]
@@ -264,15 +283,13 @@ def _instead(mine: Call, own: Sequence[Call], theirs: Sequence[Call]) -> Call | 
         return None
     for other in reversed(theirs):
         kinds = {mine.kind, other.kind}
-        if Kind.READ in kinds and kinds & {Kind.SAVE, Kind.END, Kind.AT}:
-            continue  # on different threads
         if Kind.AT in kinds:
             return other if _is_past(mine, other, own) else None
         if other not in own:
             return other
         # Made here before ``mine``: the other process is behind. Made after: it left ``mine`` out.
         is_behind = mine not in own or own.index(other) < own.index(mine)
-        return None if is_behind or other.kind in (Kind.LOAD, Kind.READ) else other
+        return None if is_behind or other.kind is Kind.LOAD else other
     return None
 
 

@@ -7,8 +7,9 @@ The name of a round states its work, so processes that do different work enter d
 time out. A round has the same result on all processes: a process that fails reports its error, and
 process 0 publishes the verdict, success or one of the errors, which all processes then raise.
 
-A round uses no device, so it can run on a separate thread during training. A run of one process
-sends no messages.
+A round uses no device, so it can run on a separate thread during training. Threads that read steps
+have rounds of their own, beside each other and beside those of the training: the order in which
+threads make their calls may differ between processes. A run of one process sends no messages.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from torchax_ckpt.errors import ProcessError, ProcessTimeoutError
-from torchax_ckpt.processes.call_log import Call, CallLog
+from torchax_ckpt.processes import liveness
+from torchax_ckpt.processes.call_log import Call, CallLog, Kind
 from torchax_ckpt.processes.liveness import Liveness
 from torchax_ckpt.processes.messages import POLL_SECS, Messages, from_json, to_json
 from torchax_ckpt.runtime.lazily import jax
@@ -57,11 +59,35 @@ class Outcome:
     value: Any = None
 
 
-class Processes(Messages):
-    """A channel for messages between the processes of a run; has at most one round at a time.
+@dataclasses.dataclass
+class _Round:
+    """The round that a thread is in, or was in last."""
 
+    work: str = ""
+    call: Call | None = None  # the call that it belongs to
+    place: str = ""  # precedes its keys
+    num_messages: int = 0
+    verdict: bytes | None = None
+    is_in_vain: bool = False  # whether waiting for other processes was in vain
+
+    @property
+    def is_of_reader(self) -> bool:
+        """Whether other rounds of its channel may run at the same time."""
+        return self.call is not None and self.call.kind is Kind.READ
+
+
+class _Here(threading.local):
+    """What belongs to the present thread only."""
+
+    round = _Round()
+
+
+class Processes(Messages):
+    """A channel for messages between the processes of a run.
+
+    Has one round at a time, besides those of calls that read on threads of their own (``READ``).
     Channels with equal names are numbered in the order of their creation, which must be the same on
-    all processes. Who opens a channel may set ``log``, the processes' calls, and ``liveness``.
+    all processes. ``open_channel`` opens one with the processes' calls and ``liveness``.
     """
 
     def __init__(
@@ -86,19 +112,16 @@ class Processes(Messages):
         self._place = f"torchax_ckpt/{_digest(name):016x}/{_made[name]}"
         _made[name] += 1
         self._one_round = threading.Lock()
-        # How often each round was entered. The keys are digests, because each step adds a round.
-        self._entered: collections.Counter[int] = collections.Counter()
+        self._here = _Here()
+        # How often each round that belongs to no call was entered.
+        self._entered: collections.Counter[str] = collections.Counter()
         self._counting = threading.Lock()
-        self._work = ""
         # Key prefixes of earlier rounds that are not deleted yet, and last of the newest round.
         self._rounds: list[str] = []
         # Key prefixes of rounds that this process refused since it entered the newest round.
         self._refused: list[str] = []
-        self._messages = 0  # in this round
-        self._verdict: bytes | None = None
-        # The call that the newest round belongs to, and whether waiting for others was in vain.
-        self._call: Call | None = None
-        self._is_in_vain = False
+        # Of readers' rounds, on process 0: the ``time.monotonic()`` of the end, and the key prefix.
+        self._read: collections.deque[tuple[float, str]] = collections.deque()
 
     @property
     def is_first(self) -> bool:
@@ -114,7 +137,7 @@ class Processes(Messages):
     def round(
         self, what: str, call: Call | None = None, *, is_met: bool = True
     ) -> Iterator[Outcome]:
-        """Runs the ``with`` block as a round, after any other round of this channel has ended.
+        """Runs the ``with`` block as a round; one of no reader waits until others have ended.
 
         The round succeeds on all processes, or raises the same error on all: that of one process,
         as ProcessError if it is none of this package's; ProcessError if another process made a call
@@ -135,9 +158,9 @@ class Processes(Messages):
             return
         if call is None and (call := self.log.current) is not None:
             what = f"{call.text}: {what}"
-        with self._one_round:
-            self._enter(what, call)
-            self._call, self._is_in_vain = call, False
+        here = self._here.round = _Round(what, call)
+        with contextlib.nullcontext() if here.is_of_reader else self._one_round:
+            self._enter(here)
             try:
                 yield outcome
                 self._end(outcome.value, is_met=is_met)
@@ -147,8 +170,11 @@ class Processes(Messages):
                     raise
                 if shared is not None:
                     raise shared from shared.__cause__
-            if self._verdict is not None:
-                outcome.value = json.loads(self._verdict[len(_SUCCESS) :])
+            finally:
+                if here.is_of_reader and self.is_first:
+                    self._read.append((time.monotonic(), here.place))
+            if here.verdict is not None:
+                outcome.value = json.loads(here.verdict[len(_SUCCESS) :])
 
     def refuse(self, what: str, error: BaseException, call: Call | None) -> None:
         """Makes the round ``what`` of a call fail on the other processes, without any wait."""
@@ -159,21 +185,23 @@ class Processes(Messages):
         self._set(f"{place}/{kind}", to_json(error, self.index))
         self._refused.append(place)
 
-    def _enter(self, what: str, call: Call | None) -> None:
-        self._work = what
+    def _enter(self, here: _Round) -> None:
+        here.place = self._next_place(here.work, here.call)
+        if here.is_of_reader:
+            return
         if not self.is_first:  # process 0 deletes the messages of earlier rounds
             self._rounds.clear()
-        self._rounds += [*self._refused, self._next_place(what, call)]
+        self._rounds += [*self._refused, here.place]
         self._refused.clear()
-        self._messages = 0
-        self._verdict = None
 
     def _next_place(self, what: str, call: Call | None) -> str:
         """Returns the key prefix of the next round of this work, and counts this round."""
-        digest = _digest(what if call is None else f"{what} of call {call.number}")
+        what += "" if call is None else f" of call {call.number} {call.era}"
+        place = f"{self._place}/{_digest(what):016x}"
         with self._counting:
-            self._entered[digest] += 1
-            return f"{self._place}/{digest:016x}/{self._entered[digest] - 1}"
+            entered = self._entered if call is None else call.entered
+            entered[place] += 1
+            return f"{place}/{entered[place] - 1}"
 
     def _end(self, value: Any, *, is_met: bool) -> None:
         """Waits for the verdict, which process 0 publishes; if ``is_met``, once all are here."""
@@ -181,7 +209,7 @@ class Processes(Messages):
         if is_met:
             self._gather(place, b"")
         if not self.is_first:
-            self._verdict = self._from_first(f"{self._round_prefix}/verdict/0", place)
+            self._here.round.verdict = self._from_first(f"{self._round_prefix}/verdict/0", place)
         # Another process may have called this and failed while it waited.
         elif not self._is_decided():
             self._set(f"{self._round_prefix}/verdict/0", _SUCCESS + json.dumps(value).encode())
@@ -200,11 +228,21 @@ class Processes(Messages):
             self._set(f"{place}/{self.index}", _LONG if is_long else _SHORT + value)
             return []
         values = self._received(place)
-        # All have entered this round, and need no messages of earlier ones.
-        old, self._rounds[:-1] = self._rounds[:-1], []
-        for earlier in old:
+        for earlier in self._needless():
             self._client.key_value_delete(earlier)
         return [value, *(values[index] for index in range(1, self.count))]
+
+    def _needless(self) -> list[str]:
+        """Returns, on process 0, the key prefixes of rounds that no process needs any more."""
+        if not self._here.round.is_of_reader:  # all have entered this round, and left earlier ones
+            old, self._rounds[:-1] = self._rounds[:-1], []
+            return old
+        # A process may still be in an earlier round of another thread, but not for that long.
+        before, old = time.monotonic() - 2 * self.timeout_secs, []
+        with self._counting:
+            while self._read and self._read[0][0] < before:
+                old.append(self._read.popleft()[1])
+        return old
 
     def _received(self, place: str) -> dict[int, bytes]:
         """Returns the message of each other process at ``place``, when all have arrived."""
@@ -287,14 +325,19 @@ class Processes(Messages):
     # --- messages ---
 
     @property
+    def _work(self) -> str:  # type: ignore[override]
+        return self._here.round.work
+
+    @property
     def _round_prefix(self) -> str:
         """The prefix of the keys of this round."""
-        return self._rounds[-1]
+        return self._here.round.place
 
     def _next_message(self) -> str:
         """Returns the key prefix of the next message of this round."""
-        self._messages += 1
-        return f"{self._round_prefix}/{self._messages - 1}"
+        here = self._here.round
+        here.num_messages += 1
+        return f"{here.place}/{here.num_messages - 1}"
 
     def _from_first(self, key: str, place: str, senders: Sequence[int] | None = None) -> bytes:
         """As ``_get``; process 0 may arrive late and itself wait for another, so waits longer."""
@@ -315,28 +358,31 @@ class Processes(Messages):
             ended = self.liveness.ended()
             others = senders or (self._missing(place) if self.is_first else [0])
             if (error := self._difference(others)) is not None:
-                self._is_in_vain = True
+                self._here.round.is_in_vain = True
                 raise error
             if ends := [ended[index] for index in others if index in ended]:
                 raise self._end_error(ends)
             if time.monotonic() >= deadline:
-                self._is_in_vain = True
+                self._here.round.is_in_vain = True
                 raise self._timeout_error(senders or self._missing(place))
 
     def _difference(self, others: Sequence[int]) -> ProcessError | None:
-        return None if self._call is None else self.log.difference(self._call, others)
+        call = self._here.round.call
+        return None if call is None else self.log.difference(call, others)
 
     def _is_decided(self) -> bool:
         """Returns whether another process failed (on process 0) or a verdict exists (on others)."""
-        if self._verdict is None:
+        here = self._here.round
+        if here.verdict is None:
             kind = "failed" if self.is_first else "verdict"
-            found = self._client.key_value_dir_get_bytes(f"{self._round_prefix}/{kind}/")
-            self._verdict = next((message for _, message in sorted(found)), None)
-        return self._verdict is not None
+            found = self._client.key_value_dir_get_bytes(f"{here.place}/{kind}/")
+            here.verdict = next((message for _, message in sorted(found)), None)
+        return here.verdict is not None
 
     def _require_no_failure(self) -> None:
-        if self._verdict is not None and not self._verdict.startswith(_SUCCESS):
-            raise from_json(self._verdict)
+        verdict = self._here.round.verdict
+        if verdict is not None and not verdict.startswith(_SUCCESS):
+            raise from_json(verdict)
 
     def _missing(self, place: str) -> list[int]:
         """Returns the indices of the processes that the others wait for at ``place``."""
@@ -379,24 +425,24 @@ class Processes(Messages):
 
     def _error_for_all(self, error: BaseException) -> BaseException | None:
         """Reports this process's error; returns the one that all raise, None after a success."""
-        message = to_json(error, self.index)
-        if self._call is not None:
-            self.log.fail(self._call)
+        message, here = to_json(error, self.index), self._here.round
+        if here.call is not None:
+            self.log.fail(here.call)
         try:
             if self.is_first:
-                verdict = self._verdict or message
+                verdict = here.verdict or message
                 self._set(f"{self._round_prefix}/verdict/0", verdict)
             else:
-                if self._verdict is None:
+                if here.verdict is None:
                     self._set(f"{self._round_prefix}/failed/{self.index}", message)
                     # No wait for a process 0 that may not answer at all.
-                    secs = 0 if self._is_in_vain else 2 * self.timeout_secs
+                    secs = 0 if here.is_in_vain else 2 * self.timeout_secs
                     deadline = time.monotonic() + secs
                     while not self._is_decided() and time.monotonic() < deadline:
                         time.sleep(POLL_SECS / 10)
                         if self._difference([0]) is not None:
                             return error  # process 0 does not come to this round
-                verdict = message if self._verdict is None else self._verdict
+                verdict = message if here.verdict is None else here.verdict
         except (ProcessError, jax.errors.JaxRuntimeError) as problem:
             text = "%s failed, and the other processes cannot be informed: %s"
             logger.warning(text, self._work, problem)
@@ -404,6 +450,15 @@ class Processes(Messages):
         if verdict.startswith(_SUCCESS):  # the work is done here too; only the verdict arrived late
             return None if isinstance(error, Exception) else error
         return error if json.loads(verdict)["process"] == self.index else from_json(verdict)
+
+
+def open_channel(name: str, timeout_secs: float, log: CallLog | None = None) -> Processes:
+    """Opens a channel of this run, with the processes' calls; without ``log``, they begin anew."""
+    service = liveness.coordination_service()
+    processes = Processes(name, timeout_secs, service)
+    processes.log = CallLog(processes) if log is None else log
+    processes.liveness = liveness.of_run(service)
+    return processes
 
 
 def _digest(text: str) -> int:

@@ -18,9 +18,7 @@ from torchax_ckpt import policies
 from torchax_ckpt.errors import CheckpointError, PolicyError, TierError
 from torchax_ckpt.options import CheckpointOptions, LocalTier, TierName
 from torchax_ckpt.policies import described, save_decision
-from torchax_ckpt.processes import liveness
-from torchax_ckpt.processes.call_log import CallLog
-from torchax_ckpt.processes.coordination import Processes
+from torchax_ckpt.processes.coordination import Processes, open_channel
 from torchax_ckpt.processes.decision_windows import DecisionWindows
 from torchax_ckpt.processes.per_host import PerHostProcesses
 from torchax_ckpt.saving.closing import Closing, close_others
@@ -134,9 +132,8 @@ class Tiers:
         self._on_event = on_event
         self._on_donated = on_donated
         durable = RunDirectory(directory, read_only=options.read_only)
-        self.call_log = CallLog()
-        self.processes = self._connect(f"calls {durable.path}")
-        self.call_log = self.processes.log = CallLog(self.processes)
+        self.processes = open_channel(f"calls {durable.path}", options.process_timeout_secs)
+        self.call_log = self.processes.log
         self.processes.liveness.add(self.call_log)
         saves = self._connect(f"saves {durable.path}")
         self._tiers: list[RunTier] = []
@@ -208,11 +205,7 @@ class Tiers:
         return iter(self._tiers)
 
     def _connect(self, channel: str) -> Processes:
-        service = liveness.coordination_service()
-        processes = Processes(channel, self._options.process_timeout_secs, service)
-        processes.log = self.call_log
-        processes.liveness = liveness.of_run(service)
-        return processes
+        return open_channel(channel, self._options.process_timeout_secs, self.call_log)
 
     # --- finding steps ---
 
