@@ -24,14 +24,14 @@ PROGRAM = PROGRAMS / "group.py"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", ["restore", "close"])
+@pytest.mark.parametrize("call", ["restore", "close", "warm_start"])
 def test_all_survivors_are_told_who_died(call: str, directory: Path) -> None:
     program = PROGRAMS / "calls_on_processes.py"
     with Running(program, 3, "killed_in", directory, call) as running:
         assert running.wait() == [3, -signal.SIGKILL, 3]
         ends = [running.reports(index)[-1] for index in (0, 2)]
     for end in ends:
-        assert end["kind"] == {"restore": "ProcessError", "close": "SaveError"}[call]
+        assert end["kind"] == "SaveError" if call == "close" else "ProcessError"
         assert f"process 1 of 3, on host {HOST}, died" in end["told"]
         assert end["secs"] < KNOWN_SECS
 

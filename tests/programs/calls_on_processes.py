@@ -20,13 +20,15 @@ from typing import Any
 
 import jax
 import numpy as np
+import safetensors.numpy
 import torch
 import torchax
 from processes_program import COUNT, INDEX, report, spread
 
-from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
+from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies, warm_start
 from torchax_ckpt.errors import CheckpointError, SaveError
 from torchax_ckpt.processes.coordination import Processes
+from torchax_ckpt.restoring.file_weights import FileWeights
 from torchax_ckpt.runtime.background import Task
 from torchax_ckpt.runtime.save_in_flight import SaveInFlight
 from torchax_ckpt.storage.arrays import block_digests
@@ -314,12 +316,26 @@ def reads_beside(folder: str, on_save_error: str) -> None:
     ckpt.close()
 
 
-def killed_in(directory: str, call: str) -> None:
-    """Process 1 is killed in a call, ``restore`` or ``close``; who is told of that exits with 3."""
-
-    def killed(*args: Any, **kwargs: Any) -> None:
+def killed(*args: Any, **kwargs: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
+
+def killed_in(directory: str, call: str) -> None:
+    """Process 1 is killed in a call; who is told of that exits with 3."""
+    act = _about_to_start_warm(directory) if call == "warm_start" else _trained(directory, call)
+    began = time.monotonic()
+    try:
+        act()
+    except CheckpointError as error:
+        report(kind=type(error).__name__, told=str(error), secs=time.monotonic() - began)
+        last = Path(f"{directory}-told-2")
+        last.touch() if INDEX == 2 else None
+        while not last.exists():  # the end of process 0 would end process 2 before it is told
+            time.sleep(0.1)
+        os._exit(3)  # JAX would wait for the dead one
+
+
+def _trained(directory: str, call: str) -> Any:
     loader = Attached()
     loader.kills = call == "restore"
     ckpt = TorchaxCheckpointer(directory)
@@ -331,16 +347,18 @@ def killed_in(directory: str, call: str) -> None:
         if INDEX == 1:
             block_digests.take = killed  # type: ignore[assignment]
         ckpt.save(2, state=state, force=True)
-    began = time.monotonic()
-    try:
-        ckpt.close() if call == "close" else ckpt.restore(1)
-    except CheckpointError as error:
-        report(kind=type(error).__name__, told=str(error), secs=time.monotonic() - began)
-        last = Path(f"{directory}-told-2")
-        last.touch() if INDEX == 2 else None
-        while not last.exists():  # the end of process 0 would end process 2 before it is told
-            time.sleep(0.1)
-        os._exit(3)  # JAX would wait for the dead one
+    return ckpt.close if call == "close" else lambda: ckpt.restore(1)
+
+
+def _about_to_start_warm(directory: str) -> Any:
+    """Nothing has connected the processes before."""
+    model = torch.nn.Linear(2, 2).to("jax")
+    file = Path(f"{directory}-{INDEX}.safetensors")
+    weights = {"weight": np.ones((2, 2), np.float32), "bias": np.ones(2, np.float32)}
+    safetensors.numpy.save_file(weights, file)
+    if INDEX == 1:
+        FileWeights.read_leaves = killed  # type: ignore[method-assign,assignment]
+    return lambda: warm_start(model, file)
 
 
 class Samples:

@@ -461,6 +461,18 @@ def open_channel(name: str, timeout_secs: float, log: CallLog | None = None) -> 
     return processes
 
 
+@contextlib.contextmanager
+def open_for_call(name: str, timeout_secs: float, text: str) -> Iterator[Processes]:
+    """Opens a channel for the ``with`` block, which carries out the call ``text``."""
+    channel = open_channel(name, timeout_secs)
+    channel.liveness.add(channel.log)
+    try:
+        with channel.log.calling(text, Kind.CALL):
+            yield channel
+    finally:
+        channel.liveness.remove(channel.log)
+
+
 def _digest(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8])
 

@@ -21,8 +21,7 @@ from torchax_ckpt.formats import importing
 from torchax_ckpt.formats.weights import MODEL, weights_at
 from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.options import CheckpointOptions
-from torchax_ckpt.processes import liveness
-from torchax_ckpt.processes.coordination import Processes
+from torchax_ckpt.processes.coordination import open_for_call
 from torchax_ckpt.restoring.fallback import newest_readable, reading
 from torchax_ckpt.restoring.file_weights import FileWeights
 from torchax_ckpt.restoring.restore import carry_out
@@ -130,71 +129,75 @@ def warm_start(
       UnsupportedLeafError: a tensor has a dtype that JAX would narrow, or that cannot be read.
       ImportError: the source is in safetensors format, and that library is not installed.
     """
-    torchax_backend.check_internals()
-    require_module(model, (MODEL,))
-    require_callable("init", init)
     options = options or CheckpointOptions()
-    component = ModuleComponent(model, (MODEL,), as_rule(shardings), init)
+    called = f"warm_start({'' if step is None else repr(step)[:40]})"
+    with open_for_call("warm starts", options.process_timeout_secs, called) as processes:
+        # What one process alone cannot do, fails on all; and all are connected before any reads.
+        with processes.round("beginning"):
+            torchax_backend.check_internals()
+            require_module(model, (MODEL,))
+            require_callable("init", init)
+            component = ModuleComponent(model, (MODEL,), as_rule(shardings), init)
+            number = None if step is None else as_step(step)
+            path = Path(source)
+            is_file = importing.is_known(path)
+            if is_file and step is not None:
+                raise SelectionError(
+                    f"{path}: expected step=None, because files of weights have no steps, found "
+                    f"step={step}. Leave out the argument step"
+                )
 
-    service = liveness.coordination_service()
-    processes = Processes("warm starts", options.process_timeout_secs, service)
-
-    def start(
-        source: StoredStep | FileWeights, module: StoredModule, path: str, step: int | None
-    ) -> RestoreReport:
-        plan = Restoration(Selection(include, exclude, rename))
-        component.prepare_from(module, plan, ties_again=True)
-        plan.selection.require_used()
-        report = carry_out(
-            plan, source, options, processes, step, path, strict=strict, call="warm_start"
-        )
-        logger.info("took weights from %s", path)
-        if again := [f"{a} (to {n})" for a, n in plan.tied_again.items()]:
-            logger.info(
-                "tied again, because the model declares them as tied and the source has one value "
-                "for them: %s. Call model.tie_weights() after model.to('jax') in a program that "
-                "resumes: a start without warm_start needs the ties too",
-                ", ".join(again),
+        def start(
+            source: StoredStep | FileWeights, module: StoredModule, path: str, step: int | None
+        ) -> RestoreReport:
+            plan = Restoration(Selection(include, exclude, rename))
+            component.prepare_from(module, plan, ties_again=True)
+            plan.selection.require_used()
+            report = carry_out(
+                plan, source, options, processes, step, path, strict=strict, call="warm_start"
             )
-        return report
+            logger.info("took weights from %s", path)
+            if again := [f"{a} (to {n})" for a, n in plan.tied_again.items()]:
+                logger.info(
+                    "tied again, because the model declares them as tied and the source has one "
+                    "value for them: %s. Call model.tie_weights() after model.to('jax') in a "
+                    "program that resumes: a start without warm_start needs the ties too",
+                    ", ".join(again),
+                )
+            return report
 
-    def converts(stored: str, live: str) -> bool:
-        return stored == live or (cast and _are_floating(stored, live))
+        def converts(stored: str, live: str) -> bool:
+            return stored == live or (cast and _are_floating(stored, live))
 
-    path = Path(source)
-    if importing.is_known(path):
-        if step is not None:
-            raise SelectionError(
-                f"{path}: expected step=None, because files of weights have no steps, found "
-                f"step={step}. Leave out the argument step"
+        if is_file:
+            with processes.round("taking weights from files"):
+                files = importing.open_files(path, at)
+                weights = FileWeights(files, options)
+                return start(weights, weights.module(converts), str(path), None)
+        run = RunDirectory(source, read_only=True)
+        history = RunHistory(run, processes)
+
+        def start_from(committed: CommittedStep) -> RestoreReport:
+            with reading(committed, run, processes), about(committed):
+                stored = StoredStep(committed, options, processes.meet)
+                stored.require_restorable()
+                weights, nodes = weights_at(stored, at), stored.manifest.leaves
+                tensors = {name: nodes[leaf.name] for name, leaf in weights.leaves.items()}
+                module = StoredModule(
+                    tensors, weights.ties, are_ties_known=False, converts=converts
+                )
+                return start(stored, module, str(committed.path), committed.step)
+
+        if number is not None:
+            return start_from(*history.found(lambda: [run.candidates(number)[-1]]))
+        if not (steps := history.found(run.steps)):
+            raise StepNotFoundError(
+                f"{run.path}: expected a run's directory with checkpoints, safetensors files, or "
+                "files written by torch.save or torch.distributed.checkpoint; found none of them",
+                path=run.path,
             )
-        files = importing.open_files(path, at)
-        with processes.round("taking weights from files"):
-            weights = FileWeights(files, options)
-            return start(weights, weights.module(converts), str(path), None)
-    run = RunDirectory(source, read_only=True)
-    history = RunHistory(run, processes)
-
-    def start_from(committed: CommittedStep) -> RestoreReport:
-        with reading(committed, run, processes), about(committed):
-            stored = StoredStep(committed, options, processes.meet)
-            stored.require_restorable()
-            weights, nodes = weights_at(stored, at), stored.manifest.leaves
-            tensors = {name: nodes[leaf.name] for name, leaf in weights.leaves.items()}
-            module = StoredModule(tensors, weights.ties, are_ties_known=False, converts=converts)
-            return start(stored, module, str(committed.path), committed.step)
-
-    if step is not None:
-        number = as_step(step)
-        return start_from(*history.found(lambda: [run.candidates(number)[-1]]))
-    if not (steps := history.found(run.steps)):
-        raise StepNotFoundError(
-            f"{run.path}: expected a run's directory with checkpoints, safetensors files, or files "
-            "written by torch.save or torch.distributed.checkpoint; found none of them",
-            path=run.path,
-        )
-    report, skipped = newest_readable(steps, start_from)
-    return dataclasses.replace(report, skipped_steps=skipped)
+        report, skipped = newest_readable(steps, start_from)
+        return dataclasses.replace(report, skipped_steps=skipped)
 
 
 def _are_floating(*dtypes: str) -> bool:
