@@ -103,9 +103,11 @@ INPUTS ?= 100000
 torture-fuzz: $(INSTALLED)
 	$(TORTURE) fuzz --count $(INPUTS)
 
+# SAVING=2 has two processes save; ENDURANCE_FLAGS=--bucket saves to an emulated bucket.
 SAVES ?= 10000
+SAVING ?= 1
 torture-endurance: $(INSTALLED)
-	$(TORTURE) endurance --count $(SAVES)
+	$(TORTURE) endurance --count $(SAVES) --processes $(SAVING) $(ENDURANCE_FLAGS)
 
 # The package with one of its extras; again only when the dependencies may have changed.
 $(VENV)/.installed-%: pyproject.toml

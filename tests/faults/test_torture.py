@@ -73,6 +73,8 @@ def run_torture(fault: str, arguments: str) -> tuple[int, dict[str, int], str]:
             marks=pytest.mark.slow,
         ),
         pytest.param("endurance", "--count 60", {"saves": 60}, marks=LONG),
+        pytest.param("endurance", "--count 60 --processes 2", {"saves": 60}, marks=LONG),
+        pytest.param("endurance", "--count 30 --bucket", {"saves": 30}, marks=LONG),
     ],
 )
 def test_a_short_torture_finds_nothing(fault: str, arguments: str, least: dict[str, int]) -> None:

@@ -375,3 +375,15 @@ def test_where_storage_does_not_answer_the_bytes_are_left_out_until_it_does(
             wait_until(lambda: run.told[-1].name == "durable")
         assert {"num_bytes", "new_bytes", "total_bytes"}.isdisjoint(run.told[-1].values)
         run.save(3)
+
+
+def test_a_process_that_writes_no_journal_keeps_no_events(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but process 0; without a hook, no thread would ever take them."""
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    telemetry = recorder.Telemetry(epath.Path(directory))
+    for step in (1, 2, 3):
+        telemetry.emit("failed", step)
+    assert telemetry._queue.empty()
+    assert telemetry.stats().num_failed == 3

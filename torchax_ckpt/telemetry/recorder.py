@@ -116,6 +116,7 @@ class Telemetry:
         self._queue: queue.SimpleQueue[_Queued | None] = queue.SimpleQueue()
         self._task: Task | None = None
         self._has_thread = on_event is not None
+        self._is_heard = self._has_thread or jax.process_index() == 0  # else no thread takes events
         self._is_open = self._is_closed = self._may_write = False
         self._step: int | None = None
         self._saving: tuple[float, int] | None = None  # when the last save began, and its step
@@ -184,7 +185,7 @@ class Telemetry:
         event = Event(name, time.time() - ago_secs, step, bounded({**values, **_newest(steps)}))
         with self._lock:
             self._tally.take(event)
-            if not self._is_closed and self._queue.qsize() < _MAX_WAITING:
+            if self._is_heard and not self._is_closed and self._queue.qsize() < _MAX_WAITING:
                 self._queue.put((event, steps, reused_bytes))
                 self._start()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 import sys
 import time
 from pathlib import Path
@@ -12,9 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 from etils import epath
+from support.held import held
 
 from torchax_ckpt import TorchaxCheckpointer, policies
 from torchax_ckpt.processes.coordination import SINGLE_PROCESS
+from torchax_ckpt.storage.directory import run_directory
 from torchax_ckpt.storage.directory.abandonment import Branches
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
@@ -104,6 +107,42 @@ def test_what_some_host_lacks_is_removed_but_not_abandoned(directory: Path) -> N
     assert [s.step for s in history.branches.unwanted] == [4, 2]
     history.refresh(history.branches.committed)
     assert [s.step for s in history.branches.in_place] == [1, 3]
+
+
+def test_what_process_0_has_deleted_is_forgotten_by_all(directory: Path) -> None:
+    """Only process 0 deletes. The others go on for millions of saves too."""
+    steps = RunDirectory(directory)
+    history = RunHistory(steps, SINGLE_PROCESS)
+    sizes = []
+    for step in range(1, 9):
+        history.begin(step)
+        history.end(committed(directory, step), {"metrics": {"loss": step}})
+        steps.verified.note(committed(directory, step), is_sound=True)
+        history.refresh(history.branches.committed[-2:])
+        sizes.append(held([steps, history]))
+    assert sizes[3] == sizes[-1]
+    assert steps.metrics(committed(directory, 8)) == {"loss": 8}
+
+
+@pytest.mark.parametrize("gap", [1, 3])
+def test_a_program_writes_no_two_saves_under_one_name_of_a_bucket(
+    gap: int, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A late request of the one could overwrite a file of the other; nor does it keep all names."""
+    monkeypatch.setattr(run_directory, "_USED_NAMES", 5)
+    steps = RunDirectory(directory)
+    monkeypatch.setattr(steps, "_is_bucket", True)
+    # Straight on, then back to the start, with steps of other numbers, and the same one repeatedly.
+    numbers = [*range(1, 40), *range(1, 40, gap), *[7] * 8, *range(38, 60)]
+    names = [steps.path_for(number).name for number in numbers]
+    assert len(set(names)) == len(names)
+    assert all(
+        re.fullmatch(rf"(incoming-)?{n}(-\d+)?", name)
+        for n, name in zip(numbers, names, strict=True)
+    )
+    assert names[:39] == [str(number) for number in range(1, 40)]
+    assert names[-20:] == [str(number) for number in range(40, 60)]
+    assert len(steps._used_names) == 5
 
 
 def test_no_age_is_negative_if_the_clock_of_the_host_that_committed_is_ahead() -> None:

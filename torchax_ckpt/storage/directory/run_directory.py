@@ -59,6 +59,7 @@ _LEFTOVER = re.compile(
 )
 # Names of steps and of steps that were set aside. A folder without a commit mark is neither.
 _MARKED = re.compile(r"(incoming-|abandoned-)?\d+(-\d+)?")
+_USED_NAMES = 1000
 
 
 def checkpoint_info(
@@ -108,7 +109,10 @@ class RunDirectory:
         )
         self._is_read_only = read_only
         self._num_writes = 0
-        self._used_names: set[str] = set()
+        # On a bucket, the newest names of this program's saves -> their steps; older names were
+        # those of steps up to ``_forgotten``.
+        self._used_names: dict[str, int] = {}
+        self._forgotten = -1
         # The folders of saves that have not ended well -> the names before their commits.
         self._uncommitted: dict[epath.Path, epath.Path] = {}
         self._left_out: dict[int, set[Key]] = {}
@@ -150,7 +154,7 @@ class RunDirectory:
 
     def leave_out(self, step: int, known: Iterable[CommittedStep]) -> None:
         """Lists of this step only what is ``known``, because storage may keep a failed save's."""
-        self._left_out[step] = {s.key for s in known}
+        self._left_out[step] = {s.key for s in known if s.step == step}
 
     def candidates(self, step: int | None) -> list[CommittedStep]:
         """Returns all steps, oldest first, or the one of a number; else StepNotFoundError."""
@@ -244,21 +248,29 @@ class RunDirectory:
     def path_for(self, step: int) -> epath.Path:
         """Returns the path at which a save writes the files of ``step`` before the commit."""
         self.run_name.restore(self.fence)
+        self._num_writes += 1
         if not self._is_bucket:
             # A unique name: no late write of a failed save or a stalled writer joins a later step.
-            self._num_writes += 1
             return self.path / f"writing-{step}-{self._lease.token}-{self._num_writes}"
         # A late request of a failed save could overwrite what a later save writes under the same
-        # name.
-        path = self._free((str(step), f"incoming-{step}"), but=self._used_names)
-        self._used_names.add(path.name)
+        # name. This program has made fewer saves than ``_num_writes``.
+        num_used = self._num_writes if step <= self._forgotten else 0
+        names = (str(step), f"incoming-{step}")
+        path = self._free(names, but=self._used_names, num_used=num_used)
+        self._used_names[path.name] = step
+        if len(self._used_names) > _USED_NAMES:
+            oldest = next(iter(self._used_names))
+            self._forgotten = max(self._forgotten, self._used_names.pop(oldest))
         self._uncommitted[path] = path
         return path
 
-    def _free(self, names: Sequence[str], but: Collection[str] = ()) -> epath.Path:
+    def _free(
+        self, names: Sequence[str], but: Collection[str] = (), num_used: int = 0
+    ) -> epath.Path:
         """Returns the path of the first free name, which may be the last one with a number."""
         more = (f"{names[-1]}-{count}" for count in itertools.count(2))
-        paths = (self.path / name for name in itertools.chain(names, more) if name not in but)
+        unused = itertools.islice(itertools.chain(names, more), num_used, None)
+        paths = (self.path / name for name in unused if name not in but)
         return next(path for path in paths if not path.exists())
 
     def commit(self, step: int, written: epath.Path) -> CommittedStep:
@@ -360,6 +372,10 @@ class RunDirectory:
                 bucket.remove(committed.path)
             elif committed.path.exists():  # otherwise another process has removed it
                 self._remove(committed.path, committed.step)
+        self.forget(committed)
+
+    def forget(self, committed: CommittedStep) -> None:
+        """Drops what is in memory of a step that is not listed any more."""
         self._summaries.forget(committed)
         self.verified.forget(committed)
 

@@ -131,7 +131,11 @@ class RunHistory:
 
     def refresh(self, steps: Iterable[CommittedStep]) -> None:
         """Takes the steps' new paths from ``steps``; forgets each step that is not in ``steps``."""
-        self._replace(self.branches.moved(steps))
+        before, branches = self.branches, self.branches.moved(steps)
+        self._replace(branches)
+        left = {s.key for s in branches.in_place}
+        for gone in (s for s in before.in_place if s.key not in left):
+            self._directory.forget(gone)  # only process 0 has deleted it
 
     def has(self, step: int) -> bool:
         """Returns whether the run's branch has a step of this number, committed or being saved."""
