@@ -6,6 +6,7 @@ import copy
 import gc
 import re
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from support.held import held
 
 from torchax_ckpt import TorchaxCheckpointer, policies
 from torchax_ckpt.processes.coordination import SINGLE_PROCESS
-from torchax_ckpt.storage.directory import run_directory
+from torchax_ckpt.storage.directory import run_directory, run_history
 from torchax_ckpt.storage.directory.abandonment import Branches
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
@@ -107,6 +108,39 @@ def test_what_some_host_lacks_is_removed_but_not_abandoned(directory: Path) -> N
     assert [s.step for s in history.branches.unwanted] == [4, 2]
     history.refresh(history.branches.committed)
     assert [s.step for s in history.branches.in_place] == [1, 3]
+
+
+@pytest.mark.parametrize("is_tidying", [True, False])
+def test_a_save_that_ends_while_the_other_tier_goes_back_loses_nothing(
+    is_tidying: bool, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The training thread begins a save to one tier; the thread of the other's save ends it."""
+    local = RunHistory(RunDirectory(directory), SINGLE_PROCESS)
+    other = RunHistory(RunDirectory(directory.with_name("local")), SINGLE_PROCESS, local)
+    for step in (2, 5):
+        local.begin(step)
+        local.end(committed(directory, step))
+    local.begin(6)
+    describe, going_back = run_history.checkpoint_info, list[threading.Thread]()
+
+    def meanwhile(*args: Any) -> Any:
+        if not going_back:
+            going_back.append(threading.Thread(target=other.begin, args=(3,)))
+            going_back[0].start()
+            going_back[0].join(0.1)  # as far as it comes
+        return describe(*args)
+
+    monkeypatch.setattr(run_history, "checkpoint_info", meanwhile)
+    if is_tidying:
+        local.refresh(local.branches.in_place)
+    else:
+        local.end(committed(directory, 6))
+    going_back[0].join()
+    assert not local.has(5), "a save of this step would be declined"
+    assert [c.step for c in local.checkpoints() if c.step != 6] == [2]
+    assert [s.step for s in local.branches.committed] == [2]
+    left = [5] if is_tidying else [5, 6]
+    assert [s.step for s in local.branches.abandoned] == left
 
 
 def test_what_process_0_has_deleted_is_forgotten_by_all(directory: Path) -> None:

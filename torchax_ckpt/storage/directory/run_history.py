@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -34,8 +35,10 @@ class RunHistory:
         self._processes = processes
         self.path = directory.path
         self._other_tier = durable
+        # A save to one tier may end while the training thread begins one to the other.
+        self._changing = threading.RLock()
         if durable is not None:
-            durable._other_tier = self
+            durable._other_tier, self._changing = self, durable._changing
         # The steps that this run builds on, and the abandoned steps, which are set aside once a new
         # step is committed here. Replaced as a whole, never changed in place.
         self.branches = Branches()
@@ -89,8 +92,9 @@ class RunHistory:
 
     def keep_only(self, keys: set[Key]) -> None:
         """Marks as incomplete each step whose key is not in ``keys``, those that all hosts have."""
-        missing = [s for s in self.branches.committed if s.key not in keys]
-        self._replace(self.branches.leaving(incomplete=missing))
+        with self._changing:
+            missing = [s for s in self.branches.committed if s.key not in keys]
+            self._replace(self.branches.leaving(incomplete=missing))
 
     def begin(self, step: int) -> None:
         """Begins a save of ``step``; newer steps in both tiers of the run become abandoned."""
@@ -99,8 +103,9 @@ class RunHistory:
                 history.open()
                 history._go_back(step)
                 history._warn_of_leaving()
-        self._in_flight = checkpoint_info(CommittedStep(step, self.path, time.time_ns()))
-        self._checkpoints = (*self._checkpoints, self._in_flight)
+        with self._changing:
+            self._in_flight = checkpoint_info(CommittedStep(step, self.path, time.time_ns()))
+            self._checkpoints = (*self._checkpoints, self._in_flight)
 
     def abandons(self) -> list[list[int]]:
         """Returns [number, commit time] of each abandoned step of both tiers, for a summary."""
@@ -113,9 +118,15 @@ class RunHistory:
 
     def end(self, durable: CommittedStep | None, summary: Mapping[str, Any] | None = None) -> None:
         """Ends the save, with the durable step; without, a step that it committed is abandoned."""
-        save, self._in_flight = self._in_flight, None
-        committed, self._committed = self._committed, None
-        if durable is None:
+        with self._changing:
+            save, self._in_flight = self._in_flight, None
+            committed, self._committed = self._committed, None
+            if durable is not None:
+                self._directory.record_saved(durable, summary or {})
+                committed_steps = (*self.branches.committed, durable)
+                self.branches = dataclasses.replace(self.branches, committed=committed_steps)
+                self._checkpoints = (*self._checkpoints[:-1], checkpoint_info(durable))
+                return
             if save is not None:
                 self._checkpoints = self._checkpoints[:-1]
             if committed is not None:
@@ -123,16 +134,12 @@ class RunHistory:
                 self.branches = self.branches.leaving((committed,))
             elif save is not None:
                 self._directory.leave_out(save.step, self.branches.in_place)
-        else:
-            self._directory.record_saved(durable, summary or {})
-            committed_steps = (*self.branches.committed, durable)
-            self.branches = dataclasses.replace(self.branches, committed=committed_steps)
-            self._checkpoints = (*self._checkpoints[:-1], checkpoint_info(durable))
 
     def refresh(self, steps: Iterable[CommittedStep]) -> None:
         """Takes the steps' new paths from ``steps``; forgets each step that is not in ``steps``."""
-        before, branches = self.branches, self.branches.moved(steps)
-        self._replace(branches)
+        with self._changing:
+            before, branches = self.branches, self.branches.moved(steps)
+            self._replace(branches)
         left = {s.key for s in branches.in_place}
         for gone in (s for s in before.in_place if s.key not in left):
             self._directory.forget(gone)  # only process 0 has deleted it
@@ -155,9 +162,10 @@ class RunHistory:
         self._checkpoints = (*map(checkpoint_info, self.branches.committed), *in_flight)
 
     def _go_back(self, step: int | None) -> None:
-        if newer := self.branches.newer_than(step):
-            self._leaving += [s.step for s in newer]
-            self._replace(self.branches.leaving(newer))
+        with self._changing:
+            if newer := self.branches.newer_than(step):
+                self._leaving += [s.step for s in newer]
+                self._replace(self.branches.leaving(newer))
 
     def _warn_of_leaving(self) -> None:
         # At a save, because only a save abandons them: a restore may come first, or no save at all.
