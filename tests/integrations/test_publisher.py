@@ -19,8 +19,10 @@ from support.waiting import wait_until
 
 from torchax_ckpt import TorchaxCheckpointer, policies
 from torchax_ckpt.errors import SaveError
+from torchax_ckpt.integrations import huggingface
 from torchax_ckpt.integrations.huggingface import Publisher
 from torchax_ckpt.publishing import follower
+from torchax_ckpt.storage.writing import step_writer
 
 pytest_plugins = ("gcs_fixtures",)
 SETTINGS: dict[str, Any] = {"format": "safetensors"}
@@ -130,6 +132,25 @@ def test_the_error_of_a_save_is_left_alone(tmp_path: Path, monkeypatch: pytest.M
         with pytest.raises(SaveError, match="saving step 2"):
             ckpt.check_for_errors()
         ckpt.save(2, force=True)
+
+
+def test_a_save_that_hangs_does_not_keep_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither for ever nor silently."""
+    monkeypatch.setattr(huggingface, "_MAX_SAVE_SECS", 0.1)
+    out, goes_on, mark = tmp_path / "out", threading.Event(), step_writer.mark
+    with TorchaxCheckpointer(tmp_path / "run") as ckpt:
+        with Publisher(ckpt, out, **SETTINGS):
+            train(ckpt, mlp(), 1)
+            ckpt.wait_until_finished()
+            monkeypatch.setattr(step_writer, "mark", lambda path: goes_on.wait(60) and mark(path))
+            ckpt.save(2)
+        assert not goes_on.is_set()
+        goes_on.set()
+    assert (out / "latest").read_text() == "step-1\n"
+    assert "the save of step 2" in caplog.text
+    assert "publishing the newest durable step without waiting longer" in caplog.text
 
 
 def test_only_process_0_publishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

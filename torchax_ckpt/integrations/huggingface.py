@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
 import os
 from typing import TYPE_CHECKING, Literal
@@ -21,6 +20,9 @@ if TYPE_CHECKING:
 __all__ = ["Publisher"]
 
 logger = logging.getLogger(__name__)
+
+# How long ``close`` waits for a save; the checkpointer may wait longer when it closes.
+_MAX_SAVE_SECS = 600.0
 
 
 class Publisher:
@@ -99,9 +101,10 @@ class Publisher:
     def close(self) -> None:
         """Publishes the newest finished step, and ends the thread. May be called twice.
 
-        Waits for saves in flight first, if a checkpointer was given. With ``every``, publishes the
-        step even if it is not due yet; with ``best``, only if it is better. After a preemption,
-        publishes nothing, because the host has no time left. A failure is logged, not raised.
+        Waits for saves in flight first, for at most 10 minutes, if a checkpointer was given. With
+        ``every``, publishes the step even if it is not due yet; with ``best``, only if it is
+        better. After a preemption, publishes nothing, because the host has no time left. A failure
+        is logged, not raised.
         """
         if self._task is None:
             return
@@ -109,10 +112,13 @@ class Publisher:
             if self._checkpointer.reached_preemption():
                 self._follower.aborted.set()
             else:
-                with contextlib.suppress(SaveTimeoutError):
+                try:
                     # wait_until_finished() would take the errors of saves, which the program's next
                     # call of the checkpointer is to raise.
-                    self._checkpointer._tiers.wait()
+                    self._checkpointer._tiers.wait(_MAX_SAVE_SECS)
+                except SaveTimeoutError as error:
+                    text = "%s: publishing the newest durable step without waiting longer: %s"
+                    logger.warning(text, self._follower.out, error)
         self._follower.stopped.set()
         self._task.ended.wait()
         atexit.unregister(self._exit)
