@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import pytest
 from support.group import Group
 
@@ -101,3 +102,40 @@ def test_processes_save_the_same_steps_though_one_is_slow(slow: int) -> None:
         assert len(set(first) & set(part)) > 1
     assert first != sorted(set(first))
     assert len(group.service.known) < 200  # the answers of the latest steps, not of all
+
+
+def test_decisions_that_could_not_be_sent_fail_the_next_call_and_are_sent_again() -> None:
+    group = Group()
+    first = group.members[0]
+    send, num_failures = first.put_note, 0
+
+    def failing(key: str, message: bytes) -> None:
+        nonlocal num_failures
+        if key == "2" and num_failures < 2:
+            num_failures += 1
+            raise jax.errors.JaxRuntimeError("UNAVAILABLE")
+        send(key, message)
+
+    first.put_note = failing  # type: ignore[method-assign]
+
+    def act(member: Processes) -> tuple[list[int], list[str]]:
+        asked, saves, errors = windows(member, lambda step, _: step % 5 == 0), [], list[str]()
+        step = 1
+        while step < 300:
+            try:
+                saves += [step] * asked.ask(step)
+                step += 1
+            except ProcessError as error:
+                errors.append(str(error))
+            time.sleep(0.001)
+        asked.close()
+        return saves, errors
+
+    began = time.monotonic()
+    (saves, errors), *others = group(act)
+    assert others == [(saves, [])] * 2
+    assert saves[-1] == 295
+    assert 0 < len(errors) <= 2
+    assert "process 0 could not send the others its save decisions" in errors[0]
+    assert "UNAVAILABLE" in errors[0]
+    assert time.monotonic() - began < 25, "the timeout is 30 s"

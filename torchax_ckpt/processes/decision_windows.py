@@ -14,19 +14,23 @@ best-N rule, process 0 predicts no step, and there is a message at every step.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
+import logging
 import math
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from torchax_ckpt.errors import ClosedError, PolicyError
+from torchax_ckpt.errors import ClosedError, PolicyError, ProcessError
 from torchax_ckpt.processes.call_log import different
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.processes.messages import POLL_SECS, from_json, to_json
 from torchax_ckpt.runtime.background import Flag
+
+logger = logging.getLogger(__name__)
 
 # Long enough to receive the next window in time, and short compared with a save. The number of
 # steps is limited, in case steps become slower.
@@ -82,6 +86,9 @@ class DecisionWindows:
         self._window = _NOTHING
         self._error: Exception | None = None  # why process 0 could not decide
         self._next: Future[_DecisionWindow] | None = None
+        # On process 0: the windows that are not sent yet, and the newest attempt to send them.
+        self._unsent: collections.deque[tuple[str, bytes]] = collections.deque()
+        self._sending: Future[None] | None = None
         self._closing = threading.Event()
         self._has_differed = False  # whether this process's newest step was not process 0's
         self._num_windows = self._num_deleted = 0
@@ -98,8 +105,9 @@ class DecisionWindows:
         On process 0, a step that ``is_due`` is saved, unless it was decided on before; and without
         ``looks_ahead`` no later steps are decided on, because their ``is_due`` is not known yet.
 
-        Raises what ``decide`` raised on process 0; ProcessError if that made another call;
-        PolicyError if it has not decided in time; ClosedError after ``close``.
+        Raises what ``decide`` raised on process 0; ProcessError if that made another call, or, on
+        process 0, if it could not send decisions; PolicyError if it has not decided in time;
+        ClosedError after ``close``.
         """
         if self._closing.is_set():
             raise ClosedError(
@@ -133,9 +141,15 @@ class DecisionWindows:
         """Waits until all messages to other processes are sent; then ends the background thread."""
         self._closing.set()
         self._background.shutdown(wait=True)
+        if self._sending is not None and (error := self._sending.exception()):
+            logger.warning("%s; the others may wait for them", _not_sent(error))
 
     def _go_on(self, step: int, *, looks_ahead: bool) -> None:
         """Gets the window that contains ``step``; begins the next one if it can be predicted."""
+        if self._sending is not None and self._sending.done():
+            sent, self._sending = self._sending, None
+            if error := sent.exception():
+                raise _not_sent(error) from error
         following, self._next = self._next, None
         if following is not None:
             self._window = self._result(following, step)
@@ -171,7 +185,7 @@ class DecisionWindows:
         number = self._num_windows
         self._num_windows += 1
         if number % _ACKNOWLEDGED_EVERY == 0:
-            self._background.submit(self._acknowledge, number)
+            self._background.submit(self._acknowledge, number).add_done_callback(_log_failure)
         if not self._processes.is_first:
             return self._background.submit(self._look_up, number)
         restores = self._processes.log.num_restores
@@ -179,7 +193,8 @@ class DecisionWindows:
             self._decided(first, last, saved), is_predicted=is_predicted, num_restores=restores
         )
         message = json.dumps(dataclasses.astuple(window)).encode()
-        self._background.submit(self._processes.put_note, str(number), message)
+        self._unsent.append((str(number), message))
+        self._sending = self._background.submit(self._send)
         known: Future[_DecisionWindow] = Future()
         known.set_result(window)
         return known
@@ -198,6 +213,12 @@ class DecisionWindows:
                     return _DecisionWindow(first, first, stride, (), to_json(error, 0).decode())
                 return _DecisionWindow(first, step - stride, stride, decided)
         return _DecisionWindow(first, last, stride, decided)
+
+    def _send(self) -> None:
+        """Sends the windows that are not sent yet, also those that could not be sent before."""
+        while self._unsent:
+            self._processes.put_note(*self._unsent[0])
+            self._unsent.popleft()
 
     def _look_up(self, number: int) -> _DecisionWindow:
         while not (_closing.is_set() or self._closing.is_set()):
@@ -242,3 +263,15 @@ class DecisionWindows:
             for old in range(self._num_deleted, min(known)):
                 self._processes.remove_note(str(old))
             self._num_deleted = min(known)
+
+
+def _not_sent(error: BaseException) -> ProcessError:
+    return ProcessError(
+        f"process 0 could not send the others its save decisions: {error}. It tries again with the "
+        "next decisions; if this repeats, start all processes again."
+    )
+
+
+def _log_failure(acknowledging: Future[None]) -> None:
+    if error := acknowledging.exception():  # the next one does what this one should have done
+        logger.debug("save decisions that all have read are not deleted yet: %s", error)
