@@ -26,6 +26,7 @@ from torchax_ckpt.saving.preserving import Preserving
 from torchax_ckpt.saving.saver import Saver
 from torchax_ckpt.saving.unchanged.reuse import Reuse
 from torchax_ckpt.storage.directory import committed_step
+from torchax_ckpt.storage.directory.abandonment import Key
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory, checkpoint_info
 from torchax_ckpt.storage.directory.run_history import RunHistory
@@ -218,7 +219,7 @@ class Tiers:
 
     def steps(self, name: TierName | None = None) -> list[CommittedStep]:
         """Returns the steps of one tier or all, ascending; of equal steps, the local one last."""
-        tiers, local_steps = self.named(name), self._compare_local_steps()
+        tiers, (local_steps, _) = self.named(name), self._compare_local_steps()
         found = []
         for tier in tiers:
             if tier is self.local and self.processes.count > 1:
@@ -236,24 +237,24 @@ class Tiers:
                 return same[-1]
         return committed_step.chosen(found, step, [tier.directory.path for tier in self])[-1]
 
-    def _compare_local_steps(self) -> dict[tuple[int, int], CommittedStep]:
-        """Returns the steps, not abandoned, of any host's local tier, by number and commit time."""
+    def _compare_local_steps(self) -> tuple[dict[Key, CommittedStep], set[Key]]:
+        """Returns steps of any host's local tier, not abandoned; the keys that all hosts have."""
         if self.local is None or self.processes.count == 1:
-            return {}
+            return {}, set()
         directory = self.local.directory
         with self.processes.round("comparing local steps"):
             here = {s.key: s for s in directory.steps()}
             told = directory.abandonment.told(here.values())
             compared = self.processes.combine(told, directory.abandonment.compared)
         # The keys of the steps that all hosts have, and of those that any host has.
-        self._on_all, on_any = directory.abandonment.learn(compared)
+        on_all, on_any = directory.abandonment.learn(compared)
         # A step that this host lacks gets a path that does not exist, because this host may have
         # another step with the same number.
         elsewhere = {
             (step, at): CommittedStep(step, directory.path / f"{step}-on-another-host", at)
             for step, at in on_any - here.keys()
         }
-        return {key: here[key] for key in on_any & here.keys()} | elsewhere
+        return {key: here[key] for key in on_any & here.keys()} | elsewhere, on_all
 
     def numbers(self, name: TierName | None = None) -> list[int]:
         """Returns step numbers, ascending, from readable directories only, without messages."""
@@ -319,25 +320,25 @@ class Tiers:
         """Lists the steps in the directory of each tier, unless the steps are listed already."""
         if not self._is_open:
             self.close_others()
-            self._compare_local_steps()
+            _, on_all = self._compare_local_steps()
             for tier in self._tiers:
                 tier.history.open()
-            self._forget_what_others_lack()
+            self._forget_what_others_lack(on_all)
             self._is_open = True
 
     def go_on_from(self, step: int | None) -> None:
         """Continues the run from ``step`` (None: from the start), and abandons all newer steps."""
-        self._compare_local_steps()
+        _, on_all = self._compare_local_steps()
         self.call_log.go_on_from(step)
         for tier in self._tiers:
             tier.history.go_on_from(step)
-        self._forget_what_others_lack()
+        self._forget_what_others_lack(on_all)
         self._is_open = True
 
-    def _forget_what_others_lack(self) -> None:
+    def _forget_what_others_lack(self, on_all: set[Key]) -> None:
         """Leaves out local steps that a host lacks, so that all hosts decide alike."""
         if self.local is not None and self.processes.count > 1:
-            self.local.history.keep_only(self._on_all)
+            self.local.history.keep_only(on_all)
 
     def delete(self, step: int, name: TierName | None = None) -> None:
         """Deletes a step from one tier or all; raises as ``candidates`` does."""
