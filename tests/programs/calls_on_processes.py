@@ -306,10 +306,10 @@ def reads_beside(folder: str, on_save_error: str) -> None:
         began = time.monotonic()
         with ThreadPoolExecutor(2) as pool:
             # Late by so much that the others look what this process has called instead.
-            time.sleep(1.5 * is_late)
+            time.sleep(is_late)
             one = pool.submit(read, *(calls[::-1] if is_late else calls))
             other = pool.submit(read, *(calls if is_late else calls[::-1]))
-            time.sleep(1.5 * (1 - is_late))
+            time.sleep(1 - is_late)
             trained = train(step)
             found = [other.result(), one.result()] if is_late else [one.result(), other.result()]
         report(trained=trained, read=found, secs=time.monotonic() - began)

@@ -242,10 +242,9 @@ class CallLog:
                     self._in_vain.append(mine)
                     text = other.text + " out of turn" * (other.text == mine.text)
                     error = error or different(self._channel.index, mine.text, index, text)
-            if error is not None:
-                note = f"{_in_vain(mine.lane, mine.text)}/{self._channel.index}"
-                if mine.kind is not Kind.SAVE:  # which stays in vain
-                    self._channel.put_note(note, str(mine.number).encode())
+            if error is not None and mine.kind is not Kind.SAVE:  # a save stays in vain
+                folder = _in_vain(mine.lane, mine.text)
+                self._channel.put_note(f"{folder}/{self._channel.index}", b"%d" % mine.number)
         return error
 
     def refuse(self, text: str, step: int | None) -> Call:
