@@ -59,27 +59,16 @@ class Outcome:
     value: Any = None
 
 
-@dataclasses.dataclass
-class _Round:
-    """The round that a thread is in, or was in last."""
+class _Round(threading.local):
+    """The round that the present thread is in, or was in last."""
 
-    work: str = ""
+    work = ""
     call: Call | None = None  # the call that it belongs to
-    place: str = ""  # precedes its keys
-    num_messages: int = 0
+    is_of_reader = False  # whether other rounds of its channel may run at the same time
+    place = ""  # precedes its keys
+    num_messages = 0
     verdict: bytes | None = None
-    is_in_vain: bool = False  # whether waiting for other processes was in vain
-
-    @property
-    def is_of_reader(self) -> bool:
-        """Whether other rounds of its channel may run at the same time."""
-        return self.call is not None and self.call.kind is Kind.READ
-
-
-class _Here(threading.local):
-    """What belongs to the present thread only."""
-
-    round = _Round()
+    is_in_vain = False  # whether waiting for other processes was in vain
 
 
 class Processes(Messages):
@@ -112,7 +101,7 @@ class Processes(Messages):
         self._place = f"torchax_ckpt/{_digest(name):016x}/{_made[name]}"
         _made[name] += 1
         self._one_round = threading.Lock()
-        self._here = _Here()
+        self._round = _Round()
         # How often each round that belongs to no call was entered.
         self._entered: collections.Counter[str] = collections.Counter()
         self._counting = threading.Lock()
@@ -158,9 +147,14 @@ class Processes(Messages):
             return
         if call is None and (call := self.log.current) is not None:
             what = f"{call.text}: {what}"
-        here = self._here.round = _Round(what, call)
+        here = self._round
+        vars(here).clear()  # of this thread
+        here.work, here.call = what, call
+        here.is_of_reader = call is not None and call.kind is Kind.READ
         with contextlib.nullcontext() if here.is_of_reader else self._one_round:
-            self._enter(here)
+            here.place = self._next_place(what, call)
+            if not here.is_of_reader:
+                self._follow(here.place)
             try:
                 yield outcome
                 self._end(outcome.value, is_met=is_met)
@@ -185,13 +179,11 @@ class Processes(Messages):
         self._set(f"{place}/{kind}", to_json(error, self.index))
         self._refused.append(place)
 
-    def _enter(self, here: _Round) -> None:
-        here.place = self._next_place(here.work, here.call)
-        if here.is_of_reader:
-            return
+    def _follow(self, place: str) -> None:
+        """Makes this round the newest of those that are one at a time."""
         if not self.is_first:  # process 0 deletes the messages of earlier rounds
             self._rounds.clear()
-        self._rounds += [*self._refused, here.place]
+        self._rounds += [*self._refused, place]
         self._refused.clear()
 
     def _next_place(self, what: str, call: Call | None) -> str:
@@ -209,7 +201,7 @@ class Processes(Messages):
         if is_met:
             self._gather(place, b"")
         if not self.is_first:
-            self._here.round.verdict = self._from_first(f"{self._round_prefix}/verdict/0", place)
+            self._round.verdict = self._from_first(f"{self._round_prefix}/verdict/0", place)
         # Another process may have called this and failed while it waited.
         elif not self._is_decided():
             self._set(f"{self._round_prefix}/verdict/0", _SUCCESS + json.dumps(value).encode())
@@ -234,7 +226,7 @@ class Processes(Messages):
 
     def _needless(self) -> list[str]:
         """Returns, on process 0, the key prefixes of rounds that no process needs any more."""
-        if not self._here.round.is_of_reader:  # all have entered this round, and left earlier ones
+        if not self._round.is_of_reader:  # all have entered this round, and left earlier ones
             old, self._rounds[:-1] = self._rounds[:-1], []
             return old
         # A process may still be in an earlier round of another thread, but not for that long.
@@ -326,16 +318,16 @@ class Processes(Messages):
 
     @property
     def _work(self) -> str:  # type: ignore[override]
-        return self._here.round.work
+        return self._round.work
 
     @property
     def _round_prefix(self) -> str:
         """The prefix of the keys of this round."""
-        return self._here.round.place
+        return self._round.place
 
     def _next_message(self) -> str:
         """Returns the key prefix of the next message of this round."""
-        here = self._here.round
+        here = self._round
         here.num_messages += 1
         return f"{here.place}/{here.num_messages - 1}"
 
@@ -358,21 +350,21 @@ class Processes(Messages):
             ended = self.liveness.ended()
             others = senders or (self._missing(place) if self.is_first else [0])
             if (error := self._difference(others)) is not None:
-                self._here.round.is_in_vain = True
+                self._round.is_in_vain = True
                 raise error
             if ends := [ended[index] for index in others if index in ended]:
                 raise self._end_error(ends)
             if time.monotonic() >= deadline:
-                self._here.round.is_in_vain = True
+                self._round.is_in_vain = True
                 raise self._timeout_error(senders or self._missing(place))
 
     def _difference(self, others: Sequence[int]) -> ProcessError | None:
-        call = self._here.round.call
+        call = self._round.call
         return None if call is None else self.log.difference(call, others)
 
     def _is_decided(self) -> bool:
         """Returns whether another process failed (on process 0) or a verdict exists (on others)."""
-        here = self._here.round
+        here = self._round
         if here.verdict is None:
             kind = "failed" if self.is_first else "verdict"
             found = self._client.key_value_dir_get_bytes(f"{here.place}/{kind}/")
@@ -380,7 +372,7 @@ class Processes(Messages):
         return here.verdict is not None
 
     def _require_no_failure(self) -> None:
-        verdict = self._here.round.verdict
+        verdict = self._round.verdict
         if verdict is not None and not verdict.startswith(_SUCCESS):
             raise from_json(verdict)
 
@@ -425,7 +417,7 @@ class Processes(Messages):
 
     def _error_for_all(self, error: BaseException) -> BaseException | None:
         """Reports this process's error; returns the one that all raise, None after a success."""
-        message, here = to_json(error, self.index), self._here.round
+        message, here = to_json(error, self.index), self._round
         if here.call is not None:
             self.log.fail(here.call)
         try:
