@@ -19,6 +19,7 @@ from torchax_ckpt.restoring.read_calls import ReadCalls
 from torchax_ckpt.runtime.call_guard import Calls, as_step, guarded
 from torchax_ckpt.runtime.preemption import Preemption
 from torchax_ckpt.runtime.user_messages import brief, fields
+from torchax_ckpt.saving import closing
 from torchax_ckpt.saving.loop import Loop
 from torchax_ckpt.saving.save_calls import SaveCalls
 from torchax_ckpt.saving.tiers import Tiers
@@ -118,8 +119,8 @@ class TorchaxCheckpointer:
             self._tiers, self._loop, self._preemption, snapshotter, self._keep_policy, self._options
         )
         self._reads = ReadCalls(self._tiers, self._options)
-        self._closing = self._tiers.closing(self._preemption.close)
         self._calls = Calls()
+        self._closing = self._tiers.closing(self._calls, self._preemption.close)
         self._call_log = self._tiers.call_log
         self._attached: TrainingState | None = None
         self._is_closed = self._has_ended = False
@@ -393,8 +394,9 @@ class TorchaxCheckpointer:
           force: save to the durable tier whatever the policy says.
 
         Returns:
-          Whether a save began; False if the step is already saved. After a preemption notice,
-          whether the step is durable, after a second attempt if the first one failed.
+          Whether a save began; False if the step is already saved, or the system refuses threads,
+          files or memory: then the save has failed. After a preemption notice, whether the step is
+          durable, after a second attempt if the first one failed.
 
         Raises:
           StepError: a step below 0 or the last saved or restored step, or above 2**63 - 1;
@@ -408,6 +410,7 @@ class TorchaxCheckpointer:
           LeaseError: another program writes to the directory, took it over, or has saved this step
             or newer ones since ``attach``.
           SaveError: an earlier save failed, with ``CheckpointOptions(on_save_error="raise")``.
+          ClosedError: this checkpointer is closed, or the program is ending.
         """
         self._require_open()
         return self._saves.save(step, self._attached, state, metrics or {}, force=force)
@@ -556,6 +559,7 @@ class TorchaxCheckpointer:
     # --- checks --------------------------------------------------------------------------------
 
     def _require_open(self) -> None:
+        closing.require_program()
         if self._is_closed:
             raise ClosedError("this checkpointer is closed", path=self._directory.path)
 

@@ -221,7 +221,11 @@ def test_what_one_process_cannot_save_stops_no_other(tmp_path: Path) -> None:
     for name, why in refused.items():
         told, other = found[name]
         assert told["found"][0] == "True"
-        assert why in other["found"][0]
+        if name == "no thread":  # this save has failed, in place of the call
+            assert other["found"][0] == "False"
+            assert why in other["found"][1]
+        else:
+            assert why in other["found"][0]
         assert told["found"][1].startswith("SaveError: ")
         assert "process 1: " in told["found"][1]
         assert why in told["found"][1]

@@ -20,7 +20,7 @@ from support.waiting import wait_until
 
 from torchax_ckpt import TorchaxCheckpointer
 from torchax_ckpt.runtime import background
-from torchax_ckpt.runtime.background import Flag, Task
+from torchax_ckpt.runtime.background import Executor, Flag, Task
 from torchax_ckpt.storage.directory import compare_and_swap, lease
 
 
@@ -165,3 +165,20 @@ def test_a_task_that_no_thread_runs_says_so(monkeypatch: pytest.MonkeyPatch) -> 
     assert task.ended.is_set
     background.run_whole("whole", lambda: ran.append(2))
     assert ran == [1, 2]
+
+
+def test_an_executor_is_one_of_pythons() -> None:
+    with Executor(2) as pool:
+        assert list(pool.map(lambda n: 12 // n, [1, 2, 3, 4])) == [12, 6, 4, 3]
+        failed = pool.submit(lambda: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            failed.result()
+        both = threading.Barrier(2, timeout=30)
+        waiting = [pool.submit(both.wait) for _ in range(2)]  # at the same time
+        cancelled = pool.submit(both.wait)
+        assert {each.result() for each in waiting} == {0, 1}
+        both.abort()
+        with pytest.raises(threading.BrokenBarrierError):
+            cancelled.result()
+        tasks = pool._tasks
+    assert all(task.ended.is_set for task in tasks)

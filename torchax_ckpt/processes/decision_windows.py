@@ -22,13 +22,13 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 from torchax_ckpt.errors import ClosedError, PolicyError, ProcessError
 from torchax_ckpt.processes.call_log import different
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.processes.messages import POLL_SECS, from_json, to_json
-from torchax_ckpt.runtime.background import Flag
+from torchax_ckpt.runtime.background import Executor, Flag
 
 logger = logging.getLogger(__name__)
 
@@ -38,11 +38,6 @@ _WINDOW_SECS = 0.05
 _MAX_STEPS = 100
 # After this many windows, a process reports which it has read, so that process 0 can delete them.
 _ACKNOWLEDGED_EVERY = 64
-
-_closing = threading.Event()
-# Ends the look-ups before the interpreter joins their threads. Hooks run newest first, and the
-# import of concurrent.futures above registers the hook that joins the threads.
-threading._register_atexit(_closing.set)  # type: ignore[attr-defined]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +73,7 @@ class DecisionWindows:
     def __init__(self, processes: Processes, decide: Callable[[int, Sequence[int]], bool]) -> None:
         self._processes = processes
         self._decide = decide
-        self._background = ThreadPoolExecutor(1, "decisions")
+        self._background = Executor(1, "decisions")
         self._asked, self._answer = -1, False
         self._due: int | None = None  # the step that is saved whatever ``decide`` says
         self._num_restores = 0  # at the newest step that was asked for
@@ -221,7 +216,7 @@ class DecisionWindows:
             self._unsent.popleft()
 
     def _look_up(self, number: int) -> _DecisionWindow:
-        while not (_closing.is_set() or self._closing.is_set()):
+        while not self._closing.is_set():
             if (message := self._processes.wait_for_note(str(number))) is not None:
                 return _DecisionWindow(*json.loads(message))
         raise PolicyError(

@@ -51,7 +51,7 @@ _RETRY_SECS = 5.0
 # Held while the thread of process 0 is inside JAX's client, and for good once the program is
 # ending: the interpreter would end the thread there, which aborts the process.
 _speaking = threading.Lock()
-threading._register_atexit(lambda: _speaking.acquire(timeout=1))  # type: ignore[attr-defined]
+atexit.register(_speaking.acquire, timeout=1)
 
 
 class Liveness:

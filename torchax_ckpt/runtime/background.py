@@ -11,6 +11,7 @@ reentrant.
 from __future__ import annotations
 
 import _thread
+import collections
 import contextlib
 import logging
 import math
@@ -20,6 +21,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +57,11 @@ class Flag:
         return self.is_set
 
 
+# Set once the main thread has run the program's last line. Other threads may still run user code,
+# and so may exit handlers.
+ending = Flag()
+
+
 class Task:
     """A function that runs once, on a daemon thread of its own, named ``name``."""
 
@@ -74,7 +85,8 @@ class Task:
         try:
             # An interrupt within Thread.start may keep the new thread waiting for ever, so that a
             # thread to which signal handlers do not raise calls it.
-            _thread.start_new_thread(self._start, ())
+            is_main = threading.current_thread() is threading.main_thread()
+            _thread.start_new_thread(self._start, ()) if is_main else self._thread.start()
         except RuntimeError:
             self.cancel()
             raise
@@ -105,6 +117,58 @@ class Task:
             self.ended.set()
 
 
+class Executor(ThreadPoolExecutor):
+    """Runs functions on daemon threads; without any thread, ``submit`` runs them.
+
+    Python's own executors refuse all work once the main thread has ended, even if others go on.
+    """
+
+    def __init__(self, max_workers: int = 32, name: str = "torchax_ckpt") -> None:
+        super().__init__(max_workers, name)  # asyncio accepts no other class
+        self._name = name
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._tasks: list[Task] = []
+        self._idle: collections.deque[None] = collections.deque()  # as long as threads are idle
+
+    def submit(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+        """Returns the future of ``fn(*args, **kwargs)``."""
+        future: Future[R] = Future()
+
+        def call() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(fn(*args, **kwargs))
+                except BaseException as error:
+                    future.set_exception(error)
+
+        if self._idle:
+            self._idle.pop()
+        elif len(self._tasks) < self._max_workers:
+            task = Task(self._name, self._work)
+            try:
+                task.start()
+                self._tasks.append(task)
+            except RuntimeError:  # too many threads
+                if not self._tasks:
+                    call()
+                    return future
+        self._calls.put(call)
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Ends the threads once all functions have run; none are cancelled."""
+        for _ in self._tasks:
+            self._calls.put(None)
+        for task in self._tasks if wait else ():
+            task.ended.wait()
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+            del call  # and with it arrays
+            self._idle.append(None)
+
+
 def run_whole(name: str, function: Callable[[], None]) -> None:
     """Calls a function that must not end halfway, and raises what it raises.
 
@@ -130,6 +194,22 @@ def run_whole(name: str, function: Callable[[], None]) -> None:
     if errors:
         raise errors.pop()
     return None
+
+
+def fail_exit() -> None:
+    """Makes Python end with exit code 120, its own for a failed cleanup: the last flush fails.
+
+    Else only ``os._exit`` changes the code, but leaves out other exit handlers.
+    """
+    stream: Any = sys.stderr or sys.stdout
+    flush = stream.flush
+
+    def fail() -> None:
+        flush()
+        if sys.is_finalizing():
+            raise OSError("the newest save failed")
+
+    stream.flush = fail
 
 
 def finish_at_exit(task: Task, lost: Callable[[], str]) -> None:

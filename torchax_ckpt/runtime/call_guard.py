@@ -60,6 +60,12 @@ class Calls:
         """Whether this is the training thread; False if no call has yet shown which one that is."""
         return threading.current_thread() is self._training_thread
 
+    @property
+    def outlive_main(self) -> bool:
+        """Whether Python waits for the training thread once the main thread has ended."""
+        thread = self._training_thread or threading.main_thread()
+        return thread is not threading.main_thread() and thread.is_alive() and not thread.daemon
+
     @contextlib.contextmanager
     def running(self, name: str, *, trains: bool) -> Iterator[None]:
         """Marks a call as running in the block; raises CallError if it cannot work here."""

@@ -187,15 +187,27 @@ class _Watch:
         elif previous is signal.SIG_IGN:
             self.say_once("SIGTERM is not noticed: this process ignores it")
         else:
-            read_end, write_end = self._pipe = os.pipe()
-            os.set_blocking(write_end, False)
-            self._previous = previous
-            self._first_noticed = {}
-            self._task = Task("sigterm", functools.partial(self._run, read_end))
-            self._task.start()
-            self._take_wakeup_fd()
-            signal.signal(signal.SIGTERM, self._handle)
+            try:
+                self._start(previous)
+            except (OSError, RuntimeError) as error:  # too many files, or threads
+                self.say_once(f"SIGTERM is not noticed for now: {error}")
         return self._pipe is not None
+
+    def _start(self, previous: Any) -> None:
+        read_end, write_end = self._pipe = os.pipe()
+        os.set_blocking(write_end, False)
+        self._task = Task("sigterm", functools.partial(self._run, read_end))
+        try:
+            self._task.start()
+        except RuntimeError:
+            self._pipe = None
+            for fd in (read_end, write_end):
+                os.close(fd)
+            raise
+        self._previous = previous
+        self._first_noticed = {}
+        self._take_wakeup_fd()
+        signal.signal(signal.SIGTERM, self._handle)
 
     def _take_wakeup_fd(self) -> None:
         """Sets a pipe as Python's wakeup descriptor; keeps the previous one, to pass signals on."""
@@ -293,7 +305,8 @@ class _Watch:
             if self.noticed_at is not None and not is_logged:
                 is_logged = True
                 # On another thread, because the logging lock may be held forever.
-                Task("sigterm-log", self._log_notice).start()
+                with contextlib.suppress(RuntimeError):  # too many threads: this one goes on
+                    Task("sigterm-log", self._log_notice).start()
 
     def _log_notice(self) -> None:
         logger.warning(

@@ -76,7 +76,11 @@ class SaveInFlight(Task):
                     logger.error("%s Stack of its thread:\n%s", self.timeout_error(path), stack)
                     secs *= 2
 
-        Task(f"watch-save-{self.step}", run).start()
+        try:
+            Task(f"watch-save-{self.step}", run).start()
+        except RuntimeError as error:
+            text = "the save of step %d is not reported if it takes longer than %g s: %s"
+            logger.warning(text, self.step, limit_secs, error)
 
 
 class FailureLog:

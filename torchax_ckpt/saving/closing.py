@@ -6,6 +6,7 @@ checkpointer of the same process and directory first closes the collected one it
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures.thread  # noqa: F401 - see the end of this module
 import contextlib
 import gc
@@ -15,10 +16,11 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 
-from torchax_ckpt.errors import SaveTimeoutError
+from torchax_ckpt.errors import ClosedError, SaveTimeoutError
 from torchax_ckpt.processes.decision_windows import DecisionWindows
 from torchax_ckpt.runtime import background
-from torchax_ckpt.saving.saver import Saver
+from torchax_ckpt.runtime.call_guard import Calls
+from torchax_ckpt.saving.saver import Saver, unmended
 from torchax_ckpt.telemetry.recorder import Hook
 
 logger = logging.getLogger(__name__)
@@ -28,17 +30,19 @@ class Closing:
     """Ends the background work of one checkpointer: saves, leases, threads, SIGTERM handling.
 
     Refers to parts of the checkpointer, never to the checkpointer itself: the threads and exit
-    hooks that use this object would prevent its garbage collection. ``last`` is called after
-    everything has ended, maybe repeatedly.
+    hooks that use this object would prevent its garbage collection. The first of ``savers`` is the
+    durable tier's. ``last`` is called after everything has ended, maybe repeatedly.
     """
 
     def __init__(
         self,
         savers: Sequence[Saver],
         windows: Sequence[DecisionWindows],
+        calls: Calls,
         last: Callable[[], None],
     ) -> None:
         self._savers = savers
+        self.calls = calls
         self._windows = windows
         self._last = last
         self._pid = os.getpid()
@@ -73,7 +77,7 @@ class Closing:
         if hook is not None:
             hook.outlive()
         self._is_dropped = self.is_asked = True
-        if any(s.has_begun for s in self._savers) or any(d.has_begun for d in self._windows):
+        if self.has_work:
             _dropped.append(self)  # the collector has cleared the weak reference in _unfinished
             self._finish_later()
 
@@ -85,17 +89,21 @@ class Closing:
 
     @property
     def has_work(self) -> bool:
-        """Whether this process may have to end saves, or to release leases."""
-        return self._pid == os.getpid() and any(saver.has_begun for saver in self._savers)
+        """Whether this process may have to end saves and threads, or to release leases."""
+        parts: list[Saver | DecisionWindows] = [*self._savers, *self._windows]
+        return self._pid == os.getpid() and any(part.has_begun for part in parts)
 
     def running_saves(self) -> list[str]:
         """Returns a text for each save in flight that names its step and directory."""
         return [f"step {s.saving_step} of {s.path}" for s in self._savers if s.is_saving]
 
     def finish_at_exit(self) -> None:
-        """Closes all savers at program exit; a save beyond ``save_timeout_secs`` is logged only."""
+        """Closes all savers at program exit, but for saves beyond ``save_timeout_secs``."""
+        for each in self._windows:
+            each.close()
         was_closed = self.is_asked and not self._is_dropped
         how = "before close() could finish" if was_closed else "without close()"
+        durable = self._savers[0]
         for saver in self._savers:
             step = saver.saving_step
             if step is not None:
@@ -104,9 +112,13 @@ class Closing:
                 saver.close()
             except SaveTimeoutError as error:
                 logger.error("giving up: %s", error)
+                if saver is durable:
+                    unmended[saver.path] = error
                 continue
             if step is not None and saver.newest_failure is None:
                 logger.info("step %d is saved", step)
+        if not was_closed and durable.newest_failure is not None:
+            unmended[durable.path] = durable.newest_failure
 
     def _finish_later(self) -> None:
         with self._lock:
@@ -160,8 +172,35 @@ def close_others(saver: Saver) -> None:
             other.close()
 
 
-def _finish_at_exit() -> None:
-    unfinished = [c for c in {*_unfinished, *_dropped} if c.has_work]
+_has_finished = background.Flag()  # set once this module has ended all at the program's end
+
+
+def require_program() -> None:
+    """Raises ClosedError, and fails the exit code, if it is too late to begin anything."""
+    if _has_finished.is_set:
+        background.fail_exit()
+        raise ClosedError(
+            "the program is ending, and torchax_ckpt has finished its work: save before the last "
+            "line, or in an exit handler that was registered after the import of torchax_ckpt"
+        )
+
+
+def _finish_main_thread() -> None:
+    background.ending.set()
+    closings = {*_unfinished, *_dropped}
+    _finish([c for c in closings if c.is_asked or not c.calls.outlive_main])
+
+
+def _finish_program() -> None:
+    _finish([*_unfinished, *_dropped])
+    _has_finished.set()
+    for path, failure in unmended.items():
+        logger.error("%s: the program ends, and its newest save failed: %s", path, failure)
+        background.fail_exit()
+
+
+def _finish(closings: Sequence[Closing]) -> None:
+    unfinished = [closing for closing in closings if closing.has_work]
     if not unfinished:
         return
 
@@ -181,7 +220,9 @@ def _finish_at_exit() -> None:
     background.finish_at_exit(task, lost)
 
 
-# A save needs new threads and executor work, which the interpreter refuses once its shutdown has
-# begun; atexit hooks run after that point. Hooks registered here run before that point, newest
-# first. So this hook runs before the hook of concurrent.futures, which the import above registers.
-threading._register_atexit(_finish_at_exit)  # type: ignore[attr-defined]
+# At the end, Python calls the hooks registered with ``threading``, newest first: this one, then
+# that of concurrent.futures, imported above, which ends executors, such as gcsfs's. Next, Python
+# waits for threads. Then it calls the handlers registered with ``atexit``, newest first: those of
+# users, this one, then that of JAX, imported before, which ends its devices.
+threading._register_atexit(_finish_main_thread)  # type: ignore[attr-defined]
+atexit.register(_finish_program)

@@ -38,7 +38,7 @@ class Preserving:
         self._directory = directory
         self._policy = policy
         self._reads_back = options.read_back
-        self._is_local = is_local
+        self.is_local = is_local
         self._is_per_host = processes.is_per_host
         self._is_verified = options.read_back or options.read_only
         self._is_first = processes.is_first
@@ -50,7 +50,7 @@ class Preserving:
 
     def warn_of_sharing(self) -> None:
         """Warns if one damaged file, which many steps share, could leave no step."""
-        if self._is_verified or self._is_local or not self._is_first:
+        if self._is_verified or self.is_local or not self._is_first:
             return
         if preservation.keeps_one(self._policy):
             logger.warning(
@@ -103,7 +103,7 @@ class Preserving:
 
     def _spared(self, steps: Sequence[CommittedStep], keep: Sequence[bool]) -> list[bool]:
         """Returns ``keep``, changed so that the newest verified step of a durable tier is kept."""
-        if self._is_local:  # it has no room for another step
+        if self.is_local:  # it has no room for another step
             return [*keep]
         return self._directory.verified.sparing_newest(keep, steps)
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 from torchax_ckpt import policies
-from torchax_ckpt.errors import AttachError, SaveError, StepError
+from torchax_ckpt.errors import AttachError, ClosedError, SaveError, StepError
 from torchax_ckpt.formats.huggingface.model_files import ModelFiles
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.policies import preservation
 from torchax_ckpt.processes.call_log import Kind
+from torchax_ckpt.runtime import background
 from torchax_ckpt.runtime.call_guard import as_step
 from torchax_ckpt.runtime.preemption import Preemption
 from torchax_ckpt.saving import step_metrics
@@ -24,6 +26,7 @@ from torchax_ckpt.saving.writer import Capture
 from torchax_ckpt.snapshot.snapshotter import Snapshotter
 from torchax_ckpt.state import per_process_state
 from torchax_ckpt.state.training_state import TrainingState
+from torchax_ckpt.storage.medium import storage_errors
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +86,7 @@ class SaveCalls:
         except StepError:  # the others learn that this process comes to no step that they save
             self._log.refuse(f"save({step!r:.40})", None)
             raise
-        with self._log.calling(f"save({number})", Kind.SAVE):
+        with self._log.calling(f"save({number})", Kind.SAVE), self._failing_at_limits(number):
             self._preemption.listen()
             is_preempted = self._preemption.decide(number)
             must_save = force or is_preempted
@@ -138,11 +141,33 @@ class SaveCalls:
                     # At a preemption, those processes save to the durable tier a second time.
                     again = [self._durable] if is_preempted else []
                     _abstain(number, [*due, *again], error)
+                    if storage_errors.is_limit(error):
+                        return False
                 raise
             self._loop.position = number  # set first, because the rest may raise or be interrupted
             self._loop.keep_metrics(number, pending)
-            self._begin(captures, due)
-            return self._finish(captures[0]) if is_preempted else True
+            has_begun = self._begin(captures, due)
+            return self._finish(captures[0]) if is_preempted else has_begun
+        return False
+
+    @contextlib.contextmanager
+    def _failing_at_limits(self, step: int) -> Iterator[None]:
+        """Has the save fail like one in the background if the system refuses threads or memory.
+
+        Several processes then have made it fail together, or all raise the error. At the end of the
+        program, this raises ClosedError, because the next save would not be better off.
+        """
+        try:
+            yield
+        except Exception as error:
+            is_ending = background.ending.is_set
+            if not storage_errors.is_limit(error) or not (self._is_alone or is_ending):
+                raise
+            failure = self._durable.saver.report(step, error)
+            if is_ending:
+                text = f"the program is ending: {failure}"
+                raise ClosedError(text, step=step, path=failure.path) from error
+            self._loop.position = step
 
     def _required(self, step: int) -> list[RunTier]:
         """Returns the tiers to save to whatever the policies say: the durable one, or none."""
@@ -213,15 +238,17 @@ class SaveCalls:
             for number, each in enumerate(skipped)
         ]
 
-    def _begin(self, captures: Sequence[Capture], tiers: Sequence[RunTier]) -> None:
+    def _begin(self, captures: Sequence[Capture], tiers: Sequence[RunTier]) -> bool:
+        has_begun = False
         for number, (tier, capture) in enumerate(zip(tiers, captures, strict=True)):
             tier.windows.keep()
             try:
-                tier.saver.begin(capture)
+                has_begun |= tier.saver.begin(capture)
             except BaseException as error:
                 if not self._is_alone:
                     _abstain(capture.step, tiers[number + 1 :], error)
                 raise
+        return has_begun
 
     def _finish(self, capture: Capture) -> bool:
         """Waits for the durable save, repeats it once if it failed; returns if it is durable."""

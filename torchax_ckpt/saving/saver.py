@@ -17,11 +17,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from etils import epath
+
 from torchax_ckpt.errors import CheckpointError, DonatedBufferError, LeaseError, SaveError
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.processes.call_log import Call, Kind
 from torchax_ckpt.processes.coordination import Processes
-from torchax_ckpt.runtime import progress
+from torchax_ckpt.runtime import background, progress
 from torchax_ckpt.runtime.save_in_flight import FailureLog, SaveCost, SaveInFlight
 from torchax_ckpt.runtime.user_messages import fields
 from torchax_ckpt.saving.preserving import Preserving
@@ -39,6 +41,9 @@ logger = logging.getLogger(__name__)
 # An interrupt may end ``begin`` before it sets ``handed_over``.
 _HAND_OVER_SECS = 5.0
 _LOGGED_SAVES = 100  # in a line of the log at the level INFO
+# The newest saves that failed at the end of the program, by directory: what other threads than the
+# main thread raise does not change the exit code.
+unmended: dict[epath.Path, CheckpointError] = {}
 
 
 class Saver:
@@ -145,8 +150,11 @@ class Saver:
         lane = "local" if self._saves.is_per_host else "durable"
         self._call = self._saves.log.publish(lane, f"save({step})", Kind.SAVE, step)
 
-    def begin(self, capture: Capture) -> None:
-        """Waits for the save in flight, if any, then starts a thread that writes ``capture``."""
+    def begin(self, capture: Capture) -> bool:
+        """Waits for the save in flight, if any, then starts a thread that writes ``capture``.
+
+        Returns False if the system refuses the thread: then the save has failed.
+        """
         self.wait()
         write = functools.partial(self._run, capture, self._call)
         save = SaveInFlight(capture.step, capture.began, write)
@@ -160,22 +168,23 @@ class Saver:
                 self._remaining_secs(save)
             ):
                 raise save.timeout_error(self.path)
+            return True
         except BaseException as error:  # also an interrupt, or no thread can be started
-            if save.cancel():
-                self._not_begun(save, error)
+            if not save.cancel():
+                raise
+            self._saves.refuse(_round_of(save.step), error, self._call)
+            self._in_flight = None
+            self._telemetry.saving(save.step, capture.began)
+            if storage_errors.is_limit(error) and not background.ending.is_set:
+                self._fail(save.step, save.age_secs, error)
+                return False
+            self._writer.failed(error)
+            self._history.end(None)
+            self._telemetry.emit("failed", save.step, error=str(error) or type(error).__name__)
             raise
         finally:
             save.blocking_secs = time.perf_counter() - capture.began
             save.handed_over.set()
-
-    def _not_begun(self, save: SaveInFlight, error: BaseException) -> None:
-        """Records that a save failed before its thread ran."""
-        self._saves.refuse(_round_of(save.step), error, self._call)
-        self._writer.failed(error)
-        self._in_flight = None
-        self._history.end(None)
-        self._telemetry.saving(save.step, time.perf_counter() - save.age_secs)
-        self._telemetry.emit("failed", save.step, error=str(error) or type(error).__name__)
 
     def abstain(self, step: int, error: BaseException) -> None:
         """Makes the save of a step fail on all processes: this process could not begin the save."""
@@ -203,6 +212,7 @@ class Saver:
         self._telemetry.close()
         with self._releasing:  # waits if another thread is in this block
             self._directory.release()
+            self.is_claimed = False
 
     def join(self) -> None:
         """Waits for the save in flight without a time limit."""
@@ -246,6 +256,7 @@ class Saver:
         else:
             durable_secs = time.perf_counter() - capture.began
             self.newest_failure = None
+            unmended.pop(self.path, None)
             if self._num_failures:
                 text = "saving to %s works again after %d failed saves"
                 logger.info(text, self._directory.path, self._num_failures)
@@ -314,15 +325,13 @@ class Saver:
         else:
             self._failures.over("tidying")
 
-    def _fail(self, step: int, age_secs: float, error: BaseException) -> None:
-        path = self._directory.path
-        self._writer.failed(error)
-        if isinstance(error, DonatedBufferError):
-            self._on_donated()
-        is_lease_lost = isinstance(error, LeaseError)
+    def report(self, step: int, error: BaseException, age_secs: float = 0.0) -> SaveError:
+        """Reports the failure of a save, also of one that could not begin; returns it."""
+        path, is_ending = self._directory.path, background.ending.is_set
+        outlook = f"Earlier steps are intact{'' if is_ending else '; the next save tries again'}."
         failure = SaveError(
             f"saving step {step} to {path} failed: {storage_errors.explained(error, path)} "
-            + ("" if is_lease_lost else "Earlier steps are intact; the next save tries again."),
+            + ("" if isinstance(error, LeaseError) else outlook),
             step=step,
             path=getattr(error, "path", None) or path,
             key_path=getattr(error, "key_path", None),
@@ -330,10 +339,19 @@ class Saver:
         failure.__cause__ = storage_errors.without_locals(error)
         self.newest_failure = failure
         self._num_failures += 1
-        self._history.end(None)
-        self._failures.report(failure, "saving", storage_errors.kind(error))
+        if is_ending and not self._preserving.is_local:
+            unmended[path] = failure
+        self._failures.report(failure, "" if is_ending else "saving", storage_errors.kind(error))
         self._telemetry.emit("failed", step, secs=age_secs, error=str(failure))
-        if is_lease_lost:
+        return failure
+
+    def _fail(self, step: int, age_secs: float, error: BaseException) -> None:
+        self._writer.failed(error)
+        if isinstance(error, DonatedBufferError):
+            self._on_donated()
+        self._history.end(None)
+        self.report(step, error, age_secs)
+        if isinstance(error, LeaseError):
             self._telemetry.lost()
             self._directory.let_go()
             self.is_claimed = False  # the next save tries to acquire the directory, and raises

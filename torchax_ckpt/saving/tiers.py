@@ -21,6 +21,7 @@ from torchax_ckpt.policies import described, save_decision
 from torchax_ckpt.processes.coordination import Processes, open_channel
 from torchax_ckpt.processes.decision_windows import DecisionWindows
 from torchax_ckpt.processes.per_host import PerHostProcesses
+from torchax_ckpt.runtime.call_guard import Calls
 from torchax_ckpt.saving.closing import Closing, close_others
 from torchax_ckpt.saving.preserving import Preserving
 from torchax_ckpt.saving.saver import Saver
@@ -352,7 +353,7 @@ class Tiers:
         for tier in self._tiers:
             close_others(tier.saver)
 
-    def closing(self, last: Callable[[], None]) -> Closing:
+    def closing(self, calls: Calls, last: Callable[[], None]) -> Closing:
         """Returns a ``Closing`` that ends the saves, releases leases and then calls ``last``."""
         watch, log = self.processes.liveness, self.call_log
 
@@ -360,4 +361,5 @@ class Tiers:
             last()
             watch.remove(log)
 
-        return Closing([t.saver for t in self._tiers], [t.windows for t in self._tiers], end)
+        savers, windows = [t.saver for t in self._tiers], [t.windows for t in self._tiers]
+        return Closing(savers, windows, calls, end)

@@ -192,6 +192,8 @@ class Telemetry:
     @_errors_logged()
     def open(self, steps: Sequence[CommittedStep]) -> None:
         """Lets process 0 write events, because the run, with these steps, now holds the lease."""
+        if self._is_closed:  # and goes on, in an exit handler
+            self._is_closed, self._task = False, None
         if jax.process_index() != 0:
             return  # only process 0 writes; each process calls its own hook
         with self._lock:

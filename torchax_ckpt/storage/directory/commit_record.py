@@ -7,7 +7,6 @@ has a commit mark.
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import errno
 import functools
@@ -21,6 +20,7 @@ from typing import Any
 
 from etils import epath
 
+from torchax_ckpt.runtime.background import Executor
 from torchax_ckpt.storage.directory.committed_step import (
     ASSETS,
     LOST,
@@ -81,7 +81,7 @@ def steps_among(
     named = [(child, m) for child in children if (m := _STEP.fullmatch(child.name))]
     found = [(child, match) for child, match in named if first <= int(match[2]) <= MAX_STEP]
     # In parallel, because each read is a round trip to a bucket.
-    with concurrent.futures.ThreadPoolExecutor() as pool:
+    with Executor() as pool:
         time = _time_of_spare if is_spare else time_or_none
         times = pool.map(time, (child for child, _ in found))
         # A directory of any origin may have a number for a name; only a commit leaves a time.

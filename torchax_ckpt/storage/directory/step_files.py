@@ -5,7 +5,6 @@ A step's summary is small JSON with its metrics and the steps that it abandons.
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import logging
 import sys
@@ -19,7 +18,7 @@ from torchax_ckpt.errors import (
     DirectoryError,
     ForeignCheckpointError,
 )
-from torchax_ckpt.runtime.background import Task
+from torchax_ckpt.runtime.background import Executor, Task
 from torchax_ckpt.runtime.lazily import jax
 from torchax_ckpt.runtime.progress import Pace
 from torchax_ckpt.storage.directory import commit_record
@@ -128,7 +127,8 @@ def await_read(
 def _soon(search: Callable[[], object]) -> object:
     found: list[object] = [None]
     task = Task("torchax_ckpt-search", lambda: found.append(search()))
-    task.start()
+    with contextlib.suppress(RuntimeError):  # too many threads: the text then names the step
+        task.start()
     task.ended.wait(_SEARCH_SECS)
     return found[-1]
 
@@ -158,7 +158,7 @@ class Summaries:
 
     def read(self, steps: Sequence[CommittedStep]) -> list[Mapping[str, Any] | None]:
         """Returns the summary of each step; None for a step whose summary is missing or damaged."""
-        with concurrent.futures.ThreadPoolExecutor() as pool:  # each is a round trip to a bucket
+        with Executor() as pool:  # each is a round trip to a bucket
             return [None if said is _LOST else said for said in pool.map(self._of, steps)]
 
     def _of(self, committed: CommittedStep) -> Mapping[str, Any]:

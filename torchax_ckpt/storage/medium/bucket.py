@@ -9,6 +9,7 @@ one after 30 seconds of silence, or 10 minutes in all.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import functools
@@ -25,6 +26,7 @@ from etils.epath import backend
 from fsspec import asyn
 
 from torchax_ckpt.errors import DirectoryError
+from torchax_ckpt.runtime.background import Executor
 from torchax_ckpt.storage.medium import storage_errors
 
 logger = logging.getLogger(__name__)
@@ -253,7 +255,22 @@ _settings = _Settings()
 def use(path: epath.Path, user: object) -> None:
     """Applies this package's settings to gcsfs while ``user`` exists, to TensorStore for good."""
     _start_tensorstore()
-    _settings.use(_filesystem(path), user)
+    filesystem = _filesystem(path)
+    _look_up_until_the_end(filesystem.loop)
+    _settings.use(filesystem, user)
+
+
+@functools.cache
+def _look_up_until_the_end(loop: asyncio.AbstractEventLoop) -> None:
+    """Has gcsfs look up hosts, as each new connection does, also once the main thread has ended."""
+
+    def replace() -> None:
+        loop.set_default_executor(Executor(4, "torchax_ckpt-look-up"))
+
+    try:
+        threading._register_atexit(replace)  # type: ignore[attr-defined]
+    except RuntimeError:  # the main thread has ended
+        replace()
 
 
 @functools.cache

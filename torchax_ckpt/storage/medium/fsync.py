@@ -7,7 +7,6 @@ A bucket needs no sync, because it answers a write only after it has stored the 
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import errno
 import os
@@ -18,6 +17,7 @@ from typing import Any
 
 from etils import epath
 
+from torchax_ckpt.runtime.background import Executor
 from torchax_ckpt.storage.medium import location
 
 # The errors of file systems that cannot sync a folder; most of these do not need it.
@@ -30,7 +30,7 @@ def sync_tree(top: epath.Path, *, but: str = "") -> None:
     """Syncs a folder and all in it, but not its name; folders named ``but`` are synced already."""
     if location.is_bucket(top):
         return
-    with concurrent.futures.ThreadPoolExecutor(_AT_A_TIME) as pool:
+    with Executor(_AT_A_TIME) as pool:
         list(pool.map(sync, _within(os.fspath(top), but)))
 
 

@@ -48,7 +48,13 @@ _ADVICE_BY_ERRNO = {
     errno.EIO: "The medium reports an I/O error: look into the kernel's log (dmesg) and replace "
     "the disk, or mend the network file system.",
     errno.EMFILE: "Too many open files: raise the limit (ulimit -n).",
+    errno.EAGAIN: "Too many threads or processes: raise the limit (ulimit -u; pids.max of a "
+    "container's control group).",
+    errno.ENOMEM: "The host's memory does not suffice: use less, or raise the limit (ulimit -v; "
+    "memory.max of a container's control group).",
 }
+# What the system refuses to a process that has reached a limit.
+_LIMITS = {errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 _ADVICE_BY_ERRNO[errno.EPERM] = _ADVICE_BY_ERRNO[errno.EACCES]
 _ADVICE_BY_ERRNO[errno.ENFILE] = _ADVICE_BY_ERRNO[errno.EMFILE]
 _NO_INODES = (
@@ -87,6 +93,13 @@ def is_unavailable(error: BaseException) -> bool:
         if status is not None:
             return status in _UNAVAILABLE
     return False
+
+
+def is_limit(error: BaseException) -> bool:
+    """Returns whether the system refused the host a thread, a process, a file or memory."""
+    if isinstance(error, CheckpointError) and not isinstance(error, DirectoryError):
+        return False  # it says more than that, and may have another limit for its cause
+    return any(_errno(e) in _LIMITS or isinstance(e, MemoryError) for e in _chain(error))
 
 
 def is_full(error: BaseException) -> bool:
@@ -138,6 +151,10 @@ def advice(error: BaseException, place: Any = "") -> str:
         number = errno.EACCES
     if number is None and isinstance(link, FileNotFoundError):
         number = errno.ENOENT
+    if isinstance(link, MemoryError):
+        number = errno.ENOMEM
+    if isinstance(link, RuntimeError) and "interpreter shutdown" in str(link):
+        return "This Python starts no thread after the last line of the program."
     if isinstance(link, (ConnectionError, TimeoutError)):
         return _NETWORK
     if number == errno.ENOSPC and _lacks_inodes(place):
@@ -195,6 +212,8 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 def _errno(error: BaseException) -> int | None:
     if isinstance(error, OSError) and isinstance(error.errno, int):
         return error.errno
+    if isinstance(error, RuntimeError) and "new thread" in str(error):  # as Python reports it
+        return errno.EAGAIN
     match = _OS_ERROR.search(str(error))
     return int(match[1]) if match else None
 
