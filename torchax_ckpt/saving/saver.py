@@ -208,6 +208,7 @@ class Saver:
             what = f"finishing the save of step {save.step}"
             progress.wait(save.ended, self._remaining_secs(save), lambda: f"{what}: {save.where()}")
         self.wait()
+        self._writer.free()
         self._preserving.warn_of_metrics()
         self._telemetry.close()
         with self._releasing:  # waits if another thread is in this block

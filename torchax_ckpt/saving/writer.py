@@ -260,6 +260,11 @@ class Writer:
         self._is_recovered, self._has_failed = False, True
         self._reuse.failed(error)
 
+    def free(self) -> None:
+        """Gives the memory of stacks back to the system, once no save is in flight."""
+        for memory in self._memories:
+            memory.free()
+
     def retain(self, doomed: Sequence[CommittedStep]) -> None:
         """Keeps what later saves take over from steps that are about to be deleted."""
         self._reuse.retain(doomed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import math
@@ -80,19 +81,26 @@ def offset_of(index: tuple[slice, ...] | None) -> Offset:
 
 
 class Memory:
-    """Memory of the host for arrays; it goes back to the system when all of them are freed.
+    """Memory of the host for arrays, mapped with the first of them.
+
+    It goes back to the system when ``free`` was called, or this object is gone, and so are all
+    arrays. If the system does not give so much at once, each array has memory of its own.
 
     What ``malloc`` gives to one thread and another thread frees can stay with the process: with
     ``np.empty``, a process that offloaded 400 MB again and again grew from 2.9 GB to 5 GB.
     """
 
     def __init__(self, num_bytes: int) -> None:
-        pages = mmap.mmap(-1, max(1, num_bytes), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._whole = self._left = np.frombuffer(pages, np.uint8)
+        self._num_bytes = num_bytes
+        self._whole = self._left = np.empty(0, np.uint8)
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Returns a new array in this memory; one of its own if it does not fit."""
         num_bytes = math.prod(shape) * dtype.itemsize
+        if not len(self._whole) and self._num_bytes:
+            with contextlib.suppress(OSError):  # a system that does not overcommit
+                pages = mmap.mmap(-1, self._num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                self._whole = self._left = np.frombuffer(pages, np.uint8)
         if aligned(num_bytes) > len(self._left):
             return np.empty(shape, dtype)
         part, self._left = np.split(self._left, [aligned(num_bytes)])
@@ -101,6 +109,10 @@ class Memory:
     def reuse(self) -> None:
         """Makes the memory of all arrays so far free for others."""
         self._left = self._whole
+
+    def free(self) -> None:
+        """Lets go of the memory; the next array maps it again."""
+        self._whole = self._left = np.empty(0, np.uint8)
 
 
 def aligned(num_bytes: int) -> int:
