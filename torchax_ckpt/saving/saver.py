@@ -19,7 +19,13 @@ from typing import Any
 
 from etils import epath
 
-from torchax_ckpt.errors import CheckpointError, DonatedBufferError, LeaseError, SaveError
+from torchax_ckpt.errors import (
+    CheckpointError,
+    DirectoryError,
+    DonatedBufferError,
+    LeaseError,
+    SaveError,
+)
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.processes.call_log import Call, Kind
 from torchax_ckpt.processes.coordination import Processes
@@ -136,6 +142,15 @@ class Saver:
 
         def delete() -> Sequence[CommittedStep]:
             self._writer.recover()
+            branches = self._history.branches
+            staying = [s.step for s in branches.abandoned if s.key in self._directory.staying]
+            if staying and branches.committed and branches.committed[-1].step == step:
+                raise DirectoryError(
+                    f"{self.path}: step {step} lists the steps {staying} as abandoned, and these "
+                    "can be neither deleted nor set aside: save a newer step, then delete this one",
+                    step=step,
+                    path=self.path,
+                )
             for committed in self._directory.steps():  # a local step may be on other hosts only
                 if committed.step == step:
                     self._directory.delete(committed)
@@ -290,23 +305,27 @@ class Saver:
 
     def _tidy(self, durable: CommittedStep, call: Call | None) -> None:
         """Renames abandoned steps (deletes them in a local tier); deletes what no policy keeps."""
+        directory = self._directory
 
         def tidy() -> list[Any]:
             steps = list(self._history.branches.committed)
-            aside = self._directory.set_aside(self._history.branches.unwanted)
+            unwanted = self._history.branches.unwanted
+            staying = directory.set_aside(unwanted)
             if durable.is_incoming:
-                steps[-1] = self._directory.settle(durable)
-            self._history.refresh(steps)
-            self._telemetry.steps_gone("set_aside", aside, steps)
+                steps[-1] = directory.settle(durable)
+            self._history.refresh([*steps, *staying])
+            aside = [s for s in unwanted if s not in staying and s.key not in directory.failed]
+            self._telemetry.steps_gone("set_aside", [s.step for s in aside], steps)
             keep = self._preserving.kept(steps)
-            self._directory.verified.mark(steps)
+            directory.verified.mark(steps)
             doomed = [s for s, is_kept in zip(steps, keep, strict=True) if not is_kept]
-            self._writer.retain(doomed)
-            for committed in doomed:
-                self._directory.delete(committed)
-            left = [s for s in steps if s not in doomed]
-            self._telemetry.steps_gone("deleted", [s.step for s in doomed], left)
-            return committed_step.described(left)
+            self._writer.retain([s for s in doomed if s.key not in directory.staying])
+            undeleted = directory.prune(doomed)
+            gone = [s for s in doomed if s not in undeleted]
+            left = [s for s in steps if s not in gone]
+            self._telemetry.steps_gone("deleted", [s.step for s in gone], left)
+            directory.tell_staying([*staying, *undeleted])
+            return committed_step.described([*left, *staying])
 
         try:
             what, is_met = f"tidying up after step {durable.step}", self._saves.is_per_host

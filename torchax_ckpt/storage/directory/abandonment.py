@@ -4,7 +4,7 @@ A run that goes back to an earlier step abandons the newer steps; a run that sta
 all. The others count: they are the run's branch. Abandoned steps keep their names until a new step
 is durable. Then the run sets them aside: it renames them, or deletes them from a local tier; it
 also deletes a step whose save failed after its commit. If the run ends before, they still count
-when it is started again.
+when it is started again. One that cannot be renamed stays, and every later step lists it.
 
 In memory, the ``Branches`` of each tier (``run_history.py``) have as abandoned: the steps of both
 tiers that are newer than the one that the run continues from, or that a save begins to write; and
@@ -184,9 +184,9 @@ class Abandonment:
 
     def _recorded_in(self, steps: Sequence[CommittedStep]) -> set[Key]:
         """Returns the keys of the abandoned steps that the summaries of ``steps`` list."""
-        # Only the latest commit can list steps that are still in place, because each writer first
-        # finishes setting abandoned steps aside. The clocks of several hosts may order the last
-        # commits wrongly, so several summaries are read.
+        # The latest commit lists all abandoned steps that are still in place, because each writer
+        # first sets aside what it can, and lists what it cannot. The clocks of several hosts may
+        # order the last commits wrongly, so several summaries are read.
         in_order = sorted(steps, key=lambda s: (s.has_lost_record, s.commit_timestamp_nsecs))
         # A step whose commit time is lost may be the latest one.
         latest = in_order[-_LATEST - sum(s.has_lost_record for s in steps) :]

@@ -2,7 +2,7 @@
 
     DIRECTORY/120/             a committed step
     DIRECTORY/incoming-120/    a committed step 120, saved while an abandoned step or, on a bucket,
-                               an unfinished save had its name; there also incoming-120-2, ...
+                               an unfinished save had its name; also incoming-120-2, ...
     DIRECTORY/abandoned-120/   a step of an abandoned branch, set aside; never read again
     DIRECTORY/deleting-120/    a step that is being removed
     DIRECTORY/writing-120-...  a save in flight, or one that was killed
@@ -22,6 +22,10 @@ therefore removes only the exact object that was examined, and a program writes 
 one name. One gap remains: a writer that lost its lease before its first write may later write into
 a step that the next lease holder wrote.
 
+On a disk, the name makes a step. A step that cannot be renamed, such as one in a lower layer of
+overlayfs, therefore stays as it is: half deleted under its number, it would be taken for a damaged
+step, and by Orbax for a whole one. If it is abandoned, each later step goes on listing it as such.
+
 Listing and reading change no files. Only the holder of the lease writes to the directory: of the
 processes of a run, process 0, which commits and deletes steps for all.
 """
@@ -36,7 +40,7 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from etils import epath
@@ -49,9 +53,17 @@ from torchax_ckpt.storage.directory.abandonment import Abandonment, Branches, Ke
 from torchax_ckpt.storage.directory.committed_step import CommittedStep, Verified
 from torchax_ckpt.storage.directory.run_identity import RunName
 from torchax_ckpt.storage.directory.step_files import Summaries
-from torchax_ckpt.storage.medium import bucket, fsync, location, permissions, storage_errors
+from torchax_ckpt.storage.medium import (
+    bucket,
+    containment,
+    fsync,
+    location,
+    permissions,
+    storage_errors,
+)
 
 logger = logging.getLogger(__name__)
+
 
 _LEFTOVER = re.compile(
     r"deleting-\d+.*|writing-\d+-.*|(incoming-)?\d+\.orbax-checkpoint-tmp.*"
@@ -118,6 +130,10 @@ class RunDirectory:
         self._left_out: dict[int, set[Key]] = {}
         # The keys of steps that were committed although their saves then failed.
         self.failed: set[Key] = set()
+        # The keys of steps that could not be renamed -> why.
+        self.staying: dict[Key, BaseException] = {}
+        self._refusal: DirectoryError | None = None  # of the last rename that the system refused
+        self._has_told = False
         self._lease = lease.Lease(self.path)
         self._durable = durable
         self.run_name: RunName = RunName(
@@ -228,7 +244,10 @@ class RunDirectory:
         self._left_out.clear()
 
     def recover(self) -> None:
-        """Finishes renames and removes files that killed processes or failed saves left."""
+        """Finishes renames and removes files that killed processes or failed saves left.
+
+        What can be neither renamed nor removed stays. Raises if a failed commit cannot be undone.
+        """
         with self._translated("clean up"):
             self.fence()
             self._take_back()
@@ -243,7 +262,12 @@ class RunDirectory:
                     _MARKED.fullmatch(child.name) and commit_record.is_begun(child)
                 ):
                     logger.debug("removing %s, left behind by a killed save or delete", child)
-                    commit_record.remove_leftover(child)
+                    try:
+                        commit_record.remove_leftover(child)
+                    except Exception as error:  # bucket clients raise errors of their own
+                        why = storage_errors.explained(error, self.path)
+                        text = "%s, left behind by a killed save or delete, cannot be removed: %s"
+                        logger.warning(text, child, why)
 
     def path_for(self, step: int) -> epath.Path:
         """Returns the path at which a save writes the files of ``step`` before the commit."""
@@ -280,9 +304,7 @@ class RunDirectory:
         """
         path = written
         if not self._is_bucket:
-            path = self.path / str(step)
-            if path.exists():
-                path = self.path / f"incoming-{step}"
+            path = self._free((str(step), f"incoming-{step}"))
             self.fence()
             self._uncommitted[path] = written
         try:
@@ -316,14 +338,18 @@ class RunDirectory:
             del self._uncommitted[path]
 
     def settle(self, incoming: CommittedStep) -> CommittedStep:
-        """Renames ``incoming-N`` to ``N``, except in a bucket; returns the step with its path."""
+        """Renames ``incoming-N`` to ``N``, if possible and not in a bucket; returns the step."""
         if self._is_bucket:
             return incoming
         final = self.path / str(incoming.step)
-        if final.exists():
-            self._move_aside(final, incoming.step)
-        self.fence()
-        incoming.path.rename(final)
+        try:
+            if final.exists():
+                self._move_aside(final, incoming.step)
+            self._rename(incoming.path, final)
+        except DirectoryError as error:
+            if error is not self._refusal:
+                raise
+            return incoming
         return dataclasses.replace(incoming, path=final, is_incoming=False)
 
     def record_saved(self, durable: CommittedStep, summary: Mapping[str, Any]) -> None:
@@ -331,18 +357,64 @@ class RunDirectory:
         self._left_out.pop(durable.step, None)
         self._summaries.know(durable, summary)
 
-    def set_aside(self, abandoned: Iterable[CommittedStep]) -> list[int]:
-        """Renames abandoned steps N to ``abandoned-N``, or deletes them; returns their numbers."""
-        aside = []
-        for committed in abandoned:
-            if committed.key in self.failed:
-                logger.info("%s: removing: its save failed", committed.path)
-                self.delete(committed)
-                continue
-            aside.append(committed.step)
-            if committed.path.exists():
-                self._move_aside(committed.path, committed.step)
-        return aside
+    def set_aside(self, abandoned: Iterable[CommittedStep]) -> list[CommittedStep]:
+        """Renames abandoned steps to ``abandoned-N``, or deletes them; returns those that stay."""
+        return self._staying(abandoned, self._leave)
+
+    def prune(self, doomed: Iterable[CommittedStep]) -> list[CommittedStep]:
+        """Deletes steps; returns those that stay."""
+        return self._staying(doomed, self.delete)
+
+    def _staying(
+        self, steps: Iterable[CommittedStep], leave: Callable[[CommittedStep], None]
+    ) -> list[CommittedStep]:
+        found = list(steps)
+        for committed in found:
+            if committed.key not in self.staying:
+                try:
+                    leave(committed)
+                except DirectoryError as error:
+                    if error is not self._refusal:
+                        raise
+                    self.staying[committed.key] = error.__cause__ or error
+        return [committed for committed in found if committed.key in self.staying]
+
+    def tell_staying(self, steps: Sequence[CommittedStep]) -> None:
+        """Says once how many bytes of these steps stay, why, and what helps."""
+        if steps and not self._has_told:
+            self._has_told = True
+            which = f"{self.path}: steps {', '.join(str(s.step) for s in steps)}"
+            paths = [s.path for s in steps]
+            logger.warning("%s", self._stays(which, paths, self.staying[steps[-1].key]))
+
+    def _stays(self, which: str, paths: Iterable[epath.Path], reason: BaseException) -> str:
+        is_local = self._durable is not None
+        copy = f"Copy the run to a disk of its own: torchax-ckpt copy {self.path} NEW_DIRECTORY"
+        return (
+            f"{which} can be neither deleted nor set aside, because the system renames no such "
+            f"folder: {storage_errors.said(reason)}. {sum(map(containment.stored_bytes, paths))} "
+            "bytes stay. This happens to folders that came with a container's image (in a lower "
+            "layer of overlayfs), and to folders of another user in one with the sticky bit. "
+            f"{'Give LocalTier a folder on a disk of its own' if is_local else copy}"
+        )
+
+    def _rename(self, path: epath.Path, target: epath.Path) -> None:
+        """Renames a step on a disk; raises DirectoryError, the ``_refusal``, if this is refused."""
+        self.fence()
+        try:
+            path.rename(target)
+        except FileNotFoundError:  # another process has removed it
+            raise
+        except OSError as error:
+            self._refusal = DirectoryError(self._stays(str(path), [path], error), path=path)
+            raise self._refusal from error
+
+    def _leave(self, committed: CommittedStep) -> None:
+        if committed.key in self.failed:
+            logger.info("%s: removing: its save failed", committed.path)
+            self.delete(committed)
+        elif committed.path.exists():
+            self._move_aside(committed.path, committed.step)
 
     def _move_aside(self, path: epath.Path, step: int) -> None:
         if self._durable is not None:
@@ -350,11 +422,11 @@ class RunDirectory:
             self._remove(path, step)
             return
         target = self._free((f"abandoned-{step}",))
-        self.fence()
         logger.debug("setting aside step %d of an abandoned branch as %s", step, target)
         if not self._is_bucket:
-            path.rename(target)
+            self._rename(path, target)
             return
+        self.fence()
         # A bucket renames object by object. If the process is killed meanwhile, two parts without a
         # mark remain, which are removed later, and never a folder that looks like a step.
         mark = (path / commit_record.MARK).read_text()
@@ -363,7 +435,10 @@ class RunDirectory:
         (target / commit_record.MARK).write_text(mark)
 
     def delete(self, committed: CommittedStep) -> None:
-        """Makes a step none, by a rename or without its commit mark, then removes its files."""
+        """Makes a step none, by a rename or without its commit mark, then removes its files.
+
+        Raises DirectoryError if a disk refuses the rename: then the step stays as it is.
+        """
         self.require_writable()
         with self._translated("delete from"):
             self.fence()
@@ -380,11 +455,8 @@ class RunDirectory:
         self.verified.forget(committed)
 
     def _remove(self, path: epath.Path, step: int) -> None:
-        self.fence()
-        doomed = self.path / f"deleting-{step}"
-        if doomed.exists():
-            doomed.rmtree()
-        path.rename(doomed)
+        doomed = self._free((f"deleting-{step}",))
+        self._rename(path, doomed)
         fsync.sync(self.path)  # else a loss of power could leave the step's name without its files
         doomed.rmtree()
 
