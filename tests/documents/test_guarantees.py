@@ -52,6 +52,11 @@ A step with a damaged commit record
 A program that ends without
     test_an_error_in_the_loop_lets_the_save_in_flight_finish
     test_a_program_that_ends_without_close_still_completes_its_save
+A save that the program begins
+    test_a_training_thread_that_outlives_the_main_thread_saves
+    test_an_exit_handler_saves
+    test_a_finalizer_is_refused
+    test_failures_that_nothing_mends_are_all_said_and_fail_the_exit_code
 Ctrl-C ends a wait
     test_an_interrupted_wait_leaves_the_save_as_it_is
     test_an_interrupt_while_a_save_begins_leaves_nothing_to_wait_for
