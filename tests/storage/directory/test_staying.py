@@ -25,7 +25,7 @@ KEEP_ALL, KEEP_ONE = policies.PreserveAll(), policies.LatestN(1)
 Refuse = Callable[[], None]
 
 
-@pytest.fixture(params=[errno.EXDEV, errno.EPERM], ids=["overlay", "sticky"])
+@pytest.fixture(params=[errno.EXDEV, pytest.param(errno.EPERM, marks=pytest.mark.slow)])
 def refuse(
     directory: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Refuse:
