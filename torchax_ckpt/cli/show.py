@@ -29,6 +29,7 @@ from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError, StepNot
 from torchax_ckpt.policies import described
 from torchax_ckpt.policies.preservation import with_newest
 from torchax_ckpt.runtime import progress
+from torchax_ckpt.runtime.user_messages import counted
 from torchax_ckpt.storage.directory import lease, run_identity
 from torchax_ckpt.storage.directory.committed_step import VERIFIED, CommittedStep
 from torchax_ckpt.storage.directory.compare_and_swap import record_at
@@ -43,6 +44,7 @@ from torchax_ckpt.telemetry.journal import latest_start
 
 # Seconds from one look of ``ls --watch`` to the next, and of those at a bucket.
 _WATCH_SECS, _WATCH_BUCKET_SECS = 2.0, 10.0
+_MAX_NAMES = 5  # in a line
 
 Filter = Annotated[
     str,
@@ -70,8 +72,16 @@ def list_steps(
     run = existing(directory)
     if as_json:
         steps, total_bytes = steps_of(run)
-        content = {"directory": str(run.path), "size_bytes": total_bytes, "steps": steps}
-        output.print_json({**content, "writer": _as_json(writer_of(run))})
+        aside = run.abandoned()
+        usage = Usage(aside)
+        content = {
+            "directory": str(run.path),
+            "size_bytes": total_bytes,
+            "steps": steps,
+            "abandoned": [output.abandoned_step(committed, usage) for committed in aside],
+            "writer": _as_json(writer_of(run)),
+        }
+        output.print_json(content)
         return OK
     console = output.console()
     if not (watch and output.is_watched()):
@@ -108,7 +118,7 @@ def _listing(run: RunDirectory, height: int | None = None) -> RenderableType:
         for step in steps
     ]
     if height is not None:
-        rows = rows[-max(1, height - 4) :]  # beside them: headings, two lines, and the cursor's
+        rows = rows[-max(1, height - 5) :]  # beside them: headings, three lines, the cursor's
     columns = ("step", "age", "size", "shared", "verified", "kept by", "metrics")
     table = output.table(columns, rows, right=("step", "age", "size", "shared"))
     for column in table.columns:
@@ -119,6 +129,15 @@ def _listing(run: RunDirectory, height: int | None = None) -> RenderableType:
     if any(step["shared_bytes"] for step in steps):
         text = f"{len(steps)} steps, {output.size(total_bytes)}; shared bytes count once"
         parts.append(_line(f"{text} (cp -r copies them for each step, cp -a does not)"))
+    if aside := run.abandoned():
+        held = output.size(Usage(aside).freed_bytes(aside))
+        names = ", ".join(committed.path.name for committed in aside[-_MAX_NAMES:])
+        parts.append(
+            _line(
+                f"{counted(len(aside), 'abandoned step')}, {held}: {names}; no run reads them: "
+                f"torchax-ckpt prune {run.path} --abandoned"
+            )
+        )
     if (writer := writer_of(run)) is not None:
         holder, is_running = writer
         text = "a program writes here" if is_running else "the last program did not close the run"

@@ -27,6 +27,11 @@ def fields(**values: Any) -> dict[str, Any]:
     return {f"ckpt_{n}": v if isinstance(v, plain) else str(v) for n, v in given.items()}
 
 
+def counted(number: int, one: str, many: str = "") -> str:
+    """Returns a number with its noun: ``1 step``, ``2 steps``; ``many`` if that needs no ``s``."""
+    return f"{number} {one if number == 1 else many or f'{one}s'}"
+
+
 def warn(message: str, stacklevel: int = 1) -> None:
     """Logs a message as a warning, and issues it as a UserWarning too, at ``stacklevel``.
 

@@ -183,7 +183,8 @@ class Tiers:
                 raise PolicyError(f"{policy!r:.100} is not a policy: it has no method {method}()")
         history = RunHistory(directory, calls, None if name == "durable" else self.durable.history)
         on_event = self._on_event if name == "durable" else None
-        telemetry = Telemetry(directory.path, on_event, described.described(keep_policy))
+        rules = described.described(keep_policy)
+        telemetry = Telemetry(directory.path, on_event, rules, directory.abandoned)
         preserving = Preserving(
             directory, keep_policy, self._options, saves, is_local=name == "local"
         )

@@ -42,6 +42,7 @@ _SEALED = (RECORD, SHARDINGS)
 # The names of entries in a step, whether this package or Orbax alone wrote the step.
 _PARTS = {STATE, MANIFEST, SUMMARY, ASSETS, VERIFIED, RECORD, "_METADATA", "pytree"}
 _STEP = re.compile(r"(incoming-)?(0|[1-9][0-9]{0,17})(?(1)(?:-\d+)?)")
+_ASIDE = re.compile(r"abandoned-(0|[1-9][0-9]{0,17})(?:-\d+)?")
 # The name of an empty object that marks a folder of a bucket in which a save began and from which
 # the save's files were removed.
 BEGUN = "begun"
@@ -82,6 +83,16 @@ def steps_among(children: Iterable[epath.Path], first: int) -> list[CommittedSte
             for (child, match), time in zip(found, times, strict=True)
             if time is not None
         ]
+
+
+def aside_among(children: Iterable[epath.Path]) -> list[CommittedStep]:
+    """Returns the steps among a run's folders that were set aside; other folders are skipped."""
+    named = [(child, m) for child in children if (m := _ASIDE.fullmatch(child.name))]
+    return [
+        CommittedStep(int(match[1]), child, time)
+        for child, match in named
+        if _was_committed(child) and (time := time_or_none(child)) is not None
+    ]
 
 
 def time_or_none(path: epath.Path) -> int | None:

@@ -125,6 +125,12 @@ class RunDirectory:
             found = self.run_name.ours(self._visible(first))
         return [s for s in found if s.key in self._left_out.get(s.step, (s.key,))]
 
+    def abandoned(self) -> list[CommittedStep]:
+        """Returns the steps that were set aside, and those that the newest step will set aside."""
+        with self._translated("read"):
+            aside = commit_record.aside_among(self._children())
+        return sorted([*aside, *self.abandonment.listed_by_newest()], key=lambda s: s.key)
+
     def leave_out(self, step: int, known: Iterable[CommittedStep]) -> None:
         """Lists of this step only what is ``known``, because storage may keep a failed save's."""
         self._left_out[step] = {s.key for s in known}
