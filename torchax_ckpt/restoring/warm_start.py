@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from torchax_ckpt import torchax_backend
-from torchax_ckpt.errors import SelectionError, StepNotFoundError
+from torchax_ckpt.errors import ArgumentError, SelectionError, StepNotFoundError
 from torchax_ckpt.formats import importing
 from torchax_ckpt.formats.weights import MODEL, weights_at
 from torchax_ckpt.layout.selection import Selection
-from torchax_ckpt.options import CheckpointOptions
+from torchax_ckpt.options import CheckpointOptions, require_kind
 from torchax_ckpt.processes import liveness
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.restoring.fallback import newest_readable, reading
@@ -133,7 +133,9 @@ def warm_start(
     torchax_backend.check_internals()
     require_module(model, (MODEL,))
     require_callable("init", init)
-    options = options or CheckpointOptions()
+    options = require_kind("options", options, CheckpointOptions) or CheckpointOptions()
+    if not isinstance(source, (str, os.PathLike)):
+        raise ArgumentError(f"source: expected a path or a gs:// URL, found {source!r:.80}")
     component = ModuleComponent(model, (MODEL,), as_rule(shardings), init)
 
     service = liveness.coordination_service()

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torchax_ckpt import policies
-from torchax_ckpt.errors import CheckpointError, PolicyError, TierError
+from torchax_ckpt.errors import ArgumentError, CheckpointError, TierError
 from torchax_ckpt.options import CheckpointOptions, LocalTier, TierName
-from torchax_ckpt.policies import described, save_decision
+from torchax_ckpt.policies import described, preservation, save_decision
 from torchax_ckpt.processes import liveness
 from torchax_ckpt.processes.call_log import CallLog
 from torchax_ckpt.processes.coordination import Processes
@@ -175,12 +175,13 @@ class Tiers:
         calls: Processes,
         saves: Processes,
     ) -> RunTier:
-        save_policy = save_policy or policies.AnySavePolicy(
-            [policies.ContinuousCheckpointingPolicy(), policies.PreemptionCheckpointingPolicy()]
-        )
-        for policy, method in ((save_policy, "should_save"), (keep_policy, "should_preserve")):
-            if not callable(getattr(policy, method, None)):
-                raise PolicyError(f"{policy!r:.100} is not a policy: it has no method {method}()")
+        if save_policy is None:
+            save_policy = policies.AnySavePolicy(
+                [policies.ContinuousCheckpointingPolicy(), policies.PreemptionCheckpointingPolicy()]
+            )
+        of_tier = "LocalTier: " if name == "local" else ""
+        preservation.require_policy(f"{of_tier}save_decision_policy", save_policy, "should_save")
+        preservation.require_policy("preservation_policy", keep_policy, "should_preserve")
         history = RunHistory(directory, calls, None if name == "durable" else self.durable.history)
         on_event = self._on_event if name == "durable" else None
         rules = described.described(keep_policy)
@@ -202,8 +203,8 @@ class Tiers:
         saver = Saver(*parts, reuse, self._on_donated)
         durable = self._tiers[0].directory if self._tiers else directory
         decisions = self._connect(f"{name} decisions {durable.path}")
-        of_tier = directory, history, saver, telemetry, calls, reuse, save_policy, decisions
-        return RunTier(name, *of_tier)
+        parts_of_tier = directory, history, saver, telemetry, calls, reuse, save_policy, decisions
+        return RunTier(name, *parts_of_tier)
 
     def __iter__(self) -> Iterator[RunTier]:
         return iter(self._tiers)
@@ -314,6 +315,10 @@ class Tiers:
 
     def wait(self, timeout_secs: float | None = None) -> None:
         """Waits until no save is in flight in any tier."""
+        if not isinstance(timeout_secs, int | float | None):
+            raise ArgumentError(
+                f"timeout_secs: expected a number of seconds or None, found {timeout_secs!r:.80}"
+            )
         deadline = None if timeout_secs is None else time.monotonic() + timeout_secs
         for tier in self._tiers:
             tier.saver.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))

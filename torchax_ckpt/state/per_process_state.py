@@ -255,6 +255,13 @@ def methods_of(value: object) -> tuple[str, str] | None:
     return None
 
 
+def state_dict_hint(value: object) -> str:
+    """Returns what to add to an error if ``value`` may be what ``state_dict()`` returned."""
+    if isinstance(value, Mapping) and value and not any(map(methods_of, value.values())):
+        return ". If state_dict() returned this dict, give the object itself in its place"
+    return ""
+
+
 @dataclasses.dataclass(frozen=True)
 class SavedStates:
     """The states of a loader on all processes that saved a step, for another number of them."""

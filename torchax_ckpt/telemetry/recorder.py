@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 import jax
 from etils import epath
 
+from torchax_ckpt.errors import ArgumentError
 from torchax_ckpt.layout.manifest import installed_versions
 from torchax_ckpt.runtime.background import Task
 from torchax_ckpt.runtime.save_in_flight import SaveCost
@@ -362,6 +363,10 @@ class Hook:
     """
 
     def __init__(self, on_event: Callable[[Event], None]) -> None:
+        if not callable(on_event):
+            raise ArgumentError(
+                f"on_event: expected a function of one Event, found {on_event!r:.100}"
+            )
         self.on_event = on_event
         self.call = _WeakCall(self)
 
