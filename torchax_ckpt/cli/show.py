@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-import math
 import time
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -384,8 +383,8 @@ def diff(
                 "b": {"path": str(right.committed.path), "step": right.committed.step},
                 "identical": result.is_identical,
                 "num_identical": result.num_identical,
-                "leaves": [_difference_as_json(difference) for difference in result.leaves],
-                "values": [_difference_as_json(difference) for difference in result.values],
+                "leaves": [*map(vars, result.leaves)],
+                "values": [*map(vars, result.values)],
             }
         )
     elif result.is_identical:
@@ -399,11 +398,6 @@ def diff(
             f"and {len(result.values)} values differ"
         )
     return OK if result.is_identical else FOUND
-
-
-def _difference_as_json(difference: Difference) -> dict[str, Any]:
-    is_infinite = difference.max_abs == math.inf  # JSON has no infinity
-    return {**vars(difference), "max_abs": "inf" if is_infinite else difference.max_abs}
 
 
 def _difference_detail(difference: Difference) -> str:

@@ -162,7 +162,7 @@ def _was_committed(path: epath.Path) -> bool:
 
 def item_names(path: epath.Path) -> set[str]:
     """Returns the names of the items, such as its manifest, that a step had at its commit."""
-    items = json.loads((path / RECORD).read_text()).get("item_handlers")
+    items = json.loads((path / RECORD).read_text(encoding="utf-8")).get("item_handlers")
     return set(items) if isinstance(items, dict) else set()
 
 
@@ -183,7 +183,7 @@ def read_sealed(path: epath.Path, name: str) -> bytes:
 def _stored_digests(path: epath.Path) -> dict[str, Any] | None:
     """Returns the digests in a commit mark, {} if Orbax alone wrote it; None without a mark."""
     try:
-        _, _, sealed = (path / MARK).read_text().partition("\n")
+        _, _, sealed = (path / MARK).read_text(encoding="utf-8").partition("\n")
     except (FileNotFoundError, NotADirectoryError):
         return None
     found = json.loads(sealed) if sealed else {}
@@ -207,7 +207,7 @@ def remove_leftover(path: epath.Path) -> None:
     if location.is_bucket(path):
         bucket.remove(path)
         if _STEP.fullmatch(path.name):
-            (path / BEGUN).write_text("")
+            (path / BEGUN).write_bytes(b"")
         return
     try:
         path.unlink() if os.path.islink(path) else path.rmtree()

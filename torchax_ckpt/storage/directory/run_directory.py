@@ -326,10 +326,10 @@ class RunDirectory:
             return
         # A bucket renames object by object. If the process is killed meanwhile, two parts without a
         # mark remain, which are removed later, and never a folder that looks like a step.
-        mark = (path / commit_record.MARK).read_text()
+        mark = (path / commit_record.MARK).read_text(encoding="utf-8")
         bucket.remove(path / commit_record.MARK)
         path.rename(target)
-        (target / commit_record.MARK).write_text(mark)
+        (target / commit_record.MARK).write_text(mark, encoding="utf-8")
 
     def delete(self, committed: CommittedStep) -> None:
         """Makes a step none, by a rename or without its commit mark, then removes its files."""
