@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any
 
 import rich.live
@@ -13,7 +13,7 @@ import typer
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from torchax_ckpt.cli import output
+from torchax_ckpt.cli import components, output
 from torchax_ckpt.cli.exit_codes import FOUND, OK, UNAVAILABLE, UsageError, code_of
 from torchax_ckpt.cli.step_arguments import (
     Directory,
@@ -25,18 +25,19 @@ from torchax_ckpt.cli.step_arguments import (
     step_infos,
 )
 from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
+from torchax_ckpt.layout import names
 from torchax_ckpt.policies import described
 from torchax_ckpt.policies.preservation import with_newest
 from torchax_ckpt.runtime import progress
 from torchax_ckpt.runtime.user_messages import counted
 from torchax_ckpt.storage.directory import lease, run_identity
-from torchax_ckpt.storage.directory.committed_step import VERIFIED, CommittedStep
+from torchax_ckpt.storage.directory.committed_step import ASSETS, VERIFIED, CommittedStep
 from torchax_ckpt.storage.directory.compare_and_swap import record_at
 from torchax_ckpt.storage.directory.lease import LeaseHolder
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import location
 from torchax_ckpt.stored import shared_files
-from torchax_ckpt.stored.compare import Difference, compare
+from torchax_ckpt.stored.compare import Difference, compare, plain_values
 from torchax_ckpt.stored.shared_files import Usage
 from torchax_ckpt.stored.stored_step import StoredStep
 from torchax_ckpt.telemetry.journal import latest_start
@@ -130,10 +131,10 @@ def _listing(run: RunDirectory, height: int | None = None) -> RenderableType:
         parts.append(_line(f"{text} (cp -r copies them for each step, cp -a does not)"))
     if aside := run.abandoned():
         held = output.size(Usage(aside).freed_bytes(aside))
-        names = ", ".join(committed.path.name for committed in aside[-_MAX_NAMES:])
+        folders = ", ".join(committed.path.name for committed in aside[-_MAX_NAMES:])
         parts.append(
             _line(
-                f"{counted(len(aside), 'abandoned step')}, {held}: {names}; no run reads them: "
+                f"{counted(len(aside), 'abandoned step')}, {held}: {folders}; no run reads them: "
                 f"torchax-ckpt prune {run.path} --abandoned"
             )
         )
@@ -215,7 +216,10 @@ def show(
     """Lists a step's leaves: dtype, shape, size, sharding at the save, shared array if stacked."""
     run, committed = chosen(directory, step)
     stored = StoredStep(committed)
-    leaves = [leaf for name, leaf in stored.leaves.items() if fnmatch.fnmatchcase(name, pattern)]
+    values = {"/".join(path): value for path, value in plain_values(stored).items()}
+    wanted = _matching("show", pattern, {*stored.leaves, *values})
+    leaves = [leaf for name, leaf in stored.leaves.items() if name in wanted]
+    values = {name: value for name, value in values.items() if name in wanted}
     total = sum(leaf.nbytes for leaf in leaves)
     if as_json:
         output.print_json(
@@ -226,6 +230,7 @@ def show(
                 "verified": committed in run.verified,
                 "metrics": run.metrics(committed),
                 "versions": dict(stored.manifest.versions),
+                "values": values,
                 "num_leaves": len(leaves),
                 "num_bytes": total,
                 "leaves": [
@@ -252,12 +257,30 @@ def show(
         texts[leaf.name] = "  ".join(part for part in parts if part)
     if output.is_watched():
         output.console().print(output.tree(texts))
-    else:  # pipes and files get one line for each leaf, with its whole name
+    elif rows:  # pipes and files get one line for each leaf, with its whole name
         columns = ("name", "dtype", "shape", "size", "sharding", "stack")
         output.console().print(output.table(columns, rows, right=("size",)))
-    shown = "" if pattern == _ALL else f" of {len(stored.leaves)}"
-    output.print_line(f"step {committed.step}: {len(leaves)}{shown} leaves, {output.size(total)}")
+    parts: list[tuple[str, ...]] = [*components.lines(stored)]
+    number = counted(len(leaves), "leaf", "leaves")
+    if pattern != _ALL:
+        parts = [(name, repr(value)) for name, value in values.items()]
+        number = f"{len(leaves)} of {counted(len(stored.leaves), 'leaf', 'leaves')}"
+    if parts:
+        titles = ("component", "leaves", "values") if pattern == _ALL else ("name", "value")
+        output.console().print(output.table(titles, parts))
+    output.print_line(f"step {committed.step}: {number}, {output.size(total)}")
     return OK
+
+
+def _matching(command: str, pattern: str, known: Collection[str]) -> set[str]:
+    """Returns the names that match a pattern; raises UsageError if the pattern matches none."""
+    found = {name for name in known if fnmatch.fnmatchcase(name, pattern)}
+    if not found and pattern != _ALL:
+        raise UsageError(
+            f"{command}: --filter: expected a pattern that matches a leaf or a value, found "
+            f"{pattern!r:.100}, which matches none of {len(known)}{names.nearest(pattern, known)}"
+        )
+    return found
 
 
 _HOST_KINDS = frozenset({"torch", "numpy", "numpy_scalar"})
@@ -369,6 +392,11 @@ def diff(
     differ only in the bits of equal values (NaN payloads, signs of zero) are listed too.
     """
     left, right = (StoredStep(chosen(text)[1]) for text in (a, b))
+    known = {*left.leaves, *right.leaves}
+    for stored in (left, right) if pattern != _ALL else ():
+        known.update("/".join(path) for path in plain_values(stored))
+        known.update(f"{ASSETS}/{name}" for name in stored.read_assets())
+    _matching("diff", pattern, known)
     with progress.bar("comparing", lambda: left.stored_bytes) as on_bytes:
         result = compare(
             left,
@@ -388,14 +416,19 @@ def diff(
             }
         )
     elif result.is_identical:
-        output.print_line(f"identical to the bit: {result.num_identical} leaves, and all values")
+        number = counted(result.num_identical, "leaf", "leaves")
+        output.print_line(f"identical to the bit: {number}, and all values")
     else:
-        found = (*result.leaves, *result.values)
-        rows = [(d.name, _IN_WORDS[d.what], _difference_detail(d)) for d in found]
+        rows = components.rows(
+            (*result.leaves, *result.values),
+            lambda difference: (_IN_WORDS[difference.what], _difference_detail(difference)),
+        )
         output.console().print(output.table(("name", "difference", ""), rows))
+        output.print_line(components.counts(result.leaves, result.values))
         output.print_line(
-            f"{result.num_identical} leaves are identical to the bit; {len(result.leaves)} leaves "
-            f"and {len(result.values)} values differ"
+            f"{counted(result.num_identical, 'leaf is', 'leaves are')} identical to the bit; "
+            f"{counted(len(result.leaves), 'leaf', 'leaves')} and "
+            f"{counted(len(result.values), 'value')} differ"
         )
     return OK if result.is_identical else FOUND
 
@@ -405,7 +438,7 @@ def _difference_detail(difference: Difference) -> str:
         return ""
     if difference.num_elements is None:
         return " -> ".join(text for text in (difference.a, difference.b) if text is not None)
-    parts = [f"{difference.num_elements} elements"]
+    parts = [counted(difference.num_elements, "element")]
     if difference.max_abs is not None:
         parts.append(f"by at most {difference.max_abs:.6g}")
     if difference.num_nan:
