@@ -226,9 +226,12 @@ class TorchaxCheckpointer:
                 fresh = attached.prepare_fresh()
                 fresh.require_filled()
                 fresh.apply({}, self._processes.meet)
-            why = "it has no step to resume from" if resume else "attach was told not to resume"
-            about = fields(step=0, path=self.directory)
-            logger.info("new run in %s: %s", self.directory, why, extra=about)
+            if resume:
+                self._tiers.announce_new()
+            else:
+                about = fields(step=0, path=self.directory)
+                text = "new run in %s: attach was told not to resume"
+                logger.info(text, self.directory, extra=about)
         self._tiers.go_on_from(self._loop.position)
         self._attached = attached
         if not self._options.read_only:

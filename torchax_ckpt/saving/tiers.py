@@ -27,7 +27,7 @@ from torchax_ckpt.saving.closing import Closing, close_others
 from torchax_ckpt.saving.preserving import Preserving
 from torchax_ckpt.saving.saver import Saver
 from torchax_ckpt.saving.unchanged.reuse import Reuse
-from torchax_ckpt.storage.directory import committed_step
+from torchax_ckpt.storage.directory import committed_step, new_runs
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory, checkpoint_info
 from torchax_ckpt.storage.directory.run_history import RunHistory
@@ -145,7 +145,7 @@ class Tiers:
         )
         self._tiers.append(self.durable)
         self.local: RunTier | None = None
-        self._is_open = self._is_named = False
+        self._is_open = self._is_named = self._is_announced = False
         self._name = uuid.uuid4().hex
         if local is not None:
             if options.restore_in_budget and self.processes.count > 1:
@@ -312,6 +312,13 @@ class Tiers:
                 self.processes.meet()
                 self.processes.first(lambda: durable.join([], name))
         self._is_named = True
+
+    def announce_new(self) -> None:
+        """Says once, if the run has no steps, that it is new; see ``new_runs.py``."""
+        is_known, self._is_announced = self._is_announced, True
+        if not is_known and not any(tier.history.branches.in_place for tier in self._tiers):
+            starts_one = self.processes.is_first and not self._options.read_only
+            new_runs.announce(self.durable.directory.path, looks_around=starts_one)
 
     def wait(self, timeout_secs: float | None = None) -> None:
         """Waits until no save is in flight in any tier."""

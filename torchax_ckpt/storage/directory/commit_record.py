@@ -95,6 +95,16 @@ def aside_among(children: Iterable[epath.Path]) -> list[CommittedStep]:
     ]
 
 
+def newest_in(folder: epath.Path) -> int | None:
+    """Returns the number of the newest step in a folder; None if it is no run with steps."""
+    try:
+        named = [(child, m) for child in folder.iterdir() if (m := _STEP.fullmatch(child.name))]
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    newest_first = sorted(named, key=lambda each: int(each[1][2]), reverse=True)
+    return next((int(match[2]) for child, match in newest_first if _was_committed(child)), None)
+
+
 def time_or_none(path: epath.Path) -> int | None:
     """Returns a step's commit time; LOST for a damaged record; None if not committed."""
     for _ in range(2):  # between the calls the step may have been moved or deleted
