@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -122,3 +123,48 @@ def test_a_filter_that_matches_nothing_is_an_error(
     said = run(command, *steps, "--filter", pattern, code=exit_codes.USAGE)
     assert f"found {pattern!r}, which matches none of " in said
     assert nearest in said
+
+
+def test_a_folder_of_runs_names_them(tmp_path: Path) -> None:
+    for name, step in (("b", 3), ("2026", 7)):
+        with TorchaxCheckpointer(tmp_path / name) as ckpt:
+            ckpt.attach(mlp())
+            ckpt.save(step, force=True)
+    (tmp_path / "plots").mkdir()
+    (tmp_path / "notes.txt").write_text("a user's")
+    named = "The runs in this folder: 2026 (newest step 7), b (newest step 3)"
+    assert named in run("ls", tmp_path)
+    assert run_json("ls", tmp_path)["runs"] == {"2026": 7, "b": 3}
+    assert run_json("ls", tmp_path / "b")["runs"] == {}
+    for command in ("show", "verify", "export"):
+        words = (command, tmp_path, *([tmp_path / "w.safetensors"] if command == "export" else []))
+        assert "there are no checkpoints" in run(*words, code=exit_codes.USAGE)
+    assert f"{named}. Give one of them" in run("show", tmp_path, code=exit_codes.USAGE)
+
+
+def test_one_is_singular(tmp_path: Path) -> None:
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        with TorchaxCheckpointer(tmp_path / name) as ckpt:
+            ckpt.attach(rng=False)
+            ckpt.save(1, state={"w": np.full(1, value), "s": name * 2}, force=True)
+    texts = [
+        run("show", tmp_path / "a"),
+        run("diff", tmp_path / "a", tmp_path / "a"),
+        run("diff", tmp_path / "a", tmp_path / "b", code=exit_codes.FOUND),
+        run("export", tmp_path / "a", tmp_path / "w.safetensors", "--at", "state"),
+        run("report", tmp_path / "a", tmp_path / "page.html"),
+        run("prune", tmp_path / "a", "--policy", "LatestN(1)"),
+    ]
+    for text in texts:
+        assert not re.search(
+            r"\b1 (leaves|elements|values|tensors|steps|programs|saves|names)\b", text
+        )
+
+
+def test_a_pattern_of_export_that_matches_nothing_names_the_nearest(
+    saved: Path, tmp_path: Path
+) -> None:
+    words = ("export", saved, tmp_path / "w.safetensors", "--include", "0.wieght")
+    said = run(*words, code=exit_codes.USAGE)
+    assert "nothing matches include: '0.wieght'" in said
+    assert "the nearest are 0.weight" in said

@@ -22,6 +22,8 @@ from torchax_ckpt.cli.step_arguments import (
     Step,
     chosen,
     existing,
+    runs_in,
+    runs_text,
     step_infos,
 )
 from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
@@ -79,6 +81,7 @@ def list_steps(
             "size_bytes": total_bytes,
             "steps": steps,
             "abandoned": [output.abandoned_step(committed, usage) for committed in aside],
+            "runs": {} if steps else runs_in(run),
             "writer": _as_json(writer_of(run)),
         }
         output.print_json(content)
@@ -125,7 +128,9 @@ def _listing(run: RunDirectory, height: int | None = None) -> RenderableType:
         column.no_wrap = column.no_wrap or height is not None  # a row is a line
     parts: list[RenderableType] = [table]
     if not steps:
-        parts = [_line(f"{run.path}: there are no checkpoints")]
+        runs = runs_in(run)
+        there = f". {runs_text(runs)}" if runs else ""
+        parts = [_line(f"{run.path}: there are no checkpoints{there}")]
     if any(step["shared_bytes"] for step in steps):
         text = f"{len(steps)} steps, {output.size(total_bytes)}; shared bytes count once"
         parts.append(_line(f"{text} (cp -r copies them for each step, cp -a does not)"))

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from torchax_ckpt.errors import PolicyError
 from torchax_ckpt.runtime.lazily import orbax
+from torchax_ckpt.runtime.user_messages import counted
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,8 +147,9 @@ def preserved(policy: Any, checkpoints: Sequence[Any], is_damaged: Sequence[bool
         answer = list(policy.should_preserve(some, context=context))
         if len(answer) != len(some):
             raise PolicyError(
-                f"{type(policy).__name__}.should_preserve returned {len(answer)} values for "
-                f"{len(some)} checkpoints, expected one for each; nothing was deleted"
+                f"{type(policy).__name__}.should_preserve returned {counted(len(answer), 'value')} "
+                f"for {counted(len(some), 'checkpoint')}, expected one for each; nothing was "
+                "deleted"
             )
         return answer
 

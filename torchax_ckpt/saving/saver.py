@@ -23,7 +23,7 @@ from torchax_ckpt.processes.call_log import Call, Kind
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.runtime import progress
 from torchax_ckpt.runtime.save_in_flight import FailureLog, SaveCost, SaveInFlight
-from torchax_ckpt.runtime.user_messages import fields
+from torchax_ckpt.runtime.user_messages import counted, fields
 from torchax_ckpt.saving.preserving import Preserving
 from torchax_ckpt.saving.unchanged.reuse import Reuse
 from torchax_ckpt.saving.writer import Capture, Writer
@@ -245,8 +245,8 @@ class Saver:
             durable_secs = time.perf_counter() - capture.began
             self.newest_failure = None
             if self._num_failures:
-                text = "saving to %s works again after %d failed saves"
-                logger.info(text, self._directory.path, self._num_failures)
+                text, failed = "saving to %s works again after %s", "failed save"
+                logger.info(text, self._directory.path, counted(self._num_failures, failed))
             self._num_failures = 0
             self._failures.over("saving")
             save.enter("deleting what no rule keeps")

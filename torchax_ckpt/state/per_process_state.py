@@ -217,7 +217,7 @@ def document_of(
 
 def _warn(where: str, affected: Sequence[str], saved: int, count: int) -> None:
     if count < saved:
-        result = f"the states of processes {count} to {saved - 1} are left out"
+        result = f"the state of each process from {count} on is left out"
     else:
         result = (
             f"processes {saved} to {count - 1} start with the same state as others, so their "
@@ -281,8 +281,8 @@ class SavedStates:
         """Returns this process's state of those that the user's ``redistribute`` returned."""
         if len(states) != self.count:
             raise ValueError(
-                f"redistribute returned {len(states)} states, expected {self.count}, one for each "
-                "process"
+                f"redistribute returned {user_messages.counted(len(states), 'state')}, expected "
+                f"{self.count}, one for each process"
             )
         return states[self.index]
 
