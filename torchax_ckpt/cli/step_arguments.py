@@ -12,6 +12,7 @@ import typer
 
 from torchax_ckpt.cli.exit_codes import UsageError
 from torchax_ckpt.errors import DirectoryError, StepNotFoundError
+from torchax_ckpt.layout import names
 from torchax_ckpt.policies.described import StepInfo
 from torchax_ckpt.policies.preservation import ranking
 from torchax_ckpt.storage.directory import commit_record
@@ -101,7 +102,9 @@ def step_named(run: RunDirectory, text: str | None) -> CommittedStep:
     sound = {s.step: s for s in run.candidates(None) if not run.verified.is_damaged(s)}
     ranked = rule.ranked(step_infos(run, sound.values()))
     if not ranked:
-        raise UsageError(f"{run.path}: no step has the metric {rule.metric!r:.80}")
+        known = {name for info in step_infos(run, sound.values()) for name in info.metrics or {}}
+        like = names.nearest(rule.metric, known)
+        raise UsageError(f"{run.path}: no step has the metric {rule.metric!r:.80}{like}")
     return sound[ranked[0].step]
 
 
