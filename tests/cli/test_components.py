@@ -93,8 +93,8 @@ def test_diff_has_a_line_for_each_generator_and_each_long_list(saved: Path) -> N
     assert line(text, "stateful/average/order/*") == "stateful/average/order/* content 100 values"
     assert line(text, "stateful/average/n") == "stateful/average/n content 1 -> 2"
     assert len(text.splitlines()) < 40
-    [counts] = [row for row in text.splitlines() if row.startswith("model: ")]
-    assert "stateful: 101 values" in counts
+    [counts] = [row for row in text.splitlines() if row.startswith("differences: 4 in model, ")]
+    assert "101 in stateful" in counts
     values = run_json(*words, code=exit_codes.FOUND)["values"]
     assert sum(d["name"].startswith("rng/python/1/") for d in values) > 600
 

@@ -27,21 +27,21 @@ def lines(stored: StoredStep) -> list[tuple[str, str, str]]:
     leaves: dict[tuple[str, ...], list[int]] = {}
     values: dict[tuple[str, ...], dict[str, Any]] = {}
     for leaf in stored.leaves.values():
-        key_path = names.split(leaf.name)
-        leaves.setdefault(_part(document, key_path), []).append(leaf.nbytes)
+        leaves.setdefault(_part(document, names.split(leaf.name)), []).append(leaf.nbytes)
     for path, value in plain_values(stored).items():
         part = _part(document, path)
         if len(path) > len(part):
             values.setdefault(part, {})["/".join(path[len(part) :])] = value
     order = {component: number for number, component in enumerate(document)}
-    return [
-        (
-            "/".join(part),
-            _leaves_text(leaves.get(part, ())),
-            _values_text(values.get(part, {}), is_random=part[0] in (_RANDOM, names.PROCESSES)),
-        )
-        for part in sorted({*leaves, *values}, key=lambda part: (order[part[0]], part[1:]))
-    ]
+    result = []
+    for part in sorted({*leaves, *values}, key=lambda part: (order.get(part[0], -1), part)):
+        sizes, number = leaves.get(part, []), ""
+        if sizes:
+            number = f"{counted(len(sizes), 'leaf', 'leaves')}, {output.size(sum(sizes))}"
+        is_random = part[0] in (_RANDOM, names.PROCESSES)
+        text = _values_text(values.get(part, {}), is_random=is_random)
+        result.append(("/".join(part), number, text))
+    return result
 
 
 def _part(document: Mapping[str, Any], path: tuple[str, ...]) -> tuple[str, ...]:
@@ -52,11 +52,6 @@ def _part(document: Mapping[str, Any], path: tuple[str, ...]) -> tuple[str, ...]
     if path[length : length + 1] == (_GROUPS,):
         length += 2
     return path[:length]
-
-
-def _leaves_text(sizes: Iterable[int]) -> str:
-    found = list(sizes)
-    return f"{counted(len(found), 'leaf', 'leaves')}, {output.size(sum(found))}" if found else ""
 
 
 def _values_text(values: Mapping[str, Any], *, is_random: bool) -> str:
@@ -96,19 +91,8 @@ def rows(
     return result
 
 
-def counts(leaves: Iterable[Difference], values: Iterable[Difference]) -> str:
-    """Returns for each component how many of its leaves and values differ."""
-    found: dict[str, collections.Counter[str]] = {}
-    for kind, differences in (("leaf", leaves), ("value", values)):
-        for difference in differences:
-            component, _ = names.component_and_rest(difference.name)
-            found.setdefault(component, collections.Counter())[kind] += 1
-    texts = {
-        component: [
-            counted(kinds[kind], kind, "leaves" if kind == "leaf" else "")
-            for kind in ("leaf", "value")
-            if kinds[kind]
-        ]
-        for component, kinds in found.items()
-    }
-    return "; ".join(f"{component}: {' and '.join(parts)}" for component, parts in texts.items())
+def counts(found: Iterable[Difference]) -> str:
+    """Returns how many leaves and values of each component differ."""
+    components = (names.component_and_rest(difference.name)[0] for difference in found)
+    numbers = collections.Counter(components).items()
+    return "differences: " + ", ".join(f"{number} in {name}" for name, number in numbers)

@@ -265,14 +265,13 @@ def show(
     elif rows:  # pipes and files get one line for each leaf, with its whole name
         columns = ("name", "dtype", "shape", "size", "sharding", "stack")
         output.console().print(output.table(columns, rows, right=("size",)))
-    parts: list[tuple[str, ...]] = [*components.lines(stored)]
+    titles, lines = ("component", "leaves", "values"), components.lines(stored)
     number = counted(len(leaves), "leaf", "leaves")
     if pattern != _ALL:
-        parts = [(name, repr(value)) for name, value in values.items()]
+        titles, lines = ("name", "", "value"), [(n, "", repr(v)) for n, v in values.items()]
         number = f"{len(leaves)} of {counted(len(stored.leaves), 'leaf', 'leaves')}"
-    if parts:
-        titles = ("component", "leaves", "values") if pattern == _ALL else ("name", "value")
-        output.console().print(output.table(titles, parts))
+    if lines:
+        output.console().print(output.table(titles, lines))
     output.print_line(f"step {committed.step}: {number}, {output.size(total)}")
     return OK
 
@@ -424,12 +423,10 @@ def diff(
         number = counted(result.num_identical, "leaf", "leaves")
         output.print_line(f"identical to the bit: {number}, and all values")
     else:
-        rows = components.rows(
-            (*result.leaves, *result.values),
-            lambda difference: (_IN_WORDS[difference.what], _difference_detail(difference)),
-        )
+        found = (*result.leaves, *result.values)
+        rows = components.rows(found, lambda d: (_IN_WORDS[d.what], _difference_detail(d)))
         output.console().print(output.table(("name", "difference", ""), rows))
-        output.print_line(components.counts(result.leaves, result.values))
+        output.print_line(components.counts(found))
         output.print_line(
             f"{counted(result.num_identical, 'leaf is', 'leaves are')} identical to the bit; "
             f"{counted(len(result.leaves), 'leaf', 'leaves')} and "

@@ -65,21 +65,10 @@ def ranking(text: Any) -> BestN | None:
     return BestN(metric=metric, mode="max" if mode == "max" else "min")
 
 
-# Method of a policy -> the argument for such policies, what they decide, and two that have it.
-_METHODS = {
-    "should_save": (
-        "save_decision_policy",
-        "when a step is saved",
-        "FixedIntervalPolicy",
-        "AnySavePolicy",
-    ),
-    "should_preserve": (
-        "preservation_policy",
-        "which steps are kept",
-        "LatestN",
-        "AnyPreservationPolicy",
-    ),
-}
+# The argument for such policies, what they decide, one for a number, and one that joins several.
+_SAVES = ("save_decision_policy", "when a step is saved", "FixedIntervalPolicy", "AnySavePolicy")
+_KEEPS = ("preservation_policy", "which steps are kept", "LatestN", "AnyPreservationPolicy")
+_METHODS = {"should_save": _SAVES, "should_preserve": _KEEPS}
 
 
 def require_policy(argument: str, policy: Any, method: str) -> None:
