@@ -25,7 +25,8 @@ from torchax_ckpt import (
     warm_start,
 )
 from torchax_ckpt.errors import ArgumentError, AttachError, CallError, PolicyError, StepTypeError
-from torchax_ckpt.torch import restore
+from torchax_ckpt.publishing import Reader
+from torchax_ckpt.torch import StorageReader, restore
 
 OPTIONS = "expected a CheckpointOptions or None, found"
 
@@ -81,6 +82,17 @@ def test_a_policy_of_the_other_kind_is_sent_to_its_argument(
         TorchaxCheckpointer(directory, **{argument: policy})
 
 
+def test_a_class_with_static_methods_is_a_policy(directory: Path) -> None:
+    class Never:
+        @staticmethod
+        def should_save(step: Any, known: Any, *, context: Any) -> bool:
+            return False
+
+    with TorchaxCheckpointer(directory, save_decision_policy=Never) as ckpt:  # type: ignore[arg-type]
+        ckpt.attach(mlp())
+        assert not ckpt.save(1)
+
+
 @pytest.mark.parametrize("metric", [3, {}, "", None])
 def test_a_best_n_rule_needs_the_name_of_a_metric(metric: Any) -> None:
     with pytest.raises(PolicyError, match="metric must be the name"):
@@ -133,6 +145,8 @@ def test_a_checkpointer_and_the_package_say_what_they_are(directory: Path) -> No
         ckpt.save(2, force=True)
         assert repr(ckpt) == f"<TorchaxCheckpointer '{directory}': attached, step 2>"
     assert repr(ckpt) == f"<TorchaxCheckpointer '{directory}': closed, step 2>"
+    assert repr(StorageReader(directory, 2)) == f"StorageReader('{directory}', step=2)"
+    assert repr(Reader(directory)) == f"<Reader of '{directory}': step None>"
     assert torchax_ckpt.__version__ == importlib.metadata.version("torchax-ckpt")
 
 

@@ -9,6 +9,7 @@ Source: Orbax v1, ``training.preservation_policies``.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -77,7 +78,9 @@ def require_policy(argument: str, policy: Any, method: str) -> None:
     _, _, of_number, joining = _METHODS[method]
     [other] = _METHODS.keys() - {method}
     has = {name for name in _METHODS if callable(getattr(policy, name, None))}
-    if isinstance(policy, type):
+    if isinstance(policy, type) and inspect.isfunction(
+        inspect.getattr_static(policy, method, None)
+    ):
         advice = f"; give an object of this class, such as {policy.__name__}(...)"
     elif method in has:
         keeps, saves = training.preservation_policies, training.save_decision_policies
