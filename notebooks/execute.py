@@ -5,6 +5,7 @@ make notebooks
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -26,6 +27,8 @@ def run(path: Path, folder: Path) -> nbformat.NotebookNode:
     NotebookClient(notebook, timeout=240, startup_timeout=240, resources=resources).execute()
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)  # when it ran, which would change with every run
+        if "outputs" in cell:
+            cell.outputs = [output for output in map(_kept, cell.outputs) if output is not None]
     notebook.metadata = nbformat.from_dict(
         {
             "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
@@ -33,6 +36,14 @@ def run(path: Path, folder: Path) -> nbformat.NotebookNode:
         }
     )
     return notebook
+
+
+def _kept(output: nbformat.NotebookNode) -> nbformat.NotebookNode | None:
+    """What to keep of an output: not the folder of this execution, where a new run is said."""
+    if output.output_type == "stream" and output.name == "stderr":
+        output.text = re.sub(r"^torchax_ckpt: new run in .*\n", "", output.text, flags=re.M)
+        return output if output.text else None
+    return output
 
 
 def main() -> None:

@@ -135,7 +135,7 @@ def test_the_wheel_works_in_an_environment_of_its_own(environment: Path, tmp_pat
         "diff run/1 run/2": "identical to the bit",
         "report run page.html": "page.html",
         "plan --params 70B --chips 4096 --blocking 1s --durable 2min": "goodput",
-        "export run 2 out.safetensors --at state": "1 tensors, 32 B",
+        "export run 2 out.safetensors --at state": "1 tensor, 32 B",
         "follow run published --once --format safetensors --at state": "step 2: published as",
         "import out.safetensors imported": "step 0 in",
         "copy run/2 kept": "verified: 2",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchax_ckpt import errors
 from torchax_ckpt.options import CheckpointOptions, LocalTier
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from torchax_ckpt.state.random_state import RandomState
     from torchax_ckpt.telemetry.events import Event
     from torchax_ckpt.telemetry.stats import Stats
+
+    __version__: str
 
 __all__ = [
     "CheckpointOptions",
@@ -50,7 +52,15 @@ _LAZY = {
 }
 
 
-__getattr__ = attributes(__name__, _LAZY)
+_lazily = attributes(__name__, _LAZY)
+
+
+def __getattr__(name: str) -> Any:
+    if name != "__version__":
+        return _lazily(name)
+    from torchax_ckpt.layout.manifest import installed_versions
+
+    return installed_versions()["torchax_ckpt"]
 
 
 def __dir__() -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import importlib.util
+import io
 import os
 import sys
 import traceback
@@ -30,6 +31,9 @@ def main() -> None:
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     sys.unraisablehook = _interrupt_again
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # characters that its encoding lacks are escaped
+            stream.reconfigure(errors="backslashreplace")
     try:
         from torchax_ckpt.cli.app import app
 

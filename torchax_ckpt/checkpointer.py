@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torchax_ckpt import policies, torchax_backend
-from torchax_ckpt.errors import AttachError, CheckpointError, ClosedError
+from torchax_ckpt.errors import AttachError, CallError, CheckpointError, ClosedError
 from torchax_ckpt.formats.huggingface.model_files import ModelFiles
-from torchax_ckpt.options import CheckpointOptions, LocalTier, TierName
+from torchax_ckpt.options import CheckpointOptions, LocalTier, TierName, require_kind
 from torchax_ckpt.policies import preservation
 from torchax_ckpt.processes.call_log import Kind
 from torchax_ckpt.restoring.read_calls import ReadCalls
-from torchax_ckpt.runtime.call_guard import Calls, as_step, guarded
+from torchax_ckpt.runtime.call_guard import NO_COPY, Calls, as_step, guarded
 from torchax_ckpt.runtime.preemption import Preemption
 from torchax_ckpt.runtime.user_messages import brief, fields
 from torchax_ckpt.saving import closing
@@ -93,10 +93,11 @@ class TorchaxCheckpointer:
         options: CheckpointOptions | None = None,
         on_event: Callable[[Event], None] | None = None,
     ) -> None:
-        self._options = options or CheckpointOptions()
+        self._options = require_kind("options", options, CheckpointOptions) or CheckpointOptions()
         if not self._options.read_only:
             torchax_backend.check_internals()
-        self._keep_policy = preservation_policy or policies.LatestN(3)
+        is_default = preservation_policy is None
+        self._keep_policy = policies.LatestN(3) if is_default else preservation_policy
         snapshotter = Snapshotter(self._options.snapshot, self._options.layout)
         # Threads get only hook.call, which keeps neither on_event nor this checkpointer alive.
         self._hook = Hook(on_event) if on_event is not None else None
@@ -104,7 +105,7 @@ class TorchaxCheckpointer:
             directory,
             save_decision_policy,
             self._keep_policy,
-            local,
+            require_kind("local", local, LocalTier),
             self._options,
             self._hook.call if self._hook else None,
             on_donated=snapshotter.donated,
@@ -129,6 +130,13 @@ class TorchaxCheckpointer:
     def directory(self) -> str:
         """The path of the directory that contains the durable steps."""
         return str(self._directory.path)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._is_closed else "attached" if self._attached else "open"
+        return f"<TorchaxCheckpointer {self.directory!r}: {state}, step {self._loop.position or 0}>"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise CallError(NO_COPY)  # a copy would end the saves of this one when it is collected
 
     # --- attaching and restoring ---------------------------------------------------------------
 
@@ -221,9 +229,12 @@ class TorchaxCheckpointer:
                 fresh = attached.prepare_fresh()
                 fresh.require_filled()
                 fresh.apply({}, self._processes.meet)
-            why = "it has no step to resume from" if resume else "attach was told not to resume"
-            about = fields(step=0, path=self.directory)
-            logger.info("new run in %s: %s", self.directory, why, extra=about)
+            if resume:
+                self._tiers.announce_new()
+            else:
+                about = fields(step=0, path=self.directory)
+                text = "new run in %s: attach was told not to resume"
+                logger.info(text, self.directory, extra=about)
         self._tiers.go_on_from(self._loop.position)
         self._attached = attached
         if not self._options.read_only:

@@ -43,6 +43,10 @@ class CheckpointError(Exception):
         return self.message
 
 
+class ArgumentError(CheckpointError, TypeError):
+    """An argument of a call has a type that the call cannot work with."""
+
+
 class AttachError(CheckpointError, RuntimeError):
     """A call came in the wrong order, or the given objects cannot be attached."""
 

@@ -28,6 +28,7 @@ from gcsfs.extended_gcsfs import BucketType, ExtendedGcsFileSystem
 from google.api_core import exceptions
 from jax.sharding import NamedSharding
 from support.buckets import give_up_soon
+from support.commands import run_json
 from support.compare import assert_trees_identical, bits
 from support.processes import Started
 from support.steps import save, state
@@ -139,6 +140,10 @@ def test_a_run_is_saved_pruned_resumed_resharded_and_goes_back_twice(
             assert ckpt.all_steps() == [2, 3]
     assert TorchaxCheckpointer(url).all_steps() == [2, 3]
     assert names(gcs, url) == {"2", "3", "abandoned-3", "abandoned-3-2"}
+    aside = ["abandoned-3", "abandoned-3-2"]
+    assert [step["folder"] for step in run_json("ls", url)["abandoned"]] == aside
+    assert run_json("prune", url, "--abandoned", "--delete")["freed_bytes"] > 0
+    assert names(gcs, url) == {"2", "3"}
 
 
 def test_a_save_goes_on_if_only_the_answer_to_its_first_commit_was_lost(

@@ -158,7 +158,7 @@ def test_a_policy_that_answers_nonsense_deletes_nothing(directory: Path) -> None
         ckpt.save(1, state=STATE, force=True)
         ckpt.wait_until_finished()
         ckpt.save(2, state=STATE, force=True)
-        with pytest.raises(SaveError, match=r"step 2 is durable .* returned 1 values for 2"):
+        with pytest.raises(SaveError, match=r"step 2 is durable .* returned 1 value for 2"):
             ckpt.wait_until_finished()
         assert ckpt.all_steps() == [1, 2]
 

@@ -317,7 +317,7 @@ def reads_beside(folder: str, on_save_error: str) -> None:
 
 
 def killed(*args: Any, **kwargs: Any) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def killed_in(directory: str, call: str) -> None:

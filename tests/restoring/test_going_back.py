@@ -150,7 +150,9 @@ def test_only_a_save_says_which_steps_will_be_set_aside(
         ckpt.save(4, force=True)
         expected = f"{directory}: steps [4] are not on the branch that this run continues; "
         ckpt.save(5, force=True)
-        assert told() == [expected + "they will be set aside once a new step is durable"]
+        fate = f"stay on storage until `torchax-ckpt prune {directory} --abandoned --delete`"
+        expected += f"they will be set aside once a new step is durable, and {fate} deletes them"
+        assert told() == [expected]
 
 
 def test_saving_below_the_restored_step_is_refused(directory: Path) -> None:

@@ -240,7 +240,7 @@ def test_a_meta_tensor_that_nobody_fills_is_named(directory: Path) -> None:
     with pytest.raises(UninitializedLeafError, match=r"model/odd\.bias.*init="):
         TorchaxCheckpointer(directory).attach(net, optimizer)
     decline = lambda name, abstract: None if name == "mask" else zeros(name, abstract)  # noqa: E731
-    with pytest.raises(UninitializedLeafError, match="1 tensors .* model/mask"):
+    with pytest.raises(UninitializedLeafError, match="1 tensor is .* model/mask"):
         TorchaxCheckpointer(directory).attach(net, optimizer, init=decline)
     cast = lambda name, abstract: np.zeros(abstract.shape, np.float16)  # noqa: E731
     with pytest.raises(UninitializedLeafError, match=r"expected float32\[16, 8\]"):

@@ -95,7 +95,7 @@ NOT_ATTACHED: list[tuple[Callable[[], list[Any]], str, str, str]] = [
     (lambda: [mlp(), sgd(mlp())], "optimizer",
      "4 parameters of SGD are not parameters of the attached model, the first at "
      "param_groups[0]['params'][0]. Attach", "or leave them out"),
-    (with_one_parameter_too_many, "optimizer", "1 parameters of SGD",
+    (with_one_parameter_too_many, "optimizer", "1 parameter of SGD",
      "param_groups[1]['params'][0]"),
     (lambda: [None, sgd(mlp())], "optimizer", "SGD is attached without a module", "Attach the mod"),
     (lambda: [mlp(), {"main": mlp().parameters()}], "optimizer/main",

@@ -138,7 +138,7 @@ def test_every_kind_of_difference_is_listed(tmp_path: Path) -> None:
         "state/names/2": ("only_in_b", None, "None"),
     }
     text = run("diff", a, b, "--filter", "state/*", code=exit_codes.FOUND)
-    assert "1 elements, by at most 0.5" in text
+    assert "1 element, by at most 0.5" in text
     assert "numpy float32[2] -> numpy float16[2]" in text
     assert text.splitlines()[-1] == (
         "2 leaves are identical to the bit; 6 leaves and 4 values differ"

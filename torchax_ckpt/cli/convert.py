@@ -18,6 +18,7 @@ from torchax_ckpt.formats.weights import Weights
 from torchax_ckpt.layout.manifest import array_nodes
 from torchax_ckpt.publishing.folder_form import Dtype, FolderForm, Format
 from torchax_ckpt.runtime import progress
+from torchax_ckpt.runtime.user_messages import counted
 from torchax_ckpt.storage.medium import location
 from torchax_ckpt.stored.stored_step import StoredLeaf, StoredStep, about
 
@@ -155,9 +156,9 @@ def export(
     if weights.left_out:
         left_out = ", ".join(weights.left_out)
         output.note(f"left out, because they are not weights: {left_out}")
-    tied = f", {len(weights.ties)} tied names" if weights.ties else ""
+    tied = f", {counted(len(weights.ties), 'tied name')}" if weights.ties else ""
     output.print_line(
-        f"step {number}: {len(leaves)} tensors{tied}, {output.size(num_bytes)}, in "
+        f"step {number}: {counted(len(leaves), 'tensor')}{tied}, {output.size(num_bytes)}, in "
         f"{', '.join(map(str, paths))}"
     )
     return OK
@@ -263,9 +264,9 @@ def import_(
             }
         )
     else:
+        number = counted(len(opened.tensors), "tensor")
         output.print_line(
-            f"step {committed.step} in {committed.path}: {len(opened.tensors)} tensors, "
-            f"{output.size(num_bytes)}"
+            f"step {committed.step} in {committed.path}: {number}, {output.size(num_bytes)}"
         )
     return OK
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_format
 import os
 import signal
 from typing import Annotated, Any
@@ -66,7 +65,7 @@ def follow(
         if json:
             values = (None, None, None) if new is None else (new.step, str(new.path), new.metrics)
             content = dict(zip(("step", "folder", "metrics"), values, strict=True))
-            print(json_format.dumps(content), flush=True)
+            output.print_json(content, indent=None)
         else:
             text = "no step is due" if new is None else f"step {new.step}: published as {new.path}"
             output.print_line(text)

@@ -9,11 +9,19 @@ import typer
 
 from torchax_ckpt.cli import output
 from torchax_ckpt.cli.exit_codes import FOUND, OK, USAGE, UsageError
-from torchax_ckpt.cli.step_arguments import Directory, Json, existing, named_or_all, step_infos
+from torchax_ckpt.cli.step_arguments import (
+    Directory,
+    Json,
+    existing,
+    named_or_all,
+    parsed_secs,
+    step_infos,
+)
 from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError, PolicyError
 from torchax_ckpt.policies import described
 from torchax_ckpt.policies.preservation import with_newest
 from torchax_ckpt.runtime import progress
+from torchax_ckpt.runtime.user_messages import counted
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import location
@@ -31,21 +39,38 @@ def prune(
             "'BestN(loss, min)'. May be repeated.",
         ),
     ] = None,
+    abandoned: Annotated[
+        bool,
+        typer.Option("--abandoned", help="The steps from which the run went back; see ls."),
+    ] = False,
+    older_than: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="Of these, those saved longer ago than that: 7d."),
+    ] = None,
     delete: Annotated[
         bool, typer.Option("--delete", help="Delete the steps; without it, only list them.")
     ] = False,
     as_json: Json = False,
 ) -> int:
-    """Lists the steps that no given rule keeps; with --delete, deletes these steps.
+    """Lists the steps that no given rule keeps, or abandoned ones; with --delete, deletes them.
 
     The newest step and the newest verified step are kept even if no rule keeps them. With --delete,
     the command takes the directory's lease and refuses a directory to which a training writes,
     because the training prunes its own steps.
     """
-    if not policy:
-        raise UsageError("prune: expected a rule for the steps to keep; give --policy 'LatestN(3)'")
+    if not (policy or abandoned):
+        raise UsageError(
+            "prune: expected a rule for the steps to keep, or --abandoned; give --policy "
+            "'LatestN(3)'"
+        )
+    if older_than is not None and not abandoned:
+        raise UsageError(
+            "prune: --older-than needs --abandoned; to keep the steps of a time, give --policy "
+            "'LatestDuration(SECONDS)'"
+        )
+    least_secs = 0.0 if older_than is None else parsed_secs(older_than, "prune: --older-than")
     try:
-        rules = [described.parsed(rule) for rule in policy]
+        rules = [described.parsed(rule) for rule in policy or ()]
     except PolicyError as error:
         raise UsageError(f"prune: --policy: {error}") from None
     run = existing(directory, read_only=not delete)
@@ -53,12 +78,15 @@ def prune(
         if delete:
             run.claim()
         steps = run.steps()  # listed under the lease, so that no other program changes them
-        to_delete, usage = _steps_to_delete(run, steps, rules)
-        for committed in to_delete if delete else ():
+        aside = run.abandoned()
+        usage = Usage([*steps, *aside])
+        to_delete = _steps_to_delete(run, steps, rules) if rules else []
+        gone = [s for s in aside if abandoned and _is_older(s, least_secs)]
+        for committed in (*to_delete, *gone) if delete else ():
             run.delete(committed)
     finally:
         run.release()
-    freed_bytes = usage.freed_bytes(to_delete)
+    freed_bytes = usage.freed_bytes([*to_delete, *gone])
     kept = [committed.step for committed in steps if committed not in to_delete]
     deleted = [committed.step for committed in to_delete]
     if as_json:
@@ -68,29 +96,37 @@ def prune(
                 "dry_run": not delete,
                 "kept": kept,
                 "deleted": deleted,
+                "abandoned": [output.abandoned_step(committed, usage) for committed in gone],
                 "freed_bytes": freed_bytes,
             }
         )
         return OK
     verb = "deleted" if delete else "would delete"
-    for committed in to_delete:
+    for committed in (*to_delete, *gone):
         shared = usage.shared_bytes(committed)
         text = f", of which {output.size(shared)} are shared with other steps" if shared else ""
         nbytes = output.size(usage.num_bytes(committed))
-        output.print_line(f"{verb} step {committed.step}, {nbytes}{text}")
+        of_branch = f" of an abandoned branch, {committed.path.name}" if committed in gone else ""
+        output.print_line(f"{verb} step {committed.step}{of_branch}, {nbytes}{text}")
+    more = f" and {len(gone)} of {counted(len(aside), 'abandoned step')}" if abandoned else ""
     output.print_line(
-        f"{verb} {len(deleted)} of {len(steps)} steps, freeing {output.size(freed_bytes)}; kept: "
-        f"{', '.join(map(str, kept)) or 'none'}"
+        f"{verb} {len(deleted)} of {counted(len(steps), 'step')}{more}, freeing "
+        f"{output.size(freed_bytes)}; kept: {', '.join(map(str, kept)) or 'none'}"
     )
-    if deleted and not delete:
+    if (deleted or gone) and not delete:
         output.note("nothing was deleted; --delete deletes these steps")
     return OK
 
 
+def _is_older(committed: CommittedStep, least_secs: float) -> bool:
+    """Returns whether a step was committed so long ago; with a lost time, only if that is zero."""
+    return (committed.age_secs or 0.0) >= least_secs
+
+
 def _steps_to_delete(
     run: RunDirectory, steps: Sequence[CommittedStep], rules: Sequence[Mapping[str, Any]]
-) -> tuple[list[CommittedStep], Usage]:
-    """Returns the steps that neither a rule nor their verification keeps, and the bytes of all."""
+) -> list[CommittedStep]:
+    """Returns the steps that neither a rule nor their verification keeps."""
     infos = step_infos(run, steps)
     damaged = [run.verified.is_damaged(committed) for committed in steps]
     kept_by = [described.kept_by(rule, infos, damaged) or () for rule in rules]
@@ -103,7 +139,7 @@ def _steps_to_delete(
             )
     keep = with_newest([any(kept) for kept in zip(*kept_by, strict=True)], damaged)
     keep = run.verified.sparing_newest(keep, steps)
-    return [step for step, is_kept in zip(steps, keep, strict=True) if not is_kept], Usage(steps)
+    return [step for step, is_kept in zip(steps, keep, strict=True) if not is_kept]
 
 
 def copy(

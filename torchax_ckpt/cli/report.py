@@ -27,6 +27,7 @@ from torchax_ckpt.cli.output import duration, number, plain, size
 from torchax_ckpt.cli.show import steps_of, writer_of
 from torchax_ckpt.cli.step_arguments import Directory, Json, existing
 from torchax_ckpt.errors import DirectoryError
+from torchax_ckpt.runtime.user_messages import counted
 from torchax_ckpt.storage.medium import fsync, location, permissions
 from torchax_ckpt.telemetry.journal import read_events
 from torchax_ckpt.telemetry.stats import Quantiles, Stats
@@ -68,7 +69,8 @@ def report(
         )
     else:
         saves = sum(len(r.saves) for r in runs)
-        output.print_line(f"{out}: {len(runs)} programs, {saves} saves, {len(steps)} steps")
+        numbers = ((len(runs), "program"), (saves, "save"), (len(steps), "step"))
+        output.print_line(f"{out}: {', '.join(counted(*number) for number in numbers)}")
     return OK
 
 
@@ -131,7 +133,8 @@ def page(
     figures += _figures_of_saves(saves, len(lost_saves), numbers)
     if any(run.lost_steps is not None for run in runs):
         lost = sum(run.lost_steps or 0 for run in runs)
-        figures.append(("done again", f"{lost:,} steps", "at least, after restarts"))
+        again = f"{lost:,} step{'s' * (lost != 1)}"
+        figures.append(("done again", again, "at least, after restarts"))
     return (
         _environment()
         .get_template("report.html.jinja")
@@ -185,7 +188,7 @@ _Figure = tuple[str, str, str]  # label, value and note of a number at the top o
 
 
 def _figures_of_steps(steps: Sequence[dict[str, Any]], num_bytes: int) -> list[_Figure]:
-    note = f"{len(steps)} steps"
+    note = counted(len(steps), "step")
     if any(step["shared_bytes"] for step in steps):
         note += "; shared bytes count once"
     on_storage = ("on storage", size(num_bytes), note)
@@ -280,8 +283,8 @@ def timeline(runs: Sequence[RecordedRun], now_secs: float) -> Chart:
     lanes = _lanes(runs)
     chart = Chart(
         _BOTTOM + 44 + len(lanes) * _LANE,
-        f"Timeline: {len(runs)} programs, {len(lanes['saving'])} saves, {len(lanes['durable'])} "
-        f"durable, {len(lanes['failed'])} failed or cut off",
+        f"Timeline: {counted(len(runs), 'program')}, {counted(len(lanes['saving']), 'save')}, "
+        f"{len(lanes['durable'])} durable, {len(lanes['failed'])} failed or cut off",
     )
     across = chart.add_times(runs, now_secs, _BOTTOM + len(lanes) * _LANE + 6)
     curves = [steps_over_time(run) for run in runs]
@@ -323,7 +326,7 @@ def histogram(values: Sequence[float]) -> Chart:
     """Draws a histogram of seconds between snapshots; an extra bar counts outliers."""
     ordered = sorted(values)
     median = duration(ordered[len(ordered) // 2])
-    label = f"Seconds between snapshots: {len(values)} intervals, half below {median}"
+    label = f"Seconds between snapshots: {counted(len(values), 'interval')}, half below {median}"
     chart = Chart(_BOTTOM + 30, label)
     p95 = ordered[min(len(ordered) - 1, math.ceil(0.95 * len(ordered)))]
     has_rest = ordered[-1] > 1.5 * p95

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-import math
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any
 
 import rich.live
@@ -14,7 +13,7 @@ import typer
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from torchax_ckpt.cli import output
+from torchax_ckpt.cli import components, output
 from torchax_ckpt.cli.exit_codes import FOUND, OK, UNAVAILABLE, UsageError, code_of
 from torchax_ckpt.cli.step_arguments import (
     Directory,
@@ -23,26 +22,31 @@ from torchax_ckpt.cli.step_arguments import (
     Step,
     chosen,
     existing,
+    runs_in,
+    runs_text,
     step_infos,
 )
 from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
+from torchax_ckpt.layout import names
 from torchax_ckpt.policies import described
 from torchax_ckpt.policies.preservation import with_newest
 from torchax_ckpt.runtime import progress
+from torchax_ckpt.runtime.user_messages import counted
 from torchax_ckpt.storage.directory import lease, run_identity
-from torchax_ckpt.storage.directory.committed_step import VERIFIED, CommittedStep
+from torchax_ckpt.storage.directory.committed_step import ASSETS, VERIFIED, CommittedStep
 from torchax_ckpt.storage.directory.compare_and_swap import record_at
 from torchax_ckpt.storage.directory.lease import LeaseHolder
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import location
 from torchax_ckpt.stored import shared_files
-from torchax_ckpt.stored.compare import Difference, compare
+from torchax_ckpt.stored.compare import Difference, compare, plain_values
 from torchax_ckpt.stored.shared_files import Usage
 from torchax_ckpt.stored.stored_step import StoredStep
 from torchax_ckpt.telemetry.journal import latest_start
 
 # Seconds from one look of ``ls --watch`` to the next, and of those at a bucket.
 _WATCH_SECS, _WATCH_BUCKET_SECS = 2.0, 10.0
+_MAX_NAMES = 5  # in a line
 
 Filter = Annotated[
     str,
@@ -70,8 +74,17 @@ def list_steps(
     run = existing(directory)
     if as_json:
         steps, total_bytes = steps_of(run)
-        content = {"directory": str(run.path), "size_bytes": total_bytes, "steps": steps}
-        output.print_json({**content, "writer": _as_json(writer_of(run))})
+        aside = run.abandoned()
+        usage = Usage(aside)
+        content = {
+            "directory": str(run.path),
+            "size_bytes": total_bytes,
+            "steps": steps,
+            "abandoned": [output.abandoned_step(committed, usage) for committed in aside],
+            "runs": {} if steps else runs_in(run),
+            "writer": _as_json(writer_of(run)),
+        }
+        output.print_json(content)
         return OK
     console = output.console()
     if not (watch and output.is_watched()):
@@ -108,17 +121,28 @@ def _listing(run: RunDirectory, height: int | None = None) -> RenderableType:
         for step in steps
     ]
     if height is not None:
-        rows = rows[-max(1, height - 4) :]  # beside them: headings, two lines, and the cursor's
+        rows = rows[-max(1, height - 5) :]  # beside them: headings, three lines, the cursor's
     columns = ("step", "age", "size", "shared", "verified", "kept by", "metrics")
     table = output.table(columns, rows, right=("step", "age", "size", "shared"))
     for column in table.columns:
         column.no_wrap = column.no_wrap or height is not None  # a row is a line
     parts: list[RenderableType] = [table]
     if not steps:
-        parts = [_line(f"{run.path}: there are no checkpoints")]
+        runs = runs_in(run)
+        there = f". {runs_text(runs)}" if runs else ""
+        parts = [_line(f"{run.path}: there are no checkpoints{there}")]
     if any(step["shared_bytes"] for step in steps):
         text = f"{len(steps)} steps, {output.size(total_bytes)}; shared bytes count once"
         parts.append(_line(f"{text} (cp -r copies them for each step, cp -a does not)"))
+    if aside := run.abandoned():
+        held = output.size(Usage(aside).freed_bytes(aside))
+        folders = ", ".join(committed.path.name for committed in aside[-_MAX_NAMES:])
+        parts.append(
+            _line(
+                f"{counted(len(aside), 'abandoned step')}, {held}: {folders}; no run reads them: "
+                f"torchax-ckpt prune {run.path} --abandoned"
+            )
+        )
     if (writer := writer_of(run)) is not None:
         holder, is_running = writer
         text = "a program writes here" if is_running else "the last program did not close the run"
@@ -197,7 +221,10 @@ def show(
     """Lists a step's leaves: dtype, shape, size, sharding at the save, shared array if stacked."""
     run, committed = chosen(directory, step)
     stored = StoredStep(committed)
-    leaves = [leaf for name, leaf in stored.leaves.items() if fnmatch.fnmatchcase(name, pattern)]
+    values = {"/".join(path): value for path, value in plain_values(stored).items()}
+    wanted = _matching("show", pattern, {*stored.leaves, *values})
+    leaves = [leaf for name, leaf in stored.leaves.items() if name in wanted]
+    values = {name: value for name, value in values.items() if name in wanted}
     total = sum(leaf.nbytes for leaf in leaves)
     if as_json:
         output.print_json(
@@ -208,6 +235,7 @@ def show(
                 "verified": committed in run.verified,
                 "metrics": run.metrics(committed),
                 "versions": dict(stored.manifest.versions),
+                "values": values,
                 "num_leaves": len(leaves),
                 "num_bytes": total,
                 "leaves": [
@@ -234,12 +262,29 @@ def show(
         texts[leaf.name] = "  ".join(part for part in parts if part)
     if output.is_watched():
         output.console().print(output.tree(texts))
-    else:  # pipes and files get one line for each leaf, with its whole name
+    elif rows:  # pipes and files get one line for each leaf, with its whole name
         columns = ("name", "dtype", "shape", "size", "sharding", "stack")
         output.console().print(output.table(columns, rows, right=("size",)))
-    shown = "" if pattern == _ALL else f" of {len(stored.leaves)}"
-    output.print_line(f"step {committed.step}: {len(leaves)}{shown} leaves, {output.size(total)}")
+    titles, lines = ("component", "leaves", "values"), components.lines(stored)
+    number = counted(len(leaves), "leaf", "leaves")
+    if pattern != _ALL:
+        titles, lines = ("name", "", "value"), [(n, "", repr(v)) for n, v in values.items()]
+        number = f"{len(leaves)} of {counted(len(stored.leaves), 'leaf', 'leaves')}"
+    if lines:
+        output.console().print(output.table(titles, lines))
+    output.print_line(f"step {committed.step}: {number}, {output.size(total)}")
     return OK
+
+
+def _matching(command: str, pattern: str, known: Collection[str]) -> set[str]:
+    """Returns the names that match a pattern; raises UsageError if the pattern matches none."""
+    found = {name for name in known if fnmatch.fnmatchcase(name, pattern)}
+    if not found and pattern != _ALL:
+        raise UsageError(
+            f"{command}: --filter: expected a pattern that matches a leaf or a value, found "
+            f"{pattern!r:.100}, which matches none of {len(known)}{names.nearest(pattern, known)}"
+        )
+    return found
 
 
 _HOST_KINDS = frozenset({"torch", "numpy", "numpy_scalar"})
@@ -351,6 +396,11 @@ def diff(
     differ only in the bits of equal values (NaN payloads, signs of zero) are listed too.
     """
     left, right = (StoredStep(chosen(text)[1]) for text in (a, b))
+    known = {*left.leaves, *right.leaves}
+    for stored in (left, right) if pattern != _ALL else ():
+        known.update("/".join(path) for path in plain_values(stored))
+        known.update(f"{ASSETS}/{name}" for name in stored.read_assets())
+    _matching("diff", pattern, known)
     with progress.bar("comparing", lambda: left.stored_bytes) as on_bytes:
         result = compare(
             left,
@@ -365,26 +415,24 @@ def diff(
                 "b": {"path": str(right.committed.path), "step": right.committed.step},
                 "identical": result.is_identical,
                 "num_identical": result.num_identical,
-                "leaves": [_difference_as_json(difference) for difference in result.leaves],
-                "values": [_difference_as_json(difference) for difference in result.values],
+                "leaves": [*map(vars, result.leaves)],
+                "values": [*map(vars, result.values)],
             }
         )
     elif result.is_identical:
-        output.print_line(f"identical to the bit: {result.num_identical} leaves, and all values")
+        number = counted(result.num_identical, "leaf", "leaves")
+        output.print_line(f"identical to the bit: {number}, and all values")
     else:
         found = (*result.leaves, *result.values)
-        rows = [(d.name, _IN_WORDS[d.what], _difference_detail(d)) for d in found]
+        rows = components.rows(found, lambda d: (_IN_WORDS[d.what], _difference_detail(d)))
         output.console().print(output.table(("name", "difference", ""), rows))
+        output.print_line(components.counts(found))
         output.print_line(
-            f"{result.num_identical} leaves are identical to the bit; {len(result.leaves)} leaves "
-            f"and {len(result.values)} values differ"
+            f"{counted(result.num_identical, 'leaf is', 'leaves are')} identical to the bit; "
+            f"{counted(len(result.leaves), 'leaf', 'leaves')} and "
+            f"{counted(len(result.values), 'value')} differ"
         )
     return OK if result.is_identical else FOUND
-
-
-def _difference_as_json(difference: Difference) -> dict[str, Any]:
-    is_infinite = difference.max_abs == math.inf  # JSON has no infinity
-    return {**vars(difference), "max_abs": "inf" if is_infinite else difference.max_abs}
 
 
 def _difference_detail(difference: Difference) -> str:
@@ -392,7 +440,7 @@ def _difference_detail(difference: Difference) -> str:
         return ""
     if difference.num_elements is None:
         return " -> ".join(text for text in (difference.a, difference.b) if text is not None)
-    parts = [f"{difference.num_elements} elements"]
+    parts = [counted(difference.num_elements, "element")]
     if difference.max_abs is not None:
         parts.append(f"by at most {difference.max_abs:.6g}")
     if difference.num_nan:

@@ -208,7 +208,7 @@ def _files(path: Path) -> tuple[list[Path], dict[str, set[str]] | None]:
         expected: dict[str, set[str]] = {}
         expects = "an index of safetensors"
         with reading(index, expects, may_be_link=True, max_bytes=MAX_METADATA_BYTES):
-            for name, file in json.loads(index.read_text())["weight_map"].items():
+            for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
                 expected.setdefault(in_folder(index.parent, file).name, set()).add(name)
         return [index.parent / file for file in sorted(expected)], expected
     if not path.is_file():

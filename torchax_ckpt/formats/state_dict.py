@@ -22,7 +22,7 @@ from etils import epath
 from torchax_ckpt.errors import DirectoryError, UnsupportedLeafError
 from torchax_ckpt.formats.tensor_files import writing
 from torchax_ckpt.formats.weights import Weights, weights_at
-from torchax_ckpt.options import CheckpointOptions
+from torchax_ckpt.options import CheckpointOptions, require_kind
 from torchax_ckpt.plain_torch import native_torch, tensor_of
 from torchax_ckpt.runtime.user_messages import brief
 from torchax_ckpt.storage.arrays import read_arrays
@@ -68,6 +68,7 @@ def load_torch_state_dict(
       UnsupportedLeafError: torch lacks the dtype of a weight.
     """
     run = RunDirectory(directory, read_only=True)
+    options = require_kind("options", options, CheckpointOptions)
     stored = StoredStep(run.candidates(step)[-1], options)
     weights = weights_at(stored, at)
     return named_weights(weights, read_tensors(stored, weights.leaves.values()))

@@ -8,7 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from torchax_ckpt.errors import CorruptCheckpointError, MismatchError, UnsupportedLeafError
+from torchax_ckpt.errors import (
+    ArgumentError,
+    CorruptCheckpointError,
+    MismatchError,
+    UnsupportedLeafError,
+)
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.state import node_checks
@@ -37,6 +42,8 @@ def weights_at(
     stored: StoredStep, at: str | None = None, selection: Selection | None = None
 ) -> Weights:
     """Returns the leaves at or below a key path of a step; None for the one attached model."""
+    if not isinstance(at, str | None):
+        raise ArgumentError(f"at: expected a key path such as 'model/generator', found {at!r:.80}")
     place = at or MODEL
     component, *keys = names.split(place)
     attached = node_checks.members(stored.manifest.document.get(component), component)

@@ -98,6 +98,9 @@ class Publisher:
             atexit.register(self._exit)
             self._task.start()
 
+    def __repr__(self) -> str:
+        return f"<Publisher to {str(self._follower.out)!r}>"
+
     def close(self) -> None:
         """Publishes the newest finished step, and ends the thread. May be called twice.
 

@@ -9,6 +9,7 @@ ambiguous or invalid as a storage key; torch's usual parameter names stay unchan
 from __future__ import annotations
 
 import collections
+import difflib
 import re
 from collections.abc import Iterable
 
@@ -76,6 +77,16 @@ def split(name: str) -> tuple[str, ...]:
 def is_name(text: str) -> bool:
     """Returns whether a text can be a leaf's name."""
     return bool(text) and not _FOREIGN.search(text)
+
+
+def nearest(pattern: str, known: Iterable[str]) -> str:
+    """Returns ``; the nearest are ...``, names or beginnings of names like a pattern, or ""."""
+    texts: dict[str, None] = {}
+    for name in known:
+        ends = (match.end() for match in re.finditer(r"[/.]", name))
+        texts |= dict.fromkeys((name, *(f"{name[:end]}*" for end in ends)))
+    found = difflib.get_close_matches(pattern, texts)
+    return f"; the nearest are {', '.join(found)}" if found else ""
 
 
 def without_compile(fqn: str) -> str:

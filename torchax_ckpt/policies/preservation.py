@@ -9,11 +9,13 @@ Source: Orbax v1, ``training.preservation_policies``.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from torchax_ckpt.errors import PolicyError
 from torchax_ckpt.runtime.lazily import orbax
+from torchax_ckpt.runtime.user_messages import counted
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,8 @@ class BestN:
     n: int = 1
 
     def __post_init__(self) -> None:
+        if not isinstance(self.metric, str) or not self.metric:
+            raise PolicyError(f"BestN: metric must be the name of a metric, found {self.metric!r}")
         if self.mode not in ("min", "max"):
             raise PolicyError(f"BestN: mode must be 'min' or 'max', found {self.mode!r}")
         if isinstance(self.n, bool) or not isinstance(self.n, int) or self.n < 1:
@@ -63,6 +67,41 @@ def ranking(text: Any) -> BestN | None:
     if not metric or mode not in ("", "min", "max"):
         return None
     return BestN(metric=metric, mode="max" if mode == "max" else "min")
+
+
+# The argument for such policies, what they decide, one for a number, and one that joins several.
+_SAVES = ("save_decision_policy", "when a step is saved", "FixedIntervalPolicy", "AnySavePolicy")
+_KEEPS = ("preservation_policy", "which steps are kept", "LatestN", "AnyPreservationPolicy")
+_METHODS = {"should_save": _SAVES, "should_preserve": _KEEPS}
+
+
+def require_policy(argument: str, policy: Any, method: str) -> None:
+    """Raises PolicyError unless a policy, and each policy that it joins, has this method."""
+    training = orbax.v1.training
+    _, _, of_number, joining = _METHODS[method]
+    [other] = _METHODS.keys() - {method}
+    has = {name for name in _METHODS if callable(getattr(policy, name, None))}
+    if isinstance(policy, type) and inspect.isfunction(
+        inspect.getattr_static(policy, method, None)
+    ):
+        advice = f"; give an object of this class, such as {policy.__name__}(...)"
+    elif method in has:
+        keeps, saves = training.preservation_policies, training.save_decision_policies
+        if isinstance(policy, (keeps.AnyPreservationPolicy, saves.AnySavePolicy)):
+            is_list = isinstance(policy.policies, Iterable)
+            for each in policy.policies if is_list else [[policy.policies]]:
+                require_policy(f"{argument}: {joining}", each, method)
+        return
+    elif other in has:
+        right, decides, *_ = _METHODS[other]
+        advice = f", which decides {decides}; give it as {right}="
+    elif isinstance(policy, (list, tuple)):
+        advice = f"; give policies.{joining}([...])"
+    else:
+        advice = f"; give policies.{of_number}({policy if type(policy) is int else 3})"
+    raise PolicyError(
+        f"{argument}: expected a policy with the method {method}(), found {policy!r:.100}{advice}"
+    )
 
 
 def with_children(policy: Any) -> Iterator[Any]:
@@ -129,8 +168,9 @@ def preserved(policy: Any, checkpoints: Sequence[Any], is_damaged: Sequence[bool
         answer = list(policy.should_preserve(some, context=context))
         if len(answer) != len(some):
             raise PolicyError(
-                f"{type(policy).__name__}.should_preserve returned {len(answer)} values for "
-                f"{len(some)} checkpoints, expected one for each; nothing was deleted"
+                f"{type(policy).__name__}.should_preserve returned {counted(len(answer), 'value')} "
+                f"for {counted(len(some), 'checkpoint')}, expected one for each; nothing was "
+                "deleted"
             )
         return answer
 

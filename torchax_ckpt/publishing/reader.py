@@ -48,6 +48,9 @@ class Reader:
         self._seen: object = None  # what ``latest`` said, and when
         self._known: dict[str, Any] = {}
 
+    def __repr__(self) -> str:
+        return f"<Reader of {str(self._path)!r}: step {self.step}>"
+
     def poll(self) -> dict[str, torch.Tensor]:
         """Returns the tensors whose values, dtype or shape differ from those returned before.
 

@@ -30,6 +30,7 @@ from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.restoring import host_shards
 from torchax_ckpt.restoring.host_shards import Answer, StateSenders, rounds_of, routes, runs
+from torchax_ckpt.runtime.user_messages import counted
 from torchax_ckpt.saving import host_parts
 from torchax_ckpt.saving.host_parts import digest
 from torchax_ckpt.snapshot.move_shards import permute_over_processes, put, reshard
@@ -132,8 +133,8 @@ class HostSteps:
         first = next(index for index, its_digest in enumerate(digests) if its_digest)
         if counts[first] not in (None, len(reports)):
             raise self._unreadable(
-                f"{counts[first]} hosts saved this step, and {len(reports)} restore it. Restore it "
-                "with as many hosts, or read the step from the durable tier (tier='durable')"
+                f"{counted(counts[first], 'host')} saved this step, {len(reports)} read it. Read "
+                "it with as many hosts, or read the step from the durable tier (tier='durable')"
             )
         if counts[first] is None:
             self._state_senders = StateSenders.of_equal(map(bool, digests))

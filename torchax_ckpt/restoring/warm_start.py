@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from torchax_ckpt import torchax_backend
-from torchax_ckpt.errors import SelectionError, StepNotFoundError
+from torchax_ckpt.errors import ArgumentError, SelectionError, StepNotFoundError
 from torchax_ckpt.formats import importing
 from torchax_ckpt.formats.weights import MODEL, weights_at
 from torchax_ckpt.layout.selection import Selection
-from torchax_ckpt.options import CheckpointOptions
+from torchax_ckpt.options import CheckpointOptions, require_kind
 from torchax_ckpt.processes.coordination import open_for_call
 from torchax_ckpt.restoring.fallback import newest_readable, reading
 from torchax_ckpt.restoring.file_weights import FileWeights
@@ -129,7 +129,7 @@ def warm_start(
       UnsupportedLeafError: a tensor has a dtype that JAX would narrow, or that cannot be read.
       ImportError: the source is in safetensors format, and that library is not installed.
     """
-    options = options or CheckpointOptions()
+    options = require_kind("options", options, CheckpointOptions) or CheckpointOptions()
     called = f"warm_start({'' if step is None else repr(step)[:40]})"
     with open_for_call("warm starts", options.process_timeout_secs, called) as processes:
         # What one process alone cannot do, fails on all; and all are connected before any reads.
@@ -137,6 +137,8 @@ def warm_start(
             torchax_backend.check_internals()
             require_module(model, (MODEL,))
             require_callable("init", init)
+            if not isinstance(source, (str, os.PathLike)):
+                raise ArgumentError(f"source: expected a path or a gs:// URL, found {source!r:.80}")
             component = ModuleComponent(model, (MODEL,), as_rule(shardings), init)
             number = None if step is None else as_step(step)
             path = Path(source)

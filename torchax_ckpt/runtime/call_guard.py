@@ -28,6 +28,13 @@ from torchax_ckpt.runtime.user_messages import brief
 P = ParamSpec("P")
 R = TypeVar("R")
 
+NO_COPY = (
+    "a TorchaxCheckpointer can be neither copied nor pickled: it holds threads, saves in flight "
+    "and the lease of its directory. Leave it out of the copy of an object that has it, in "
+    "__getstate__ or __deepcopy__, or keep it outside of that object. Another process that reads "
+    "steps makes its own, with CheckpointOptions(read_only=True)."
+)
+
 with jax.ensure_compile_time_eval():
     _NOT_TRACING = jax_versions.opaque_trace_state()
 _home: int | None = None  # the process that created the first checkpointer and JAX's threads

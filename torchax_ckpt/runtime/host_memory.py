@@ -47,7 +47,9 @@ def available_host_bytes() -> int | None:
     available = []
     with contextlib.suppress(OSError):
         found = re.search(
-            r"^MemAvailable: *(\d+) kB", (_PROC / "meminfo").read_text(), re.MULTILINE
+            r"^MemAvailable: *(\d+) kB",
+            (_PROC / "meminfo").read_text(encoding="utf-8"),
+            re.MULTILINE,
         )
         if found:
             available.append(int(found[1]) << 10)
@@ -70,7 +72,7 @@ def _limited_groups() -> Iterator[tuple[Path, _Interface, int]]:
     """
     machine = _machine_bytes()
     try:
-        lines = (_PROC / "self" / "cgroup").read_text().splitlines()
+        lines = (_PROC / "self" / "cgroup").read_text("utf-8", "replace").splitlines()
     except OSError:  # not Linux, or /proc is hidden
         return
     for line in lines:  # number:controllers:path; version 2 has number 0 and no controllers
@@ -95,14 +97,14 @@ def _limited_groups() -> Iterator[tuple[Path, _Interface, int]]:
 def _number(file: Path) -> int | None:
     """Returns the number in a file; None if the file is missing or has text such as ``max``."""
     try:
-        return int(file.read_text())
+        return int(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
 
 
 def _reclaimable(group: Path, interface: _Interface) -> int:
     with contextlib.suppress(OSError, ValueError):
-        for line in (group / "memory.stat").read_text().splitlines():
+        for line in (group / "memory.stat").read_text(encoding="utf-8").splitlines():
             key, _, value = line.partition(" ")
             if key == interface.reclaimable:
                 return int(value)

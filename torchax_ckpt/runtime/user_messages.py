@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 from torchax_ckpt.errors import CheckpointError
@@ -17,7 +18,8 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_OWN = frozenset({__name__.partition(".")[0], "asyncio", "concurrent", "contextlib"})
+_PACKAGE = __name__.partition(".")[0]
+_OWN = frozenset({_PACKAGE, "asyncio", "concurrent", "contextlib"})
 
 
 def fields(**values: Any) -> dict[str, Any]:
@@ -25,6 +27,23 @@ def fields(**values: Any) -> dict[str, Any]:
     given = {name: value for name, value in values.items() if value is not None}
     plain = (int, float, list)
     return {f"ckpt_{n}": v if isinstance(v, plain) else str(v) for n, v in given.items()}
+
+
+def counted(number: int, one: str, many: str = "") -> str:
+    """Returns a number with its noun: ``1 step``, ``2 steps``; ``many`` if that needs no ``s``."""
+    return f"{number} {one if number == 1 else many or f'{one}s'}"
+
+
+def tell(logger: logging.Logger, message: str, extra: Mapping[str, Any]) -> None:
+    """Logs a message at INFO; prints it on stderr too if no level was set, so that INFO is hidden.
+
+    For what is no warning and should be seen without any settings.
+    """
+    logger.info("%s", message, extra=extra)
+    package, root = logging.getLogger(_PACKAGE), logging.getLogger()
+    if package.level == logging.NOTSET and root.level == logging.WARNING and sys.stderr is not None:
+        with contextlib.suppress(OSError, ValueError):  # a closed stream
+            print(f"{_PACKAGE}: {message}", file=sys.stderr, flush=True)
 
 
 def warn(message: str, stacklevel: int = 1) -> None:

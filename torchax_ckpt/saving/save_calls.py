@@ -124,6 +124,7 @@ class SaveCalls:
                     pending, self._ranked, number, must_save=must_save
                 )
             self._tiers.prepare(number)
+            self._tiers.announce_new()
             if self._raises:  # the oldest failure, on all processes at the same step
                 with self._tiers.processes.round(f"raising failures before step {number}"):
                     for tier in due:

@@ -31,7 +31,7 @@ from torchax_ckpt.processes.call_log import Call, Kind
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.runtime import background, progress
 from torchax_ckpt.runtime.save_in_flight import FailureLog, SaveCost, SaveInFlight
-from torchax_ckpt.runtime.user_messages import fields
+from torchax_ckpt.runtime.user_messages import counted, fields
 from torchax_ckpt.saving.preserving import Preserving
 from torchax_ckpt.saving.unchanged.reuse import Reuse
 from torchax_ckpt.saving.writer import Capture, Writer
@@ -274,8 +274,8 @@ class Saver:
             self.newest_failure = None
             unmended.pop(self.path, None)
             if self._num_failures:
-                text = "saving to %s works again after %d failed saves"
-                logger.info(text, self._directory.path, self._num_failures)
+                text, failed = "saving to %s works again after %s", "failed save"
+                logger.info(text, self._directory.path, counted(self._num_failures, failed))
             self._num_failures = 0
             self._failures.over("saving")
             save.enter("deleting what no rule keeps")

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torchax_ckpt import policies
-from torchax_ckpt.errors import CheckpointError, PolicyError, TierError
+from torchax_ckpt.errors import ArgumentError, CheckpointError, TierError
 from torchax_ckpt.options import CheckpointOptions, LocalTier, TierName
-from torchax_ckpt.policies import described, save_decision
+from torchax_ckpt.policies import described, preservation, save_decision
 from torchax_ckpt.processes.coordination import Processes, open_channel
 from torchax_ckpt.processes.decision_windows import DecisionWindows
 from torchax_ckpt.processes.per_host import PerHostProcesses
@@ -26,7 +26,7 @@ from torchax_ckpt.saving.closing import Closing, close_others
 from torchax_ckpt.saving.preserving import Preserving
 from torchax_ckpt.saving.saver import Saver
 from torchax_ckpt.saving.unchanged.reuse import Reuse
-from torchax_ckpt.storage.directory import committed_step
+from torchax_ckpt.storage.directory import committed_step, new_runs
 from torchax_ckpt.storage.directory.abandonment import Key
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory, checkpoint_info
@@ -144,7 +144,7 @@ class Tiers:
         )
         self._tiers.append(self.durable)
         self.local: RunTier | None = None
-        self._is_open = self._is_named = False
+        self._is_open = self._is_named = self._is_announced = False
         self._name = uuid.uuid4().hex
         if local is not None:
             if options.restore_in_budget and self.processes.count > 1:
@@ -174,15 +174,17 @@ class Tiers:
         calls: Processes,
         saves: Processes,
     ) -> RunTier:
-        save_policy = save_policy or policies.AnySavePolicy(
-            [policies.ContinuousCheckpointingPolicy(), policies.PreemptionCheckpointingPolicy()]
-        )
-        for policy, method in ((save_policy, "should_save"), (keep_policy, "should_preserve")):
-            if not callable(getattr(policy, method, None)):
-                raise PolicyError(f"{policy!r:.100} is not a policy: it has no method {method}()")
+        if save_policy is None:
+            save_policy = policies.AnySavePolicy(
+                [policies.ContinuousCheckpointingPolicy(), policies.PreemptionCheckpointingPolicy()]
+            )
+        of_tier = "LocalTier: " if name == "local" else ""
+        preservation.require_policy(f"{of_tier}save_decision_policy", save_policy, "should_save")
+        preservation.require_policy("preservation_policy", keep_policy, "should_preserve")
         history = RunHistory(directory, calls, None if name == "durable" else self.durable.history)
         on_event = self._on_event if name == "durable" else None
-        telemetry = Telemetry(directory.path, on_event, described.described(keep_policy))
+        rules = described.described(keep_policy)
+        telemetry = Telemetry(directory.path, on_event, rules, directory.abandoned)
         preserving = Preserving(
             directory, keep_policy, self._options, saves, is_local=name == "local"
         )
@@ -200,8 +202,8 @@ class Tiers:
         saver = Saver(*parts, reuse, self._on_donated)
         durable = self._tiers[0].directory if self._tiers else directory
         decisions = self._connect(f"{name} decisions {durable.path}")
-        of_tier = directory, history, saver, telemetry, calls, reuse, save_policy, decisions
-        return RunTier(name, *of_tier)
+        parts_of_tier = directory, history, saver, telemetry, calls, reuse, save_policy, decisions
+        return RunTier(name, *parts_of_tier)
 
     def __iter__(self) -> Iterator[RunTier]:
         return iter(self._tiers)
@@ -306,8 +308,19 @@ class Tiers:
                 self.processes.first(lambda: durable.join([], name))
         self._is_named = True
 
+    def announce_new(self) -> None:
+        """Says once, if the run has no steps, that it is new; see ``new_runs.py``."""
+        is_known, self._is_announced = self._is_announced, True
+        if not is_known and not any(tier.history.branches.in_place for tier in self._tiers):
+            starts_one = self.processes.is_first and not self._options.read_only
+            new_runs.announce(self.durable.directory.path, looks_around=starts_one)
+
     def wait(self, timeout_secs: float | None = None) -> None:
         """Waits until no save is in flight in any tier."""
+        if not isinstance(timeout_secs, int | float | None):
+            raise ArgumentError(
+                f"timeout_secs: expected a number of seconds or None, found {timeout_secs!r:.80}"
+            )
         deadline = None if timeout_secs is None else time.monotonic() + timeout_secs
         for tier in self._tiers:
             tier.saver.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))

@@ -27,6 +27,7 @@ from torchax_ckpt.layout.manifest import Node, array_nodes
 from torchax_ckpt.layout.nodes import decode
 from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.runtime.undoing import undone_on_failure
+from torchax_ckpt.runtime.user_messages import counted
 from torchax_ckpt.snapshot.sharding import Local, Placement, placement_of
 from torchax_ckpt.state.findings import Findings, refused
 from torchax_ckpt.state.leaf import Array, Spec, require_jax_dtype
@@ -197,11 +198,13 @@ class Restoration:
         """Raises UninitializedLeafError if a meta tensor would remain without data."""
         if not self.unfilled:
             return
+        one = "tensor is on the meta device and nothing fills it"
+        many = "tensors are on the meta device and nothing fills them"
         listed = ", ".join(self.unfilled[:10]) + (", ..." if len(self.unfilled) > 10 else "")
         raise UninitializedLeafError(
-            f"{len(self.unfilled)} tensors are on the meta device and nothing fills them: "
-            f"{listed}. Pass {call}(init=f); f(name, leaf) returns an array with the shape, dtype "
-            "and sharding of leaf, a jax.ShapeDtypeStruct.",
+            f"{counted(len(self.unfilled), one, many)}: {listed}. Pass {call}(init=f); "
+            "f(name, leaf) returns an array with the shape, dtype and sharding of leaf, a "
+            "jax.ShapeDtypeStruct.",
             key_path=self.unfilled[0],
         )
 

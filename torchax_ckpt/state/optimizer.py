@@ -102,9 +102,13 @@ class OptimizerComponent:
                 "which replaced the model's parameters, so stepping it trains nothing. Build it "
                 "after model.to('jax')."
             )
+        one, many = (
+            f"parameter of {kind} is no parameter",
+            f"parameters of {kind} are not parameters",
+        )
         raise AttachError(
-            f"{where}: {len(strangers)} parameters of {kind} are not parameters of the attached "
-            f"model, the first at param_groups[{g}]['params'][{i}]. {hint}",
+            f"{where}: {user_messages.counted(len(strangers), one, many)} of the attached model, "
+            f"the first at param_groups[{g}]['params'][{i}]. {hint}",
             key_path=where,
         )
 
@@ -230,9 +234,11 @@ class OptimizerComponent:
         (stored_class,) = node_checks.texts([node["class"]], where)
         stored = StoredOptimizer.of_node(node, where)
         if groupless := stored.state.keys() - stored.group_of:
+            one, many = "parameter that was", "parameters that were"
+            number = user_messages.counted(len(groupless), one, many)
             user_messages.warn(
-                f"{where}: not restored: the state of {len(groupless)} parameters that were in no "
-                f"group when the step was saved, such as {min(groupless)}. To keep such state, "
+                f"{where}: not restored: the state of {number} in no group when the step was "
+                f"saved, such as {min(groupless)}. To keep such state, "
                 "leave the group in the optimizer, and give its parameters no gradients"
             )
         stored = stored.selected(selection)

@@ -218,7 +218,7 @@ def document_of(
 
 def _warn(where: str, affected: Sequence[str], saved: int, count: int) -> None:
     if count < saved:
-        result = f"the states of processes {count} to {saved - 1} are left out"
+        result = f"the state of each process from {count} on is left out"
     else:
         result = (
             f"processes {saved} to {count - 1} start with the same state as others, so their "
@@ -282,6 +282,13 @@ def end_of_epoch(where: str, loader: Any, state: Any) -> str | None:
     )
 
 
+def state_dict_hint(value: object) -> str:
+    """Returns what to add to an error if ``value`` may be what ``state_dict()`` returned."""
+    if isinstance(value, Mapping) and value and not any(map(methods_of, value.values())):
+        return ". If state_dict() returned this dict, give the object itself in its place"
+    return ""
+
+
 @dataclasses.dataclass(frozen=True)
 class SavedStates:
     """The states of a loader on all processes that saved a step, for another number of them."""
@@ -301,8 +308,8 @@ class SavedStates:
         """Returns this process's state of those that the user's ``redistribute`` returned."""
         if len(states) != self.count:
             raise ValueError(
-                f"redistribute returned {len(states)} states, expected {self.count}, one for each "
-                "process"
+                f"redistribute returned {user_messages.counted(len(states), 'state')}, expected "
+                f"{self.count}, one for each process"
             )
         return states[self.index]
 

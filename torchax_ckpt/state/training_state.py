@@ -21,7 +21,7 @@ from torchax_ckpt.state.findings import type_name
 from torchax_ckpt.state.modules.module import Init, ModuleComponent, Rule
 from torchax_ckpt.state.modules.ties import warn_of_lost_ties
 from torchax_ckpt.state.optimizer import OptimizerComponent, unwrapped
-from torchax_ckpt.state.per_process_state import SavedStates
+from torchax_ckpt.state.per_process_state import SavedStates, state_dict_hint
 from torchax_ckpt.state.random_state import RandomStateComponent
 from torchax_ckpt.state.stateful import Redistribute, StatefulComponent
 
@@ -213,7 +213,11 @@ def _component(
     for key, member in value.items():
         if not isinstance(key, str):
             raise AttachError(f"{name}: names must be strings, found {key!r:.80}")
-        members[key] = build(member, (name, key))
+        try:
+            members[key] = build(member, (name, key))
+        except AttachError as error:
+            error.message += state_dict_hint(value)
+            raise
     return _Group(members, (name,))
 
 
@@ -253,4 +257,5 @@ def require_callable(argument: str, value: Any) -> None:
 
 def _wrong_type(path: tuple[str, ...], expected: str, found: Any) -> AttachError:
     where = names.join(path)
-    return AttachError(f"{where}: expected {expected}, found {type_name(found)}", key_path=where)
+    text = f"{where}: expected {expected}, found {type_name(found)}{state_dict_hint(found)}"
+    return AttachError(text, key_path=where)

@@ -6,13 +6,16 @@ Values are the parts of the state that are not arrays. A few leaves are read at 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import struct
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import numpy as np
 
 from torchax_ckpt.errors import CorruptCheckpointError
+from torchax_ckpt.layout import nodes
 from torchax_ckpt.layout.batches import batches
+from torchax_ckpt.runtime.user_messages import counted
 from torchax_ckpt.storage.directory.committed_step import ASSETS
 from torchax_ckpt.stored.stored_step import StoredLeaf, StoredStep
 
@@ -98,9 +101,7 @@ def compare(
                 found.append(difference)
         on_bytes(sum(leaf.nbytes for leaf in batch))
     values = tuple(
-        difference
-        for difference in (*_values(a.manifest.document, b.manifest.document), *_assets(a, b))
-        if is_wanted(difference.name)
+        difference for difference in (*_values(a, b), *_assets(a, b)) if is_wanted(difference.name)
     )
     return StepComparison(tuple(sorted(found, key=lambda d: d.name)), values, num_identical)
 
@@ -165,24 +166,35 @@ def _largest(a: np.ndarray, b: np.ndarray) -> float | int:
 _ABSENT = object()
 
 
-def _values(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
-    """Yields the differences between the documents of two manifests, arrays excluded."""
+def plain_values(step: StoredStep) -> dict[tuple[str, ...], Any]:
+    """Returns path -> value of what a step holds besides arrays: numbers, strings and the like."""
     try:
-        left, right = dict(_plain(a, ())), dict(_plain(b, ()))
+        return dict(_plain(step.manifest.document, ()))
     except RecursionError:
-        raise CorruptCheckpointError(
-            "one of the two compared manifests nests deeper than any valid manifest, so the step "
-            "with this manifest is damaged. Compare undamaged steps"
+        raise step.committed.error(
+            CorruptCheckpointError,
+            "the manifest nests deeper than any valid manifest, so the step is damaged. Use "
+            "another step",
         ) from None
+
+
+def _values(a: StoredStep, b: StoredStep) -> Iterator[Difference]:
+    """Yields the differences between the values of two steps that are not arrays."""
+    left, right = plain_values(a), plain_values(b)
     for path in sorted({*left, *right}):
         in_a, in_b = left.get(path, _ABSENT), right.get(path, _ABSENT)
-        # Python treats True and 1 as equal; the types distinguish them.
-        if (type(in_a), in_a) != (type(in_b), in_b):
+        if _bits(in_a) != _bits(in_b):
             what: What = (
                 "only_in_b" if in_a is _ABSENT else "only_in_a" if in_b is _ABSENT else "content"
             )
             left_text, right_text = (None if v is _ABSENT else repr(v) for v in (in_a, in_b))
             yield Difference("/".join(path), what, left_text, right_text)
+
+
+def _bits(value: Any) -> Any:
+    """Returns what is equal for values of one type and equal bits only."""
+    # Python treats True and 1 as equal, -0.0 and 0.0 too, and a NaN and itself as different.
+    return type(value), struct.pack(">d", value) if isinstance(value, float) else value
 
 
 def _assets(a: StoredStep, b: StoredStep) -> Iterator[Difference]:
@@ -194,7 +206,9 @@ def _assets(a: StoredStep, b: StoredStep) -> Iterator[Difference]:
         in_a, in_b = left.get(name), right.get(name)
         if in_a != in_b:
             what: What = "only_in_b" if in_a is None else "only_in_a" if in_b is None else "content"
-            a_size, b_size = (t if t is None else f"{len(t)} characters" for t in (in_a, in_b))
+            a_size, b_size = (
+                t if t is None else counted(len(t), "character") for t in (in_a, in_b)
+            )
             yield Difference(f"{ASSETS}/{name}", what, a_size, b_size)
 
 
@@ -204,14 +218,16 @@ def _plain(node: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], 
         if "array" in node:
             return
         for tag, payload in node.items():
-            if tag in _PAIRS and isinstance(payload, list):
+            if tag in ("int", "float"):
+                yield path, nodes.decode(node, lambda leaf: None)
+            elif tag in _PAIRS and isinstance(payload, list):
                 for pair in payload:
                     if isinstance(pair, list) and len(pair) == 2:
                         key = pair[0] if isinstance(pair[0], str) else repr(pair[0])
                         yield from _plain(pair[1], (*path, key))
             else:
                 # The tag of a container or a number is not a key that the user gave.
-                is_key = not path or tag not in ("tuple", "set", "frozenset", "int", "float")
+                is_key = not path or tag not in ("tuple", "set", "frozenset")
                 yield from _plain(payload, (*path, tag) if is_key else path)
     elif isinstance(node, list):
         for index, child in enumerate(node):

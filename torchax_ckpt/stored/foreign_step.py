@@ -75,7 +75,7 @@ class ForeignStep(StoredStep):
             )
         with step_files.as_corrupt(self.committed, "metadata"):
             tree = trees.get(STATE) or next(iter(trees.values()))
-            metadata = json.loads((tree / _METADATA).read_text())
+            metadata = json.loads((tree / _METADATA).read_text(encoding="utf-8"))
             kinds = _kinds(metadata)
             for keys in kinds:
                 if (name := _orbax_name(keys)).startswith("/") or ".." in name.split("/"):

@@ -23,9 +23,11 @@ from typing import Any, TypeAlias
 import jax
 from etils import epath
 
+from torchax_ckpt.errors import ArgumentError
 from torchax_ckpt.layout.manifest import installed_versions
 from torchax_ckpt.runtime.background import Task
 from torchax_ckpt.runtime.save_in_flight import SaveCost
+from torchax_ckpt.runtime.user_messages import counted, fields
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.stored.shared_files import Usage
 from torchax_ckpt.telemetry.events import Event, bounded
@@ -99,7 +101,8 @@ class Telemetry:
     """Takes and counts the events of one checkpointer.
 
     The directory is written to only between ``open`` and ``close``; ``on_event`` is called in
-    order, on one thread. ``keeps`` are the rules of the preservation policy as data, for reports.
+    order, on one thread. ``keeps`` are the rules of the preservation policy as data, for reports;
+    ``abandoned`` lists the steps of abandoned branches.
     """
 
     def __init__(
@@ -107,8 +110,10 @@ class Telemetry:
         directory: epath.Path,
         on_event: Callable[[Event], None] | None = None,
         keeps: Sequence[dict[str, Any]] = (),
+        abandoned: Callable[[], list[CommittedStep]] = list,
     ) -> None:
         self._directory, self._on_event, self._keeps = directory, on_event, list(keeps)
+        self._abandoned = abandoned
         self._pid = os.getpid()
         self._tally = Tally()
         self._lock = threading.RLock()  # a signal handler may call stats in the middle of emit
@@ -277,12 +282,15 @@ class Telemetry:
 
     def _measured(self, event: Event, steps: Sequence[CommittedStep], reused_bytes: int) -> Event:
         """Returns an event with the bytes of its step and of all steps, if storage answers."""
+        abandoned = {}
         try:
             self._usage.update(steps)
+            if event.name in ("started", "set_aside"):
+                abandoned = self._measured_abandoned(event)
         except Exception as error:  # bucket clients raise errors of their own
             logger.debug("%s: the bytes of steps are not known: %s", self._directory, error)
             return event
-        sizes = {"total_bytes": self._usage.total_bytes}
+        sizes = {"total_bytes": self._usage.total_bytes, **abandoned}
         new = next((s for s in reversed(steps) if s.step == event.step), None)
         if new is not None and (num_bytes := self._usage.num_bytes(new)):  # 0: deleted meanwhile
             shared_bytes = min(num_bytes, reused_bytes)
@@ -291,6 +299,23 @@ class Telemetry:
         with self._lock, _errors_logged():
             self._tally.take(dataclasses.replace(event, values=sizes), counts=False)
         return dataclasses.replace(event, values={**event.values, **sizes})
+
+    def _measured_abandoned(self, event: Event) -> dict[str, int]:
+        """Returns the number and bytes of abandoned steps; logs them if this event made more."""
+        steps = self._abandoned()
+        num_bytes = Usage(steps).freed_bytes(steps)
+        if steps and event.name == "set_aside":
+            logger.info(
+                "%s: set aside steps %s; %s there hold %.1f MB. No run reads them, and nothing "
+                "deletes them but `torchax-ckpt prune %s --abandoned --delete`",
+                self._directory,
+                event.values["steps"],
+                counted(len(steps), "abandoned step"),
+                num_bytes / 1e6,
+                self._directory,
+                extra=fields(path=self._directory, steps=event.values["steps"]),
+            )
+        return {"num_abandoned": len(steps), "abandoned_bytes": num_bytes}
 
     def _handle(self, event: Event) -> None:
         if event.step is not None:
@@ -341,6 +366,10 @@ class Hook:
     """
 
     def __init__(self, on_event: Callable[[Event], None]) -> None:
+        if not callable(on_event):
+            raise ArgumentError(
+                f"on_event: expected a function of one Event, found {on_event!r:.100}"
+            )
         self.on_event = on_event
         self.call = _WeakCall(self)
 

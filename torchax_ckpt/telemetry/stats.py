@@ -97,6 +97,10 @@ class Stats:
         "durable", "bytes of a step taken over from an earlier one, by links or a bucket's copies"
     )
     restore_secs: Quantiles | None = _metric("restored", "seconds that a restore took")
+    num_abandoned: int | None = _metric("", "steps of abandoned branches", kind="latest")
+    abandoned_bytes: int | None = _metric(
+        "", "bytes that a prune of these would free", kind="latest"
+    )
     total_bytes: int | None = _metric("", "bytes of all steps, linked ones once", kind="latest")
     newest_step: int | None = _metric("", "the newest durable step", kind="latest")
     newest_age_secs: float | None = _metric(

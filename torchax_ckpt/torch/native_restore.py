@@ -81,6 +81,9 @@ def restore(
         "dataloader": dataloader,
     }
     objects = {name: value for name, value in given.items() if value is not None}
+    for name, value in objects.items():
+        if hint := per_process_state.state_dict_hint(value):
+            raise AttachError(f"{name}: expected an object, found {type_name(value)}{hint}")
     directory = RunDirectory(run, read_only=True)
 
     def attempt(committed: CommittedStep) -> RestoreReport:

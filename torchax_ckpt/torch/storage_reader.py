@@ -73,6 +73,9 @@ class StorageReader(dcp.StorageReader):
         self._told: set[str] = set()  # components that a warning about other ranks may have named
         self.reset()
 
+    def __repr__(self) -> str:
+        return f"StorageReader({str(self._run.path)!r}, step={self._step})"
+
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a new load; DCP calls it. A ``checkpoint_id`` is refused: give ``step``."""
         if checkpoint_id is not None:

@@ -328,7 +328,7 @@ def test_what_cannot_be_written_fails_the_save_and_nothing_is_written_after(
 @pytest.mark.parametrize(
     ("lost", "said"),
     [
-        ("merge", r"state/w: expected 1 chunks .* found 0: another"),
+        ("merge", r"state/w: expected 1 chunk .* found 0: another"),
         ("write_arrays", "folder was removed while the step was written"),
     ],
 )

@@ -79,7 +79,8 @@ class TorchaxCheckpoint(Checkpoint):
         self.checkpointer: TorchaxCheckpointer | None = None
         if monitor is not None:
             best = policies.BestN(metric=monitor, mode=mode, n=num_best)
-            others = preservation_policy or policies.LatestN(3)
+            is_default = preservation_policy is None
+            others = policies.LatestN(3) if is_default else preservation_policy
             preservation_policy = policies.AnyPreservationPolicy([others, best])
         self._make = lambda: TorchaxCheckpointer(
             directory,

@@ -22,6 +22,7 @@ from torchax_ckpt.errors import AttachError, UnsupportedLeafError
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node
 from torchax_ckpt.layout.selection import Selection
+from torchax_ckpt.runtime.user_messages import counted
 from torchax_ckpt.snapshot.sharding import Local, Placement, placement_of
 from torchax_ckpt.state import node_checks
 from torchax_ckpt.state.component import (
@@ -248,9 +249,15 @@ class ModuleComponent:
         matched = selection.match_wrapped(*map(self._selection_names, (theirs, ours)))
         if matched and jax.process_index() == 0:
             logger.info(
-                "%s: %d names of the checkpoint are matched with names of the model that differ by "
-                "a wrapper, such as torch.compile's _orig_mod: %s with %s",
-                *(names.join(self.key_path), len(matched), *next(iter(matched.items()))),
+                "%s: %s with names of the model that differ by a wrapper, such as torch.compile's "
+                "_orig_mod: %s with %s",
+                names.join(self.key_path),
+                counted(
+                    len(matched),
+                    "name of the checkpoint is matched",
+                    "names of the checkpoint are matched",
+                ),
+                *next(iter(matched.items())),
             )
 
     def _selection_names(self, fqns: Iterable[str]) -> list[str]:
@@ -378,10 +385,11 @@ def _require_supported(
     if on_cpu := [names.join((*key_path, s.fqn)) for s in parameters if s.is_on_cpu]:
         more = f" and {len(on_cpu) - _MAX_LISTED} more" if len(on_cpu) > _MAX_LISTED else ""
         raise AttachError(
-            f"{where}: {len(on_cpu)} of {len(parameters)} parameters of {type(root).__name__} are "
-            f"on the CPU, the others are not: {', '.join(on_cpu[:_MAX_LISTED])}{more}. Move the "
-            "whole model after its last part was added: model.to('jax'). Build the optimizer after "
-            "that. Make a tensor that is to stay on the CPU a buffer.",
+            f"{where}: {len(on_cpu)} of {len(parameters)} parameters of {type(root).__name__} "
+            f"{'is' if len(on_cpu) == 1 else 'are'} on the CPU, the others are not: "
+            f"{', '.join(on_cpu[:_MAX_LISTED])}{more}. Move the whole model after its last part "
+            "was added: model.to('jax'). Build the optimizer after that. Make a tensor that is to "
+            "stay on the CPU a buffer.",
             key_path=on_cpu[0],
         )
     known = {n for s in slots for n in (s.fqn, *s.aliases)}

@@ -154,6 +154,20 @@ class Abandonment:
         keys = self._abandoned_keys(steps) if self._is_local else self._recorded_in(steps)
         return [s for s in steps if s.key in keys]
 
+    def listed_by_newest(self) -> list[CommittedStep]:
+        """Returns the abandoned steps in place that the summary of the newest step lists.
+
+        If a commit time is lost, it is not known which step is the newest, and none is returned.
+        """
+        branches = self.branches()
+        if not branches.committed or any(s.has_lost_record for s in branches.committed):
+            return []
+        newest = max(branches.committed, key=lambda s: s.commit_timestamp_nsecs)
+        with storage_errors.translated("read", self._path):
+            [summary] = self._summaries.read([newest])
+        keys = from_summary(summary or {})
+        return [s for s in branches.abandoned if s.key in keys and not s.has_lost_record]
+
     def told(self, steps: Iterable[CommittedStep]) -> bytes:
         """Returns a JSON report for other hosts: the keys of ``steps``, and of abandoned steps."""
         return json.dumps([[s.key for s in steps], sorted(self._recorded())]).encode()

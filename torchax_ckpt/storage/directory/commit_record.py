@@ -44,6 +44,7 @@ _SEALED = (RECORD, SHARDINGS)
 # The names of entries in a step, whether this package or Orbax alone wrote the step.
 _PARTS = {STATE, MANIFEST, SUMMARY, ASSETS, VERIFIED, RECORD, "_METADATA", "pytree"}
 _STEP = re.compile(r"(incoming-)?(0|[1-9][0-9]{0,18})(?(1)(?:-\d+)?)")
+_ASIDE = re.compile(r"abandoned-(0|[1-9][0-9]{0,18})(?:-\d+)?")
 # The name of an empty object that marks a folder of a bucket in which a save began and from which
 # the save's files were removed.
 BEGUN = "begun"
@@ -90,6 +91,28 @@ def steps_among(
             for (child, match), at in zip(found, times, strict=True)
             if at is not None
         ]
+
+
+def aside_among(children: Iterable[epath.Path]) -> list[CommittedStep]:
+    """Returns the steps among a run's folders that were set aside; other folders are skipped."""
+    named = [(child, m) for child in children if (m := _ASIDE.fullmatch(child.name))]
+    return [
+        CommittedStep(int(match[1]), child, time)
+        for child, match in named
+        if int(match[1]) <= MAX_STEP
+        and _was_committed(child)
+        and (time := time_or_none(child)) is not None
+    ]
+
+
+def newest_in(folder: epath.Path) -> int | None:
+    """Returns the number of the newest step in a folder; None if it is no run with steps."""
+    try:
+        named = [(child, m) for child in folder.iterdir() if (m := _STEP.fullmatch(child.name))]
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    newest_first = sorted(named, key=lambda each: int(each[1][2]), reverse=True)
+    return next((int(match[2]) for child, match in newest_first if _was_committed(child)), None)
 
 
 def time_or_none(path: epath.Path) -> int | None:
@@ -167,7 +190,7 @@ def _was_committed(path: epath.Path) -> bool:
 
 def item_names(path: epath.Path) -> set[str]:
     """Returns the names of the items, such as its manifest, that a step had at its commit."""
-    items = json.loads((path / RECORD).read_text()).get("item_handlers")
+    items = json.loads((path / RECORD).read_text(encoding="utf-8")).get("item_handlers")
     return set(items) if isinstance(items, dict) else set()
 
 
@@ -188,7 +211,7 @@ def read_sealed(path: epath.Path, name: str) -> bytes:
 def _stored_digests(path: epath.Path) -> dict[str, Any] | None:
     """Returns the digests in a commit mark, {} if Orbax alone wrote it; None without a mark."""
     try:
-        _, _, sealed = (path / MARK).read_text().partition("\n")
+        _, _, sealed = (path / MARK).read_text(encoding="utf-8").partition("\n")
     except (FileNotFoundError, NotADirectoryError):
         return None
     found = json.loads(sealed) if sealed else {}
@@ -212,7 +235,7 @@ def remove_leftover(path: epath.Path) -> None:
     if location.is_bucket(path):
         bucket.remove(path)
         if _STEP.fullmatch(path.name):
-            (path / BEGUN).write_text("")
+            (path / BEGUN).write_bytes(b"")
         return
     try:
         path.unlink() if os.path.islink(path) else path.rmtree()

@@ -11,7 +11,12 @@ from typing import Any, TypeVar
 
 from etils import epath
 
-from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
+from torchax_ckpt.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    StepNotFoundError,
+    StepTypeError,
+)
 from torchax_ckpt.storage.medium import permissions
 
 logger = logging.getLogger(__name__)
@@ -93,6 +98,8 @@ def chosen(
     found: Sequence[CommittedStep], step: int | None, directories: Sequence[epath.Path]
 ) -> list[CommittedStep]:
     """Returns all steps found, or those of one number; StepNotFoundError if there are none."""
+    if step is not None and (isinstance(step, bool) or not hasattr(step, "__index__")):
+        raise StepTypeError(f"step: expected an int or None, found {step!r:.80}")
     if steps := [s for s in found if step is None or s.step == step]:
         return steps
     text = "there are no checkpoints"

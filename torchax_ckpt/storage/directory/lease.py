@@ -406,10 +406,10 @@ class _Process:
 def process_of(pid: int) -> _Process | None:
     """Returns the process ``pid`` as ``/proc`` shows it; None if ``/proc`` does not show it."""
     try:
-        stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
+        stat = pathlib.Path(f"/proc/{pid}/stat").read_bytes()
         # The second field is the program's name, in parentheses, which may hold any character.
-        fields = stat.rpartition(")")[2].split()
-        return _Process(fields[0] in "ZX", int(fields[17]), int(fields[19]))
+        fields = stat.rpartition(b")")[2].split()
+        return _Process(fields[0] in b"ZX", int(fields[17]), int(fields[19]))
     except (OSError, IndexError, ValueError):
         return None
 
@@ -428,7 +428,7 @@ def _is_hidden(pid: int) -> bool:
 def this_kernel() -> str | None:
     """Returns a name of this boot of the kernel and this pid namespace; None if unreadable."""
     try:
-        boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return None

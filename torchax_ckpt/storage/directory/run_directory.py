@@ -168,6 +168,12 @@ class RunDirectory:
                 return []
         return [s for s in found if s.key in self._left_out.get(s.step, (s.key,))]
 
+    def abandoned(self) -> list[CommittedStep]:
+        """Returns the steps that were set aside, and those that the newest step will set aside."""
+        with self._translated("read"):
+            aside = commit_record.aside_among(self._children())
+        return sorted([*aside, *self.abandonment.listed_by_newest()], key=lambda s: s.key)
+
     def leave_out(self, step: int, known: Iterable[CommittedStep]) -> None:
         """Lists of this step only what is ``known``, because storage may keep a failed save's."""
         self._left_out[step] = {s.key for s in known if s.step == step}
@@ -429,10 +435,10 @@ class RunDirectory:
         self.fence()
         # A bucket renames object by object. If the process is killed meanwhile, two parts without a
         # mark remain, which are removed later, and never a folder that looks like a step.
-        mark = (path / commit_record.MARK).read_text()
+        mark = (path / commit_record.MARK).read_text(encoding="utf-8")
         bucket.remove(path / commit_record.MARK)
         path.rename(target)
-        (target / commit_record.MARK).write_text(mark)
+        (target / commit_record.MARK).write_text(mark, encoding="utf-8")
 
     def delete(self, committed: CommittedStep) -> None:
         """Makes a step none, by a rename or without its commit mark, then removes its files.

@@ -37,7 +37,13 @@ class RunHistory:
         self._other_tier = durable
         # A save to one tier may end while the training thread begins one to the other.
         self._changing = threading.RLock()
-        if durable is not None:
+        self._fate = "deleted once a new step is durable"  # of steps of an abandoned branch
+        if durable is None:
+            self._fate = (
+                "set aside once a new step is durable, and stay on storage until `torchax-ckpt "
+                f"prune {self.path} --abandoned --delete` deletes them"
+            )
+        else:
             durable._other_tier, self._changing = self, durable._changing
         # The steps that this run builds on, and the abandoned steps, which are set aside once a new
         # step is committed here. Replaced as a whole, never changed in place.
@@ -171,10 +177,10 @@ class RunHistory:
         # At a save, because only a save abandons them: a restore may come first, or no save at all.
         if self._leaving:
             logger.warning(
-                "%s: steps %s are not on the branch that this run continues; they will be set "
-                "aside once a new step is durable",
+                "%s: steps %s are not on the branch that this run continues; they will be %s",
                 self._directory.path,
                 self._leaving,
+                self._fate,
                 extra=fields(path=self._directory.path, steps=self._leaving),
             )
             self._leaving = []

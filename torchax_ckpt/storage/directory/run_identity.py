@@ -202,7 +202,7 @@ def _text(directory: epath.Path) -> str | None:
     try:
         if not containment.is_plain_file(directory / NAME):
             return None
-        return (directory / NAME).read_text()
+        return (directory / NAME).read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
         return None
 

@@ -66,7 +66,7 @@ def write_file(path: pathlib.Path, content: bytes) -> None:
 def make_file(path: epath.Path) -> None:
     """Creates an empty file, if it is missing; the new file is not writable by everybody."""
     if location.is_bucket(path):
-        path.write_text("")
+        path.write_bytes(b"")
         return
     with contextlib.suppress(FileExistsError):
         write_file(pathlib.Path(path), b"")
@@ -76,7 +76,7 @@ def prove_writable(folder: epath.Path) -> None:
     """Creates and removes a file; warns of a mount that lacks what commits and leases need."""
     if location.is_bucket(folder):
         probe = folder / ".torchax_ckpt_write_test"
-        probe.write_text("")
+        probe.write_bytes(b"")
         probe.unlink(missing_ok=True)  # a retried request may find it deleted already
         return
     # With a random name, under which nobody can have placed a link.
@@ -197,7 +197,11 @@ def _probe(folder: epath.Path, mount: _Mount) -> None:
         number = file.stat().st_ino
         with _noted("it has no hard links", lacking):
             os.link(file, old / "link")
-        with _noted("it has no locks", lacking), open(file) as first, open(file) as second:
+        with (
+            _noted("it has no locks", lacking),
+            open(file, "rb") as first,
+            open(file, "rb") as second,
+        ):
             fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)

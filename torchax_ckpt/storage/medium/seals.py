@@ -27,7 +27,7 @@ _SEAL_BYTES = len(f',"{_SEAL}":""') + 16
 
 def read_sealed(folder: epath.Path, expected: str | None = None) -> dict[str, Any]:
     """Reads a step's sealed JSON; ValueError if damaged, or if its digest is not ``expected``."""
-    raw = json.loads((folder / "data.json").read_text())
+    raw = json.loads((folder / "data.json").read_text(encoding="utf-8"))
     content = unseal(raw)
     if expected is not None and raw[_SEAL] != expected:
         raise ValueError(f"expected digest {expected!r:.40}, found {raw[_SEAL]!r:.40}")

@@ -27,6 +27,7 @@ from etils import epath
 from torchax_ckpt.errors import SaveError
 from torchax_ckpt.layout.manifest import Digests
 from torchax_ckpt.options import Codec
+from torchax_ckpt.runtime.user_messages import counted
 from torchax_ckpt.snapshot.host_array import Memory
 from torchax_ckpt.storage.arrays import array_checks, block_digests, chunking
 from torchax_ckpt.storage.arrays.chunking import AnyArray
@@ -194,9 +195,9 @@ def merge(state: epath.Path, folders: Iterable[str], names: Iterable[str]) -> No
         num_found = found.get(key, 1) - 1  # without the metadata
         if num_found != count:
             raise SaveError(
-                f"{name}: expected {count} chunks in the new step, found {num_found}: another "
-                f"program removes files in {state}, or the processes of this run did not save the "
-                "same arrays",
+                f"{name}: expected {counted(count, 'chunk')} in the new step, found {num_found}: "
+                f"another program removes files in {state}, or the processes of this run did not "
+                "save the same arrays",
                 key_path=name,
             )
     transaction.commit_async().result()

@@ -104,7 +104,7 @@ def mark(step: epath.Path) -> None:
             f"{step}: the folder was removed while the step was written, so the step is not "
             "committed. Another program changes files of this run; keep it out of the directory"
         )
-    (step / commit_record.MARK).write_text(commit_record.sealing(step, "committed"))
+    (step / commit_record.MARK).write_bytes(commit_record.sealing(step, "committed").encode())
     permissions.open_folder(step)
     fsync.sync_tree(step, but=_DATA)
 
@@ -146,7 +146,7 @@ def _write_tree(step: epath.Path, arrays: Mapping[str, AnyArray]) -> None:
 
 def _write(path: epath.Path, content: Any) -> None:
     permissions.make_inner_folder(path.parent)
-    path.write_text(json.dumps(content))
+    path.write_bytes(json.dumps(content).encode())
 
 
 def _entry(keys: tuple[str, ...], array: AnyArray) -> dict[str, Any]:

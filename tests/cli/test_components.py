@@ -1,0 +1,168 @@
+"""What show and diff say of what is not a tensor: a line for each object, none for each number."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.commands import run, run_json
+from support.training import adamw, mlp, train_step
+
+from torchax_ckpt import TorchaxCheckpointer
+from torchax_ckpt.cli import exit_codes
+
+
+class Average:
+    """An object that a program attaches with others; its list is long."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {"n": 0, "order": list(range(100)), "worst": float("-inf")}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two steps, between which everything changes."""
+    directory = tmp_path_factory.mktemp("saved") / "run"
+    model, average = mlp(), Average()
+    optimizer = adamw(model)
+    schedulers = {"decay": torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)}
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(model, optimizer, lr_scheduler=schedulers, stateful={"average": average})
+        for step in (1, 2):
+            train_step(model, optimizer, step)
+            schedulers["decay"].step()
+            average.state = {"n": step, "order": [i + step for i in range(100)], "worst": -np.inf}
+            random.seed(step)
+            np.random.seed(step)
+            torch.manual_seed(step)
+            ckpt.save(step, force=True)
+            ckpt.wait_until_finished()
+    return directory
+
+
+def line(text: str, name: str) -> str:
+    [found] = [row for row in text.splitlines() if row.split()[:1] == [name]]
+    return " ".join(found.split())
+
+
+def test_show_has_a_line_for_each_object_with_its_plain_values(saved: Path) -> None:
+    text = run("show", saved)
+    assert "last_epoch=2" in line(text, "lr_scheduler/decay")
+    assert "lr=" in line(text, "optimizer/param_groups/0")
+    assert "class='AdamW'" in line(text, "optimizer")
+    assert (
+        line(text, "stateful/average")
+        == "stateful/average n=2 order=[2, 3, 4, 5, 6, 7, ...] worst=-inf"
+    )
+    assert line(text, "rng/python") == "rng/python 627 values"
+    assert line(text, "model").startswith("model 4 leaves, ")
+    assert len(text.splitlines()) < 40
+
+
+def test_a_filter_of_show_selects_values_too_and_json_has_them_all(saved: Path) -> None:
+    text = run("show", saved, "--filter", "*/last_epoch")
+    assert line(text, "lr_scheduler/decay/last_epoch").split() == [
+        "lr_scheduler/decay/last_epoch",
+        "2",
+    ]
+    values = run_json("show", saved)["values"]
+    assert values["lr_scheduler/decay/last_epoch"] == 2
+    assert values["stateful/average/worst"] == "-inf"
+    assert [values[f"stateful/average/order/{i}"] for i in range(100)] == list(range(2, 102))
+    random.seed(2)
+    _, words, _ = random.getstate()
+    assert [values[f"rng/python/1/{i}"] for i in range(625)] == list(words)
+
+
+def test_diff_has_a_line_for_each_generator_and_each_long_list(saved: Path) -> None:
+    words = ("diff", saved / "1", saved / "2")
+    text = run(*words, code=exit_codes.FOUND)
+    for generator in ("rng/python", "rng/numpy", "rng/torch"):
+        assert line(text, generator) == f"{generator} content another random state"
+    assert line(text, "stateful/average/order/*") == "stateful/average/order/* content 100 values"
+    assert line(text, "stateful/average/n") == "stateful/average/n content 1 -> 2"
+    assert len(text.splitlines()) < 40
+    [counts] = [row for row in text.splitlines() if row.startswith("differences: 4 in model, ")]
+    assert "101 in stateful" in counts
+    values = run_json(*words, code=exit_codes.FOUND)["values"]
+    assert sum(d["name"].startswith("rng/python/1/") for d in values) > 600
+
+
+def test_diff_tells_equal_values_with_other_bits_apart(tmp_path: Path) -> None:
+    for name, zero in (("a", 0.0), ("b", -0.0)):
+        with TorchaxCheckpointer(tmp_path / name) as ckpt:
+            ckpt.attach(rng=False)
+            ckpt.save(1, state={"zero": zero, "nan": float("nan")}, force=True)
+    words = ("diff", tmp_path / "a", tmp_path / "b")
+    assert (
+        line(run(*words, code=exit_codes.FOUND), "state/zero") == "state/zero content 0.0 -> -0.0"
+    )
+    assert "state/nan" not in run(*words, code=exit_codes.FOUND)
+
+
+@pytest.mark.parametrize("command", ["show", "diff"])
+@pytest.mark.parametrize(
+    ("pattern", "nearest"),
+    [("modle/*", "model/*"), ("optimizer/*/exp_avgs", "optimizer/"), ("*.wieght", "")],
+)
+def test_a_filter_that_matches_nothing_is_an_error(
+    pattern: str, nearest: str, command: str, saved: Path
+) -> None:
+    steps = (saved,) if command == "show" else (saved / "1", saved / "2")
+    said = run(command, *steps, "--filter", pattern, code=exit_codes.USAGE)
+    assert f"found {pattern!r}, which matches none of " in said
+    assert nearest in said
+
+
+def test_a_folder_of_runs_names_them(tmp_path: Path) -> None:
+    for name, step in (("b", 3), ("2026", 7)):
+        with TorchaxCheckpointer(tmp_path / name) as ckpt:
+            ckpt.attach(mlp())
+            ckpt.save(step, force=True)
+    (tmp_path / "plots").mkdir()
+    (tmp_path / "notes.txt").write_text("a user's")
+    named = "The runs in this folder: 2026 (newest step 7), b (newest step 3)"
+    assert named in run("ls", tmp_path)
+    assert run_json("ls", tmp_path)["runs"] == {"2026": 7, "b": 3}
+    assert run_json("ls", tmp_path / "b")["runs"] == {}
+    for command in ("show", "verify", "export"):
+        words = (command, tmp_path, *([tmp_path / "w.safetensors"] if command == "export" else []))
+        assert "there are no checkpoints" in run(*words, code=exit_codes.USAGE)
+    assert f"{named}. Give one of them" in run("show", tmp_path, code=exit_codes.USAGE)
+
+
+def test_one_is_singular(tmp_path: Path) -> None:
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        with TorchaxCheckpointer(tmp_path / name) as ckpt:
+            ckpt.attach(rng=False)
+            ckpt.save(1, state={"w": np.full(1, value), "s": name * 2}, force=True)
+    texts = [
+        run("show", tmp_path / "a"),
+        run("diff", tmp_path / "a", tmp_path / "a"),
+        run("diff", tmp_path / "a", tmp_path / "b", code=exit_codes.FOUND),
+        run("export", tmp_path / "a", tmp_path / "w.safetensors", "--at", "state"),
+        run("report", tmp_path / "a", tmp_path / "page.html"),
+        run("prune", tmp_path / "a", "--policy", "LatestN(1)"),
+    ]
+    plural = r"\b1 (leaves|elements|values|tensors|steps|programs|saves|names)\b"
+    assert [text for text in texts if re.search(plural, text)] == []
+
+
+def test_a_pattern_of_export_that_matches_nothing_names_the_nearest(
+    saved: Path, tmp_path: Path
+) -> None:
+    words = ("export", saved, tmp_path / "w.safetensors", "--include", "0.wieght")
+    said = run(*words, code=exit_codes.USAGE)
+    assert "nothing matches include: '0.wieght'" in said
+    assert "the nearest are 0.weight" in said
