@@ -25,7 +25,7 @@ def within_mesh(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
     """Returns a context in which the program's mesh is ``mesh``."""
     if hasattr(jax, "set_mesh"):  # since 0.7.1; before, use_mesh
         return jax.set_mesh(mesh)
-    return jax.sharding.use_mesh(mesh)  # type: ignore[no-any-return, attr-defined]
+    return jax.sharding.use_mesh(mesh)  # type: ignore[attr-defined]
 
 
 def program_mesh() -> Any:
