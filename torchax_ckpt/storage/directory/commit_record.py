@@ -41,6 +41,12 @@ SHARDINGS = f"{STATE}/_sharding"
 _SEALED = (RECORD, SHARDINGS)
 # The names of entries in a step, whether this package or Orbax alone wrote the step.
 _PARTS = {STATE, MANIFEST, SUMMARY, ASSETS, VERIFIED, RECORD, "_METADATA", "pytree"}
+# The files in a step of this package, and those of a pytree that Orbax alone wrote.
+_FILE = re.compile(
+    r"begun|verified|orbax\.checkpoint|_CHECKPOINT_METADATA|(manifest|summary|assets)/data\.json"
+    r"|((state|pytree)/)?(_METADATA|_sharding|array_metadatas/process_[0-9]+"
+    r"|(ocdbt\.process_\w+/)?(manifest\.ocdbt|d/[0-9a-f]{32}))"
+)
 _STEP = re.compile(r"(incoming-)?(0|[1-9][0-9]{0,17})(?(1)(?:-\d+)?)")
 # The name of an empty object that marks a folder of a bucket in which a save began and from which
 # the save's files were removed.
@@ -66,7 +72,8 @@ def is_begun(path: epath.Path) -> bool:
     """Returns whether a bucket's folder is an unfinished or partly removed step, not a user's."""
     if not location.is_bucket(path) or is_marked(path) or not path.is_dir():
         return False
-    return any(child.name in _PARTS for child in path.iterdir())
+    is_ours = any(child.name in _PARTS for child in path.iterdir())
+    return is_ours and all(map(_FILE.fullmatch, bucket.contents(path, "")))
 
 
 def steps_among(children: Iterable[epath.Path], first: int) -> list[CommittedStep]:

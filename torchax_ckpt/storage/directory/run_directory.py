@@ -50,9 +50,13 @@ from torchax_ckpt.storage.medium import bucket, fsync, location, permissions, st
 
 logger = logging.getLogger(__name__)
 
+# Exactly the names that this package gives, and Orbax: a user's deleting-2-old-plots is none.
+_HEX = "[0-9a-f]{32}"
+_DRAFT = rf"({lease.NAME}|{run_identity.NAME}|{permissions.PROBE})-{_HEX}(\.renamed)?"
 _LEFTOVER = re.compile(
-    r"deleting-\d+.*|writing-\d+-.*|(incoming-)?\d+\.orbax-checkpoint-tmp.*"
-    rf"|({lease.NAME}|{run_identity.NAME}|{permissions.PROBE})-.*{re.escape(permissions.DRAFT_SUFFIX)}"
+    rf"deleting-[0-9]+|deleting-0-unchanged|writing-[0-9]+-({_HEX}(-[0-9]+)*|unchanged)"
+    rf"|(incoming-)?[0-9]+\.orbax-checkpoint-tmp(-[0-9]+)?"
+    rf"|{_DRAFT}{re.escape(permissions.DRAFT_SUFFIX)}"
 )
 # Names of steps and of steps that were set aside. A folder without a commit mark is neither.
 _MARKED = re.compile(r"(incoming-|abandoned-)?\d+(-\d+)?")
