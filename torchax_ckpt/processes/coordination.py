@@ -407,7 +407,7 @@ class Processes(Messages):
 
 
 def _digest(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8])
+    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()[:8])
 
 
 SINGLE_PROCESS = Processes("", 0, None, index=0, count=1)

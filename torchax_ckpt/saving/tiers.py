@@ -14,6 +14,8 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from etils import epath
+
 from torchax_ckpt import policies
 from torchax_ckpt.errors import CheckpointError, PolicyError, TierError
 from torchax_ckpt.options import CheckpointOptions, LocalTier, TierName
@@ -134,6 +136,7 @@ class Tiers:
         self._on_event = on_event
         self._on_donated = on_donated
         durable = RunDirectory(directory, read_only=options.read_only)
+        durable.require_run()
         self.call_log = CallLog()
         self.processes = self._connect(f"calls {durable.path}")
         self.call_log = self.processes.log = CallLog(self.processes)
@@ -154,11 +157,14 @@ class Tiers:
                     "restore_in_budget restores leaves in parts that differ between processes: "
                     "give either local=LocalTier(...) or restore_in_budget=True, not both"
                 )
+            nearby = RunDirectory(local.path, read_only=options.read_only, durable=durable)
+            nearby.require_run()
+            _require_apart(nearby.path, durable.path)
             saves = self._connect(f"local saves {durable.path}")
             self.replica_axis = local.replica_axis
             self.local = self._tier(
                 "local",
-                RunDirectory(local.path, read_only=options.read_only, durable=durable),
+                nearby,
                 local.save_decision_policy,
                 policies.LatestN(local.keep),
                 PerHostProcesses(self.processes),
@@ -367,3 +373,13 @@ class Tiers:
             watch.remove(log)
 
         return Closing([t.saver for t in self._tiers], [t.windows for t in self._tiers], end)
+
+
+def _require_apart(local: epath.Path, durable: epath.Path) -> None:
+    if location.is_within(local, durable) or location.is_within(durable, local):
+        raise TierError(
+            f"LocalTier: path: expected a directory apart from the run's, {durable}, found "
+            f"{local}: one is the other, or lies in it. Give the local tier a directory of its "
+            "own, on a ramdisk or a local disk of each host",
+            path=local,
+        )

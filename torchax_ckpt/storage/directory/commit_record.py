@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import re
+import shlex
 from collections.abc import Iterable
 from typing import Any
 
@@ -48,6 +49,8 @@ _FILE = re.compile(
     r"|(ocdbt\.process_\w+/)?(manifest\.ocdbt|d/[0-9a-f]{32}))"
 )
 _STEP = re.compile(r"(incoming-)?(0|[1-9][0-9]{0,17})(?(1)(?:-\d+)?)")
+# The number of a step in a folder of any name: abandoned-20-2, best-20.
+_NUMBER = re.compile(r"(?:.*?[^0-9])??([0-9]{1,18})(?:-[0-9]+)?", re.DOTALL)
 # The name of an empty object that marks a folder of a bucket in which a save began and from which
 # the save's files were removed.
 BEGUN = "begun"
@@ -61,6 +64,18 @@ _MAX_TIME = 2**63 - 1
 def is_marked(path: epath.Path) -> bool:
     """Returns whether a step is complete: it has a mark, or a name that only complete steps get."""
     return not location.is_bucket(path) or (path / MARK).exists()
+
+
+def is_step(folder: epath.Path) -> bool:
+    """Returns whether a local folder is a step, by files that only steps have, not by its name."""
+    found = ((MARK,), (RECORD,), [f"{item}/data.json" for item in (MANIFEST, SUMMARY)])
+    return any(all((folder / name).exists() for name in names) for names in found)
+
+
+def given_step(folder: epath.Path) -> CommittedStep:
+    """Returns the step in a folder that may have another name, which then tells its number or 0."""
+    number = _NUMBER.fullmatch(folder.name)
+    return CommittedStep(int(number[1]) if number else 0, folder, time_or_none(folder) or LOST)
 
 
 def is_there(committed: CommittedStep) -> bool:
@@ -99,7 +114,8 @@ def time_or_none(path: epath.Path) -> int | None:
         except (FileNotFoundError, NotADirectoryError, ValueError):
             if not _was_committed(path):
                 if not location.is_bucket(path) and (
-                    any(path.iterdir()) if path.is_dir() else path.exists()
+                    os.path.islink(path)
+                    or (any(path.iterdir()) if path.is_dir() else path.exists())
                 ):
                     _warn_once(path)
                 return None
@@ -108,6 +124,16 @@ def time_or_none(path: epath.Path) -> int | None:
 
 @functools.cache
 def _warn_once(path: epath.Path) -> None:
+    if os.path.islink(path):
+        logger.warning(
+            "%s looks like a step, but is a symbolic link to %s: ignoring it, because the files of "
+            "a step must lie in its run. Remove the link, and copy the step: torchax-ckpt copy %s "
+            "%s",
+            path,
+            *[shlex.quote(os.path.realpath(path))] * 2,
+            shlex.quote(os.fspath(path.parent)),
+        )
+        return
     logger.warning("%s looks like a step, but its commit record cannot be read: ignoring it", path)
 
 
@@ -167,8 +193,12 @@ def sealing(path: epath.Path, said: str) -> str:
     found = {}
     for name in _SEALED:
         with contextlib.suppress(FileNotFoundError):  # no sharded array: no file of shardings
-            found[name] = seals.of_octets((path / name).read_bytes())
+            found[name] = seals.of_octets(_content(path / name))
     return f"{said}\n{json.dumps(found)}\n"
+
+
+def _content(path: epath.Path) -> bytes:
+    return bucket.read(path) if location.is_bucket(path) else path.read_bytes()
 
 
 def read_sealed(path: epath.Path, name: str) -> bytes:
