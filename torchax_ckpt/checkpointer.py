@@ -76,8 +76,9 @@ class TorchaxCheckpointer:
         for. Its exceptions are logged.
 
     Raises:
-      DirectoryError: the directory is a file, or its scheme is not supported; or the bucket does
-        not exist, or grants no permission to read or, unless ``read_only`` is set, to write.
+      DirectoryError: the directory is a file or a step, or no path of a supported scheme; or the
+        bucket does not exist, or grants no permission to read or, unless ``read_only``, to write.
+      TierError: the local tier and the run's directory are one, or one lies in the other.
       BackendError: torchax, or JAX on several processes, lacks internals that this package needs;
         with ``read_only``, torchax needs them at ``attach`` only.
     """

@@ -346,7 +346,7 @@ def test_a_run_may_have_a_number_for_a_name(copy: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(RunDirectory, "found", permitted)
     assert run_json("show", copy)["step"] == 2
-    assert "permission denied" in run("show", copy.parent / "1", code=exit_codes.UNAVAILABLE)
+    assert "no such directory" in run("show", copy.parent / "1", code=exit_codes.USAGE)
     monkeypatch.undo()
     beside = copy.with_name("run")  # where 2026 would be a step, were it one
     shutil.move(copy, beside)

@@ -7,15 +7,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from etils import epath
 from gcs_proxy import FaultProxy
 from support.commands import run, run_json
 from support.described import Tokenizer
 
 from torchax_ckpt import TorchaxCheckpointer, load_torch_state_dict, policies
 from torchax_ckpt.cli import exit_codes
+from torchax_ckpt.errors import DirectoryError, SaveError, StepNotFoundError
 from torchax_ckpt.storage.arrays import array_checks
 from torchax_ckpt.storage.directory import commit_record
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
+from torchax_ckpt.storage.medium import location
 from torchax_ckpt.stored.stored_step import StoredStep
 
 pytest_plugins = ("gcs_fixtures",)
@@ -81,3 +84,51 @@ def test_commands_work_on_a_bucket(
 
     monkeypatch.setattr(array_checks, "require_stored", look_while_it_is_deleted)
     assert "step 1 was deleted meanwhile" in run("verify", target, 1, code=exit_codes.USAGE)
+
+
+def test_a_step_is_no_run_and_the_constructor_asks_no_more_to_know(
+    gcs: FaultProxy, url: str
+) -> None:
+    with TorchaxCheckpointer(url) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state={"p": {"w": np.full(3, step)}}, force=True)
+            ckpt.wait_until_finished()
+    requests: list[str] = []
+    gcs.hook = requests.append
+    TorchaxCheckpointer(f"{url}/eval").close()
+    assert len(requests) == 5  # as many as before it looked for the files of a step
+    for step, said in ((2, "found its step 2"), (7, "found no such step")):
+        with pytest.raises(DirectoryError, match=f"{said}; the run is {url}: give this directory"):
+            TorchaxCheckpointer(f"{url}/{step}")
+    assert (load_torch_state_dict(f"{url}/1", at="state/p")["w"] == 1).all()
+    with pytest.raises(StepNotFoundError, match="no checkpoint at step 7; there are: 1, 2"):
+        load_torch_state_dict(f"{url}/7", at="state/p")
+    said = run("show", f"{url}/2", "--filter", "state/*")
+    assert "step 2: 1" in said
+    with TorchaxCheckpointer(f"{url}/2/inner") as ckpt:
+        ckpt.save(5, state={"n": np.ones(1)}, force=True)
+    inner = epath.Path(f"{url}/2/inner/5")
+    for name in gcs.names(str(inner)):
+        (epath.Path(f"{url}/2/5") / name).write_bytes((inner / name).read_bytes())
+    assert run_json("ls", f"{url}/2")["steps"][0]["step"] == 5
+
+
+def test_a_save_removes_no_folder_of_a_user_and_proves_where_its_arrays_lie(
+    gcs: FaultProxy, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = [f"2024/{name}" for name in ("assets/logo.png", "state/notes", "orbax.checkpoint")]
+    for name in kept:
+        (epath.Path(url) / name).write_text("mine")
+    kvstore = location.kvstore
+    elsewhere = {"path": "elsewhere/"}
+    monkeypatch.setattr(location, "kvstore", lambda folder: {**kvstore(folder), **elsewhere})
+    with (
+        pytest.raises(SaveError, match=r"expected the database.*found none"),
+        TorchaxCheckpointer(url) as ckpt,
+    ):
+        ckpt.save(1, state={"w": np.ones(3)}, force=True)
+    monkeypatch.setattr(location, "kvstore", kvstore)
+    with TorchaxCheckpointer(url) as ckpt:
+        assert ckpt.all_steps() == []
+        ckpt.save(2, state={"w": np.ones(3)}, force=True)
+    assert set(kept) <= set(gcs.names(url))

@@ -247,7 +247,7 @@ def test_where_the_weights_are_must_be_known(directory: Path) -> None:
     with pytest.raises(StepNotFoundError):
         load_torch_state_dict(directory, 2)
     with pytest.raises(StepNotFoundError):
-        load_torch_state_dict(directory / "1" / "state")
+        load_torch_state_dict(directory / "nothing")
     assert "--at" in run("export", directory, 1, directory / "x", code=exit_codes.USAGE)
 
 

@@ -293,8 +293,8 @@ def test_a_folder_that_would_not_load_is_refused(run: Path, out: Path) -> None:
 def test_what_killed_programs_left_is_removed_and_completed(run: Path, out: Path) -> None:
     assert publish(run, out, every=400) == 400
     control = out / CONTROL
-    shutil.copytree(out / "step-400", control / "writing-step-500-0badcafe")
-    shutil.copytree(out / "step-400", control / "deleting-step-1-0badcafe")
+    shutil.copytree(out / "step-400", control / "writing-step-500")
+    shutil.copytree(out / "step-400", control / "deleting-step-1-2")
     (control / "record.json.draft").write_text("{")
     record = json.loads((control / "record.json").read_text())
     # Killed after the record, before the folder got its name: the entry is dropped.

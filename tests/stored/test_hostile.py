@@ -851,7 +851,7 @@ def test_a_save_writes_and_removes_through_no_link(directory: Path, tmp_path: Pa
     for link in leftovers:
         link.symlink_to(kept)
     # Left by a program that was killed while it probed.
-    leftovers.append(directory / f"{permissions.PROBE}-0123{permissions.DRAFT_SUFFIX}")
+    leftovers.append(directory / f"{permissions.PROBE}-{'01' * 16}{permissions.DRAFT_SUFFIX}")
     leftovers[-1].touch()
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.save(1, state={"w": np.arange(3)}, force=True)

@@ -123,7 +123,7 @@ def test_bytes_that_a_file_elsewhere_keeps_are_not_freed(tmp_path: Path) -> None
 def test_verify_names_all_steps_that_share_a_damaged_file(directory: Path) -> None:
     run("verify", directory, "--all")
     flip_bit(shared_file(directory, 7), BASE_BYTES // 2)
-    (result,) = run_json("verify", directory, 7, code=exit_codes.FOUND)["steps"]
+    (result,) = run_json("verify", directory / "7", code=exit_codes.FOUND)["steps"]
     assert result["damaged_too"] == [3, 5]
     assert result["error"].endswith("Steps that share the damaged file are damaged too: 3, 5.")
     marked = [step for step in range(1, 9) if (directory / str(step) / VERIFIED).exists()]

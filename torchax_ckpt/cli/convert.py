@@ -10,7 +10,15 @@ import typer
 
 from torchax_ckpt.cli import output
 from torchax_ckpt.cli.exit_codes import OK, UsageError
-from torchax_ckpt.cli.step_arguments import Directory, Json, existing, parsed_size, step_named
+from torchax_ckpt.cli.step_arguments import (
+    Json,
+    RunOrStep,
+    local_path,
+    parsed_size,
+    path_of,
+    run_at,
+    step_named,
+)
 from torchax_ckpt.errors import DirectoryError
 from torchax_ckpt.formats.huggingface.model_folder import assets_of
 from torchax_ckpt.formats.tensor_files import require_new
@@ -19,7 +27,6 @@ from torchax_ckpt.layout.manifest import array_nodes
 from torchax_ckpt.publishing.folder_form import Dtype, FolderForm, Format
 from torchax_ckpt.runtime import progress
 from torchax_ckpt.runtime.user_messages import counted
-from torchax_ckpt.storage.medium import location
 from torchax_ckpt.stored.stored_step import StoredLeaf, StoredStep, about
 
 _PICKLED = (".pt", ".pth", ".bin")  # suffixes of torch.save's files
@@ -50,7 +57,7 @@ At = Annotated[
 
 
 def export(
-    directory: Directory,
+    directory: RunOrStep,
     step_and_out: Annotated[
         list[str],
         typer.Argument(
@@ -70,7 +77,7 @@ def export(
     max_shard_size: MaxShardSize = None,
     dtype: CastTo = None,
     config: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
             metavar="FOLDER",
             help="hf, peft: take config.json and other text files from here, not from the step.",
@@ -101,8 +108,7 @@ def export(
     *step, last = step_and_out
     if len(step) > 1:
         raise UsageError(f"export: expected [STEP] OUT, found {len(step_and_out)} arguments")
-    out = Path(last)
-    require_local(out)
+    out = local_path(last)
     if format is None:
         format = "pt" if out.suffix in _PICKLED else "safetensors"
     _require_consistent(out, format, max_shard_size, dtype, with_optimizer)
@@ -113,7 +119,7 @@ def export(
         form = FolderForm(
             format=cast(Format, format) if format in _FOLDERS else "safetensors",
             dtype=dtype,
-            config=config,
+            config=None if config is None else local_path(config),
             max_shard_bytes=num_bytes,
             at=at,
             include=include,
@@ -122,7 +128,7 @@ def export(
         )
     except ValueError as error:
         raise UsageError(f"export: --{error}") from error  # it begins with an argument's name
-    stored = StoredStep(step_named(existing(directory), step[0] if step else None))
+    stored = StoredStep(step_named(run_at(directory), step[0] if step else None))
     weights = form.weights_of(stored)
     has_config = None  # of what is no folder
     paths: Sequence[Path] = [out]
@@ -199,8 +205,8 @@ def _require_consistent(
 
 
 def import_(
-    source: Annotated[
-        Path,
+    weights: Annotated[
+        str,
         typer.Argument(
             metavar="FROM",
             help="A .safetensors file; a directory of such files, or its index; a file of "
@@ -236,7 +242,7 @@ def import_(
         if not all(text.partition("=")):
             raise UsageError(f"import: --tie: expected ALIAS=NAME, found {text!r}")
     tied = dict(text.partition("=")[::2] for text in tie or ())
-    require_local(source)
+    source, run = local_path(weights), path_of(directory)
     if not source.exists():
         raise UsageError(f"{source}: no such file or directory")
     opened = open_files(source, at)
@@ -250,7 +256,7 @@ def import_(
     except DirectoryError as error:  # the weights can be imported all the same
         output.note(f"imported without the model's config and tokenizer: {error}")
         assets = None
-    committed = import_weights(opened, directory, ties=tied, assets=assets, optimizer=moments)
+    committed = import_weights(opened, run, ties=tied, assets=assets, optimizer=moments)
     num_bytes = sum(tensor.nbytes for tensor in opened.tensors.values())
     if as_json:
         output.print_json(
@@ -305,12 +311,3 @@ def _write_for_torch(
         else:
             save_torch_file(state if with_optimizer else state["model"], out)
     return more
-
-
-def require_local(path: Path) -> None:
-    """Raises UsageError if a path is a URL."""
-    if location.is_url(path):
-        raise UsageError(
-            f"{path}: expected a local path, found a URL; export and import read and write files "
-            "of other programs locally only: give a path on this host"
-        )

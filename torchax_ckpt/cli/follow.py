@@ -11,7 +11,7 @@ import typer
 from torchax_ckpt.cli import output
 from torchax_ckpt.cli.convert import At, CastTo, MaxShardSize
 from torchax_ckpt.cli.exit_codes import INTERRUPTED, OK, TERMINATED, UsageError
-from torchax_ckpt.cli.step_arguments import existing, parsed_size
+from torchax_ckpt.cli.step_arguments import existing, parsed_size, path_of
 from torchax_ckpt.errors import DirectoryError, OutOfMemoryError
 from torchax_ckpt.publishing.folder_form import FolderForm, Format
 from torchax_ckpt.publishing.follower import Follower
@@ -70,7 +70,8 @@ def follow(
             text = "no step is due" if new is None else f"step {new.step}: published as {new.path}"
             output.print_line(text)
 
-    if once or location.is_bucket(run) or os.path.exists(run):
+    path, folder = path_of(run), path_of(out)
+    if once or location.is_bucket(path) or os.path.exists(path):
         existing(run)  # else it is a typo, or has not begun
     else:
         output.note(f"{run}: does not exist yet; waiting for it")
@@ -79,7 +80,7 @@ def follow(
         if max_shard_size is not None:
             num_bytes = parsed_size(max_shard_size, "follow: --max-shard-size")
         form = FolderForm(format=format, dtype=dtype, max_shard_bytes=num_bytes, at=at)
-        follower = Follower(run, out, form, every=every, best=best, keep=keep)
+        follower = Follower(path, folder, form, every=every, best=best, keep=keep)
     except (ValueError, TypeError) as error:
         text = str(error).replace("max_shard_bytes", "--max-shard-size")
         raise UsageError(f"follow: {text}") from error

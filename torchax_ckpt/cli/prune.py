@@ -13,8 +13,9 @@ from torchax_ckpt.cli.step_arguments import (
     Directory,
     Json,
     existing,
-    named_or_all,
     parsed_secs,
+    path_of,
+    run_at,
     step_infos,
 )
 from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError, PolicyError
@@ -153,8 +154,8 @@ def copy(
 
     Holds the lease of the target directory during the copy.
     """
-    steps = named_or_all(source)
-    run = RunDirectory(target)
+    run = RunDirectory(path_of(target))
+    steps = run_at(source).candidates(None)
     usage = Usage(steps)
     is_bucket = location.is_bucket(run.path)  # there the copies share nothing
     total = sum(map(usage.num_bytes, steps)) if is_bucket else usage.total_bytes

@@ -25,10 +25,10 @@ from torchax_ckpt.cli import output
 from torchax_ckpt.cli.exit_codes import OK, UsageError
 from torchax_ckpt.cli.output import duration, number, plain, size
 from torchax_ckpt.cli.show import steps_of, writer_of
-from torchax_ckpt.cli.step_arguments import Directory, Json, existing
+from torchax_ckpt.cli.step_arguments import Directory, Json, existing, local_path
 from torchax_ckpt.errors import DirectoryError
 from torchax_ckpt.runtime.user_messages import counted
-from torchax_ckpt.storage.medium import fsync, location, permissions
+from torchax_ckpt.storage.medium import fsync, permissions
 from torchax_ckpt.telemetry.journal import read_events
 from torchax_ckpt.telemetry.stats import Quantiles, Stats
 from torchax_ckpt.telemetry.timeline import (
@@ -43,9 +43,9 @@ from torchax_ckpt.telemetry.timeline import (
 
 def report(
     directory: Directory,
-    out: Annotated[
-        Path, typer.Argument(metavar="OUT", help="The page to write; replaces an older report.")
-    ] = Path("report.html"),
+    place: Annotated[
+        str, typer.Argument(metavar="OUT", help="The page to write; replaces an older report.")
+    ] = "report.html",
     as_json: Json = False,
 ) -> int:
     """Writes one HTML page about a run: its events over time, save intervals, storage, steps.
@@ -53,6 +53,7 @@ def report(
     Reads the events that the run's programs have recorded in the directory; a program may still be
     running. The page contains no script and loads nothing from the network.
     """
+    out = local_path(place)
     _require_ours(out)
     run = existing(directory)
     now_secs = time.time()
@@ -94,11 +95,9 @@ def _as_json(run: RecordedRun) -> dict[str, Any]:
 
 
 def _require_ours(out: Path) -> None:
-    """Raises if ``out`` is a directory, a URL or a file that is not an earlier report."""
-    if out.is_dir() or location.is_url(out):
-        raise UsageError(
-            f"report: {out}: expected the name of a local file, found a directory or a URL"
-        )
+    """Raises if ``out`` is a directory, or a file that is not an earlier report."""
+    if out.is_dir():
+        raise UsageError(f"report: {out}: expected the name of a file, found a directory")
     if out.exists():
         with open(out, "rb") as file:
             if MARK.encode() not in file.read(100):

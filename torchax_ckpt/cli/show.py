@@ -350,7 +350,8 @@ def _verify_one(
     except CheckpointError as error:
         sharing = []
         if isinstance(error, CorruptCheckpointError):
-            sharing = shared_files.damaged_too(error, committed, run.steps())
+            others = run.branches().committed  # run.steps() may be this step alone
+            sharing = shared_files.damaged_too(error, committed, others)
             for damaged in (committed, *sharing):
                 run.verified.note(damaged, is_sound=False)
             if not read_only:

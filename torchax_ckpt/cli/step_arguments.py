@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Annotated
 
 import typer
+from etils import epath
 
 from torchax_ckpt.cli.exit_codes import UsageError
 from torchax_ckpt.errors import DirectoryError, StepNotFoundError
@@ -48,22 +50,17 @@ _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 def existing(directory: str, *, read_only: bool = True) -> RunDirectory:
     """Returns the run in ``directory``; UsageError if it is none, such as one of a run's steps."""
-    if (found := _step_at(directory)) is not None:
-        run, committed = found
-        raise UsageError(
-            f"{directory}: expected the directory of a run, found its step {committed.step}; "
-            f"the run is {run.path}: give this directory"
-        )
-    return _run_at(directory, read_only=read_only)
+    run = run_at(directory, read_only=read_only)
+    with as_usage_error():
+        run.require_run()
+    return run
 
 
 def chosen(
     directory: str, step: int | None = None, *, read_only: bool = True
 ) -> tuple[RunDirectory, CommittedStep]:
     """Returns the run and step that arguments name: ``runs/a 20``, ``runs/a/20``, or the newest."""
-    if step is None and (found := _step_at(directory, read_only=read_only)) is not None:
-        return found
-    run = existing(directory, read_only=read_only)
+    run = (run_at if step is None else existing)(directory, read_only=read_only)
     try:
         return run, run.candidates(step)[-1]
     except StepNotFoundError as error:
@@ -108,55 +105,45 @@ def step_named(run: RunDirectory, text: str | None) -> CommittedStep:
     return sound[ranked[0].step]
 
 
-def named_or_all(text: str) -> list[CommittedStep]:
-    """Returns the step that a path such as ``runs/a/20`` names, or all steps of a directory."""
-    found = _step_at(text)
-    return _run_at(text).candidates(None) if found is None else [found[1]]
-
-
 def step_infos(run: RunDirectory, steps: Iterable[CommittedStep]) -> list[StepInfo]:
     """Returns what rules see of steps."""
     return [StepInfo(s.step, s.commit_timestamp_nsecs / 1e9, run.metrics(s)) for s in steps]
 
 
-def _step_at(text: str, *, read_only: bool = True) -> tuple[RunDirectory, CommittedStep] | None:
-    """Returns the run and the step that a path names; None if the path does not name a step."""
-    above, _, last = text.rstrip("/").rpartition("/")
-    if not last.isdecimal():
-        return None
+@contextlib.contextmanager
+def as_usage_error() -> Iterator[None]:
+    """Turns the DirectoryError of a path that cannot be used into a UsageError."""
     try:
-        run = _run_at(above or ("/" if text.startswith("/") else "."), read_only=read_only)
-    except UsageError:
-        return None
-    try:
-        return run, run.candidates(int(last))[-1]
-    except (StepNotFoundError, DirectoryError) as error:
-        # A run may have a number as its name, such as 2026: a directory that is not a step of its
-        # parent is a run. The parent of a run may be unreadable, for example a directory of all
-        # jobs.
-        with contextlib.suppress(UsageError):
-            _run_at(text)
-            return None
-        if isinstance(error, DirectoryError) or run.steps():
-            raise
-        return None
-
-
-def _run_at(directory: str, *, read_only: bool = True) -> RunDirectory:
-    """Returns the run at a path, without checking whether the path is a step."""
-    try:
-        path = location.resolve(directory)
+        yield
     except DirectoryError as error:
         raise UsageError(str(error)) from error
-    if not location.is_bucket(path):
-        with contextlib.suppress(PermissionError):
-            try:
-                os.listdir(path)
-            except FileNotFoundError:
-                raise UsageError(f"{directory}: no such directory") from None
-            except NotADirectoryError:
-                raise UsageError(f"{directory}: is not a directory") from None
-    return RunDirectory(path, read_only=read_only)
+
+
+def path_of(text: str) -> epath.Path:
+    """Returns the path or URL that an argument names; UsageError if it names none."""
+    with as_usage_error():
+        return location.resolve(text)
+
+
+def local_path(text: str) -> Path:
+    """Returns the path on this host that an argument names, as it was given; else UsageError."""
+    if location.is_bucket(path_of(text)):
+        raise UsageError(
+            f"{text}: expected a local path, found a URL: files for or of other programs are read "
+            "and written locally only. Give a path on this host"
+        )
+    return Path(text).expanduser()
+
+
+def run_at(directory: str, *, read_only: bool = True) -> RunDirectory:
+    """Returns the run at a path, or, at the path of a step, its run with this step only."""
+    path = path_of(directory)
+    if os.path.lexists(path) and not os.path.isdir(path):
+        raise UsageError(f"{directory}: is not a directory")
+    run = RunDirectory(path, read_only=read_only)
+    if not (run.is_of_one_step or location.is_bucket(path) or location.exists(path)):
+        raise UsageError(f"{directory}: no such directory")
+    return run
 
 
 def parsed_size(text: str, option: str) -> int:

@@ -6,6 +6,7 @@ The weights are mapped into memory, so the host needs no memory for the whole mo
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -73,7 +74,7 @@ def open_files(path: Path, at: str | None = None) -> TensorFiles:
 
 def import_weights(
     source: TensorFiles,
-    directory: str,
+    directory: str | os.PathLike[str],
     *,
     step: int = 0,
     ties: Mapping[str, str],

@@ -50,7 +50,7 @@ def load_torch_state_dict(
     result does not contain the extra state of modules (``get_extra_state``).
 
     Args:
-      directory: the run's directory, or ``gs://bucket/prefix``.
+      directory: that of the run or of one of its steps, or ``gs://bucket/prefix``.
       step: completed optimizer steps of the checkpoint; None for the newest checkpoint.
       at: key path of the weights: ``model/generator`` if several models were attached, or
         ``state/params`` for functional state, whose keys are joined with ``.``. None for the one

@@ -179,7 +179,10 @@ def _loaded(path: Path) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about kinds of tensors that are refused below
-            return load(path, path, map_location="cpu", mmap=True)
+            # Under this name torch finds a file whose own name is not UTF-8 for Python.
+            with open(path, "rb") as file:
+                place = f"/proc/self/fd/{file.fileno()}"
+                return load(place, path, map_location="cpu", mmap=True)
     except (RuntimeError, AssertionError) as error:  # torch's words say nothing of the file
         raise ValueError(f"{error!s:.200}. Copy the file again, or save it again") from error
 

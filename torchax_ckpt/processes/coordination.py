@@ -466,7 +466,7 @@ def open_for_call(name: str, timeout_secs: float, text: str) -> Iterator[Process
 
 
 def _digest(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8])
+    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()[:8])
 
 
 SINGLE_PROCESS = Processes("", 0, None, index=0, count=1)

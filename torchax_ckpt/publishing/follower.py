@@ -13,8 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from etils import epath
-
 from torchax_ckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -81,11 +79,9 @@ class Follower:
         self._keep = _at_least_one("keep", keep)
         self._path = location.resolve(run)
         self.out = location.resolve(out)
-        identity, place = (
-            str(path) if location.is_bucket(path) else os.path.realpath(path)
-            for path in (self._path, self.out)
-        )
-        if epath.Path(place).is_relative_to(epath.Path(identity)):
+        if not location.is_bucket(self._path):  # at a bucket, the first look is a request
+            RunDirectory(self._path, read_only=True).require_run()
+        if location.is_within(self.out, self._path):
             raise ValueError(
                 f"out: expected a folder outside of the run's directory, found {self.out}; "
                 "nothing but the run itself writes there"
@@ -95,7 +91,9 @@ class Follower:
         self.told: Callable[[], object] = self._changed_nsecs
         self.told_secs = _NOTICE_SECS  # from one question to the next
         self._noticed: object = None
-        self._folders = PublishedFolders(self.out, identity, form.format, self._wrote)
+        self._folders = PublishedFolders(
+            self.out, str(location.real(self._path)), form.format, self._wrote
+        )
         self._run: RunDirectory | None = None
         # With their paths: a step that was renamed while it was read can be read again.
         self._skipped: set[CommittedStep] = set()
@@ -176,6 +174,7 @@ class Follower:
     def _due(self, every: int) -> CommittedStep | None:
         if self._run is None:
             self._run = RunDirectory(self._path, read_only=True)
+            self._run.require_run()
         found = self._run.steps()
         self._skipped &= set(found)
         steps = [s for s in found if not s.has_lost_record and s not in self._skipped]

@@ -32,6 +32,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -54,7 +55,11 @@ logger = logging.getLogger(__name__)
 LATEST = "latest"
 CONTROL = ".publishing"
 _RECORD = "record.json"
-_DRAFTS = ("writing-*", "deleting-*", f"*{permissions.DRAFT_SUFFIX}")
+# Exactly the names that are given here; the last is of a lease.
+_DRAFTS = re.compile(
+    r"(writing|deleting)-step-[0-9]+(-[0-9]+)?"
+    rf"|({re.escape(_RECORD)}|{LATEST}|lease-[0-9a-f]{{32}}){re.escape(permissions.DRAFT_SUFFIX)}"
+)
 _MAX_RECORD_BYTES = 1 << 26
 _now_secs = time.time
 
@@ -132,8 +137,8 @@ class PublishedFolders:
                 self._require_ours()  # others may have written there before this had the lease
                 published = tuple(self._recorded())
                 self._finish()
-                for pattern in () if self._is_bucket else _DRAFTS:
-                    for path in Path(self._control).glob(pattern):
+                for path in () if self._is_bucket else Path(self._control).iterdir():
+                    if _DRAFTS.fullmatch(path.name):
                         _remove(path)
                 self.published = published
                 self._point_to_newest()

@@ -79,7 +79,7 @@ def reading(
             directory.verified.note(committed, is_sound=False)
         # If storage cannot list the other steps, the error of the read still has to be raised.
         with contextlib.suppress(Exception):
-            others = [s for s in directory.steps() if s.step != committed.step]
+            others = [s for s in directory.branches().committed if s.step != committed.step]
             if is_damage(error):
                 sharing = shared_files.damaged_too(error, committed, others)
                 for other in sharing:

@@ -35,6 +35,7 @@ from torchax_ckpt.state.training_state import as_rule, require_callable, require
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.run_history import RunHistory
+from torchax_ckpt.storage.medium import location
 from torchax_ckpt.stored.stored_step import StoredStep, about
 
 logger = logging.getLogger(__name__)
@@ -95,8 +96,8 @@ def warm_start(
 
     Args:
       model: an ``nn.Module`` on ``"jax"`` or on ``"meta"``, or a ``JittableModule``.
-      source: a run's directory, ``gs://`` too; a safetensors file; a directory or index in Hugging
-        Face's format; a file written by ``torch.save``; or a directory written by
+      source: a run's directory or a step's, ``gs://`` too; a safetensors file; a directory or index
+        in Hugging Face's format; a file written by ``torch.save``; or a directory written by
         ``torch.distributed.checkpoint``.
       step: the number of the step to read from a run's directory; None for the newest readable.
       at: the place of the weights in the source, unless they are those of a single attached model.
@@ -141,7 +142,7 @@ def warm_start(
                 raise ArgumentError(f"source: expected a path or a gs:// URL, found {source!r:.80}")
             component = ModuleComponent(model, (MODEL,), as_rule(shardings), init)
             number = None if step is None else as_step(step)
-            path = Path(source)
+            path = Path(location.resolve(source))
             is_file = importing.is_known(path)
             if is_file and step is not None:
                 raise SelectionError(
@@ -190,7 +191,7 @@ def warm_start(
                 )
                 return start(stored, module, str(committed.path), committed.step)
 
-        if number is not None:
+        if number is not None or run.is_of_one_step:
             return start_from(*history.found(lambda: [run.candidates(number)[-1]]))
         if not (steps := history.found(run.steps)):
             raise StepNotFoundError(

@@ -14,6 +14,8 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from etils import epath
+
 from torchax_ckpt import policies
 from torchax_ckpt.errors import ArgumentError, CheckpointError, TierError
 from torchax_ckpt.options import CheckpointOptions, LocalTier, TierName
@@ -134,6 +136,7 @@ class Tiers:
         self._on_event = on_event
         self._on_donated = on_donated
         durable = RunDirectory(directory, read_only=options.read_only)
+        durable.require_run()
         self.processes = open_channel(f"calls {durable.path}", options.process_timeout_secs)
         self.call_log = self.processes.log
         self.processes.liveness.add(self.call_log)
@@ -153,11 +156,14 @@ class Tiers:
                     "restore_in_budget restores leaves in parts that differ between processes: "
                     "give either local=LocalTier(...) or restore_in_budget=True, not both"
                 )
+            nearby = RunDirectory(local.path, read_only=options.read_only, durable=durable)
+            nearby.require_run()
+            _require_apart(nearby.path, durable.path)
             saves = self._connect(f"local saves {durable.path}")
             self.replica_axis = local.replica_axis
             self.local = self._tier(
                 "local",
-                RunDirectory(local.path, read_only=options.read_only, durable=durable),
+                nearby,
                 local.save_decision_policy,
                 policies.LatestN(local.keep),
                 PerHostProcesses(self.processes),
@@ -376,3 +382,13 @@ class Tiers:
 
         savers, windows = [t.saver for t in self._tiers], [t.windows for t in self._tiers]
         return Closing(savers, windows, calls, end)
+
+
+def _require_apart(local: epath.Path, durable: epath.Path) -> None:
+    if location.is_within(local, durable) or location.is_within(durable, local):
+        raise TierError(
+            f"LocalTier: path: expected a directory apart from the run's, {durable}, found "
+            f"{local}: one is the other, or lies in it. Give the local tier a directory of its "
+            "own, on a ramdisk or a local disk of each host",
+            path=local,
+        )

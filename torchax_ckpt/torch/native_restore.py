@@ -51,7 +51,7 @@ def restore(
     report's ``left_out``.
 
     Args:
-      run: the run's directory, or ``gs://bucket/prefix``.
+      run: the directory of the run or of one of its steps, or ``gs://bucket/prefix``.
       model: an ``nn.Module``, or a mapping from the names that ``attach`` was given to modules.
       optimizer: a ``torch.optim.Optimizer`` over parameters of ``model``; state that it lacks is
         made on the devices of the parameters. Or a mapping, as for ``model``.

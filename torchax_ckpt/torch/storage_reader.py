@@ -47,7 +47,7 @@ class StorageReader(dcp.StorageReader):
     them) or numpy arrays. The random state of torch, numpy and Python is under ``rng``.
 
     Args:
-      run: the run's directory, or ``gs://bucket/prefix``.
+      run: the directory of the run or of one of its steps, or ``gs://bucket/prefix``.
       step: completed optimizer steps of the checkpoint; None for the newest that all ranks can
         read. Each newer one that is damaged is a UserWarning.
       prefix: the key below which all state stands in the program's state dict; or a mapping from

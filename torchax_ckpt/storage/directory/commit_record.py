@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import socket
 from collections.abc import Iterable
 from typing import Any
@@ -43,8 +44,16 @@ SHARDINGS = f"{STATE}/_sharding"
 _SEALED = (RECORD, SHARDINGS)
 # The names of entries in a step, whether this package or Orbax alone wrote the step.
 _PARTS = {STATE, MANIFEST, SUMMARY, ASSETS, VERIFIED, RECORD, "_METADATA", "pytree"}
+# The files in a step of this package, and those of a pytree that Orbax alone wrote.
+_FILE = re.compile(
+    r"begun|verified|orbax\.checkpoint|_CHECKPOINT_METADATA|(manifest|summary|assets)/data\.json"
+    r"|((state|pytree)/)?(_METADATA|_sharding|array_metadatas/process_[0-9]+"
+    r"|(ocdbt\.process_\w+/)?(manifest\.ocdbt|d/[0-9a-f]{32}))"
+)
 _STEP = re.compile(r"(incoming-)?(0|[1-9][0-9]{0,18})(?(1)(?:-\d+)?)")
 _ASIDE = re.compile(r"abandoned-(0|[1-9][0-9]{0,18})(?:-\d+)?")
+# The number of a step in a folder of any name: abandoned-20-2, best-20.
+_NUMBER = re.compile(r"(?:.*?[^0-9])??([0-9]{1,19})(?:-[0-9]+)?", re.DOTALL)
 # The name of an empty object that marks a folder of a bucket in which a save began and from which
 # the save's files were removed.
 BEGUN = "begun"
@@ -60,6 +69,18 @@ def is_marked(path: epath.Path) -> bool:
     return not location.is_bucket(path) or (path / MARK).exists()
 
 
+def is_step(folder: epath.Path) -> bool:
+    """Returns whether a local folder is a step, by files that only steps have, not by its name."""
+    found = ((MARK,), (RECORD,), [f"{item}/data.json" for item in (MANIFEST, SUMMARY)])
+    return any(all((folder / name).exists() for name in names) for names in found)
+
+
+def given_step(folder: epath.Path) -> CommittedStep:
+    """Returns the step in a folder that may have another name, which then tells its number or 0."""
+    number = _NUMBER.fullmatch(folder.name)
+    return CommittedStep(int(number[1]) if number else 0, folder, time_or_none(folder) or LOST)
+
+
 def is_there(committed: CommittedStep) -> bool:
     """Returns whether a step still exists: whether its deletion has not begun."""
     return committed.path.exists() and is_marked(committed.path)
@@ -69,7 +90,8 @@ def is_begun(path: epath.Path) -> bool:
     """Returns whether a bucket's folder is an unfinished or partly removed step, not a user's."""
     if not location.is_bucket(path) or is_marked(path) or not path.is_dir():
         return False
-    return any(child.name in _PARTS for child in path.iterdir())
+    is_ours = any(child.name in _PARTS for child in path.iterdir())
+    return is_ours and all(map(_FILE.fullmatch, bucket.contents(path, "")))
 
 
 def steps_among(
@@ -123,7 +145,8 @@ def time_or_none(path: epath.Path) -> int | None:
         except (FileNotFoundError, NotADirectoryError, ValueError):
             if not _was_committed(path):
                 if not location.is_bucket(path) and (
-                    any(path.iterdir()) if path.is_dir() else path.exists()
+                    os.path.islink(path)
+                    or (any(path.iterdir()) if path.is_dir() else path.exists())
                 ):
                     _warn_once(path, "its commit record cannot be read: ignoring it")
                 return None
@@ -140,6 +163,16 @@ def _time_of_spare(path: epath.Path) -> int | None:
 
 @functools.cache
 def _warn_once(path: epath.Path, problem: str) -> None:
+    if os.path.islink(path):
+        logger.warning(
+            "%s looks like a step, but is a symbolic link to %s: ignoring it, because the files of "
+            "a step must lie in its run. Remove the link, and copy the step: torchax-ckpt copy %s "
+            "%s",
+            path,
+            *[shlex.quote(os.path.realpath(path))] * 2,
+            shlex.quote(os.fspath(path.parent)),
+        )
+        return
     logger.warning("%s looks like a step, but %s", path, problem)
 
 
@@ -199,8 +232,12 @@ def sealing(path: epath.Path, said: str) -> str:
     found = {}
     for name in _SEALED:
         with contextlib.suppress(FileNotFoundError):  # no sharded array: no file of shardings
-            found[name] = seals.of_octets((path / name).read_bytes())
+            found[name] = seals.of_octets(_content(path / name))
     return f"{said}\n{json.dumps(found)}\n"
+
+
+def _content(path: epath.Path) -> bytes:
+    return bucket.read(path) if location.is_bucket(path) else path.read_bytes()
 
 
 def read_sealed(path: epath.Path, name: str) -> bytes:

@@ -34,11 +34,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fnmatch
 import functools
 import itertools
 import logging
 import os
 import re
+import shlex
 import socket
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -64,11 +66,17 @@ from torchax_ckpt.storage.medium import (
 
 logger = logging.getLogger(__name__)
 
-
+# Exactly the names that this package gives, and Orbax: a user's deleting-2-old-plots is none.
+_HEX = "[0-9a-f]{32}"
+_DRAFT = rf"({lease.NAME}|{run_identity.NAME}|{permissions.PROBE})-{_HEX}(\.renamed)?"
 _LEFTOVER = re.compile(
-    r"deleting-\d+.*|writing-\d+-.*|(incoming-)?\d+\.orbax-checkpoint-tmp.*"
-    rf"|({lease.NAME}|{run_identity.NAME}|{permissions.PROBE})-.*{re.escape(permissions.DRAFT_SUFFIX)}"
+    rf"deleting-[0-9]+|deleting-0-unchanged|writing-[0-9]+-({_HEX}(-[0-9]+)*|unchanged)"
+    rf"|(incoming-)?[0-9]+\.orbax-checkpoint-tmp(-[0-9]+)?"
+    rf"|{_DRAFT}{re.escape(permissions.DRAFT_SUFFIX)}"
 )
+# What a run has in its directory, as a shell names it; first its steps.
+_OF_A_RUN = ("[0-9]*", "*-[0-9]*", "events", "run", "unchanged")
+_NUMBER = re.compile("0|[1-9][0-9]*")
 # Names of steps and of steps that were set aside. A folder without a commit mark is neither.
 _MARKED = re.compile(r"(incoming-|abandoned-)?\d+(-\d+)?")
 _USED_NAMES = 1000
@@ -98,8 +106,9 @@ def _warn_of_lost_tier(path: epath.Path, said: str) -> None:
 class RunDirectory:
     """The directory of one run: a local path, or ``gs://bucket/prefix``.
 
-    ``durable`` is, for a local tier, the run's durable directory. Raises DirectoryError if
-    ``directory`` cannot be used; a bucket need not grant permission to write if ``read_only``.
+    If ``directory`` is a step, this is its run, of which only that step is seen. ``durable`` is,
+    for a local tier, the run's durable directory. Raises DirectoryError if ``directory`` cannot be
+    used; a bucket need not grant permission to write if ``read_only``.
     """
 
     def __init__(
@@ -107,13 +116,29 @@ class RunDirectory:
     ) -> None:
         self.path = location.resolve(directory)
         self._is_bucket = location.is_bucket(self.path)
+        # The step that was given in place of its run, perhaps one that does not exist any more.
+        self._step: epath.Path | None = None
         if self._is_bucket:
             bucket.use(self.path, self)
-            bucket.check(self.path, for_writing=not read_only)
+            name, for_writing = commit_record.MARK, not read_only
+            if bucket.check(self.path, for_writing=for_writing, name=name):
+                self._step = self.path
         with self._translated("read"):
-            if self.path.exists() and not self.path.is_dir():
+            is_there = self.path.exists()
+            if is_there and not self.path.is_dir():
                 text = "expected a directory, found a file. Give each run a directory of its own."
                 raise DirectoryError(f"{self.path}: {text}", path=self.path)
+            if not self._is_bucket:
+                place = location.real(self.path)  # also a folder in a step, such as its state
+                within = (place, *place.parents[:2])
+                self._step = next(filter(commit_record.is_step, within), None)
+            if self._step is not None and (inside := self._visible()):
+                self._warn_of_steps_inside(self._step, inside)
+                self._step = None
+            elif self._step is None and not is_there and self._would_be_a_step():
+                self._step = self.path
+        if self._step is not None:
+            self.path = self._step.parent
         self._summaries = Summaries(is_spare=durable is not None)
         self.verified = Verified()
         self.abandonment: Abandonment = Abandonment(
@@ -144,7 +169,16 @@ class RunDirectory:
 
     def steps(self) -> list[CommittedStep]:
         """Lists the directory; returns the committed steps that are not abandoned, oldest first."""
-        return list(self.branches().committed)
+        if self._step is None:
+            return list(self.branches().committed)
+        found: Sequence[CommittedStep] = ()
+        if _NUMBER.fullmatch(self._step.name):  # the run may have another step of this number
+            with contextlib.suppress(DirectoryError):  # this user may not list the run
+                found = self.branches().committed
+        given = [s for s in found if str(s.step) == self._step.name]
+        if not given and self._step.exists():
+            return [commit_record.given_step(self._step)]
+        return given
 
     def branches(self) -> Branches:
         """Lists the directory; returns the steps of the run's branch, and the abandoned steps."""
@@ -180,7 +214,10 @@ class RunDirectory:
 
     def candidates(self, step: int | None) -> list[CommittedStep]:
         """Returns all steps, oldest first, or the one of a number; else StepNotFoundError."""
-        return committed_step.chosen(self.steps(), step, [self.path])
+        found = self.steps()
+        if self._step is not None and not found:  # the error says what the run has
+            found, step = list(self.branches().committed), int(self._step.name)
+        return committed_step.chosen(found, step, [self.path])
 
     def metrics(self, committed: CommittedStep) -> dict[str, Any]:
         """Returns the metrics saved with a step; {} if there are none."""
@@ -202,6 +239,49 @@ class RunDirectory:
         # The directory may be missing: a bucket has no folder without objects in it.
         except (FileNotFoundError, NotADirectoryError):
             return []
+
+    @property
+    def is_of_one_step(self) -> bool:
+        """Whether the directory that was given is a step."""
+        return self._step is not None
+
+    def require_run(self) -> None:
+        """Raises DirectoryError if the directory that was given is a step."""
+        if self._step is not None:
+            what = f"a step. Copy it to a run of its own: torchax-ckpt copy {self._step} DIRECTORY"
+            if _NUMBER.fullmatch(self._step.name):
+                what = f"its step {self._step.name}; the run is {self.path}: give this directory"
+                if not self._step.exists():
+                    what = f"no such step; the run is {self.path}: give this directory, or a name "
+                    what += "that is no number"
+            text = f"{self._step}: expected the directory of a run, found {what}"
+            raise DirectoryError(text, path=self._step)
+
+    def _would_be_a_step(self) -> bool:
+        """Returns whether a path that does not exist has a step's name, and lies in a run."""
+        if not _NUMBER.fullmatch(self.path.name):
+            return False
+        if self._is_bucket:  # one request shows the journal, many the steps
+            return bool(bucket.contents(self.path.parent, "events/"))
+        beside = self.path.parent.iterdir() if self.path.parent.is_dir() else ()
+        return any(_NUMBER.fullmatch(c.name) and commit_record.is_step(c) for c in beside)
+
+    def _warn_of_steps_inside(self, step: epath.Path, steps: Sequence[CommittedStep]) -> None:
+        """Says how to get a run out of a step, which would be deleted with it."""
+        new = f"{step.parent}-{step.name}"
+        there = [child.name for child in self._children()]
+        moved = [p for p in _OF_A_RUN if p == _OF_A_RUN[0] or fnmatch.filter(there, p)]
+        logger.warning(
+            "%s: expected the directory of a run, found a step, %s, with the steps %s of another "
+            "run inside, which a deletion of the step would delete. End the programs that write "
+            "there, then give that run a directory of its own: %s %s %s/",
+            self.path,
+            step,
+            ", ".join(map(str, sorted({s.step for s in steps})[-5:])),
+            "gcloud storage mv" if self._is_bucket else f"mkdir {shlex.quote(new)} && mv",
+            " ".join(f"{shlex.quote(str(self.path))}/{pattern}" for pattern in moved),
+            shlex.quote(new),
+        )
 
     # --- writing ---
 
@@ -467,7 +547,8 @@ class RunDirectory:
         doomed.rmtree()
 
     def require_writable(self) -> None:
-        """Raises DirectoryError if this was opened with ``read_only``, or is a mounted bucket."""
+        """Raises DirectoryError if this was opened with ``read_only``, or is no place for a run."""
+        self.require_run()
         if self._is_read_only:
             raise DirectoryError(
                 f"{self.path}: cannot be written: CheckpointOptions(read_only=True) was given",

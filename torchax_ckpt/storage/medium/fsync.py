@@ -11,6 +11,7 @@ import contextlib
 import errno
 import os
 import shutil
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ def swap_in(partial: Path, final: Path) -> None:
 @contextlib.contextmanager
 def swapped_in(final: Path) -> Iterator[Path]:
     """Yields the temporary name of a file or folder, which gets its own after the block."""
-    partial = final.with_name(f"{final.name}.{os.getpid()}.partial")
+    partial = final.with_name(f"{final.name}.{uuid.uuid4().hex}.partial")
     try:
         yield partial
         swap_in(partial, final)

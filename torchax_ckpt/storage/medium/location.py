@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import os
+import pathlib
 import re
 from typing import Any
 
@@ -18,39 +20,88 @@ from torchax_ckpt.runtime import host_memory
 _RETRIES = 8
 # The most memory for unpacking one chunk of Blosc: 2 GiB for the content, and less for its blocks.
 _UNPACKING_BYTES = 4 << 30
-_COLLAPSED = re.compile(r"g(?:c)?s:/([^/].*)")
+# What is meant as a URL, also as pathlib or a slip leaves it: gs:/bucket, gs//bucket, " s3://bucket".
+_URL = re.compile(r"\s*([a-z][a-z0-9+.-]*:/|(gs|gcs|s3)(:|//)|(file|https?)//)", re.IGNORECASE)
+_SLIP = re.compile(r"\s*gc?s(:/?|/)/?(?=[^:/])", re.IGNORECASE)
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 def resolve(directory: Any) -> epath.Path:
-    """Returns a directory's absolute path, or the URL of a bucket's prefix; else DirectoryError."""
-    if directory == "":  # probably an unset shell variable, not the working directory
-        raise DirectoryError(
-            "directory: expected a path or a gs:// URL, found an empty string. Is a variable unset?"
-        )
+    """Returns a directory's absolute path, or the URL of a bucket's prefix; else DirectoryError.
+
+    Every path that a user gives passes here. It need not exist, but no link in it may be broken.
+    """
     try:
-        path = epath.Path(directory)
-    except KeyError:
-        raise _unsupported(directory) from None
-    except TypeError as error:
+        given = os.fspath(directory)
+    except TypeError:
+        given = None
+    expected = "directory: expected a path or a gs:// URL"
+    if not isinstance(given, str):
+        raise DirectoryError(f"{expected}, found {directory!r:.100}")
+    if not given:  # probably an unset shell variable, not the working directory
+        raise DirectoryError(f"{expected}, found an empty string. Is a variable unset?")
+    if "\0" in given:
+        raise DirectoryError(f"{expected}, found {given!a:.300}: remove the character \\x00")
+    try:
+        return _in_bucket(_text(given)) if _URL.match(given) else _on_this_host(given)
+    except UnicodeError:
         raise DirectoryError(
-            f"directory: expected a path or a gs:// URL, found {directory!r:.100}"
-        ) from error
-    if isinstance(directory, os.PathLike) and (match := _COLLAPSED.fullmatch(str(directory))):
+            f"{expected} in UTF-8, found {given!a:.300}, whose bytes are not UTF-8: rename the "
+            "folder that has this name, or create one with another name"
+        ) from None
+
+
+def _in_bucket(url: str) -> epath.Path:
+    scheme, separator, rest = url.partition("://")
+    if separator and scheme.strip().lower() != "gs":
+        raise _unsupported(url)
+    if scheme != "gs" or not rest or rest.startswith("/"):
+        meant = _SLIP.sub("gs://", url)
         raise DirectoryError(
-            f"{directory}: pathlib turns the URL of a bucket into a local path; give a string "
-            f"instead: gs://{match[1]}",
-            path=directory,
+            f"{url!r}: expected a local path, or gs://bucket/prefix as a string, found neither"
+            + (f": give {meant!r}" if meant != url else "")
+            + ". pathlib turns gs:// into gs:/. Begin a local path of this name with ./",
+            path=url,
         )
-    scheme, separator, _ = str(path).partition("://")
-    if not separator:
-        return path.expanduser().absolute()
-    if scheme != "gs":
-        raise _unsupported(directory)
+    path = epath.Path(url)
+    if _CONTROL.search(url) or ".." in path.parts:
+        raise DirectoryError(
+            f"{url!r}: expected the prefix of a bucket without .. and control characters, which "
+            "names of objects cannot have everywhere: give another prefix",
+            path=url,
+        )
     if importlib.util.find_spec("gcsfs") is None:
         raise DirectoryError(
             f'{path}: a bucket needs the extra gcs: pip install "torchax-ckpt[gcs]"', path=path
         )
     return path
+
+
+def _on_this_host(given: str) -> epath.Path:
+    text = _text(os.fspath(pathlib.Path(os.path.expanduser(given)).absolute()))
+    path = epath.Path(os.fsdecode(text.encode()))
+    if ".." in path.parts or text.startswith("//"):  # TensorStore refuses both
+        path = epath.Path("/" + os.path.realpath(path).lstrip("/"))
+    for place in (path, *path.parents):
+        if os.path.islink(place) and not os.path.exists(place):
+            raise DirectoryError(
+                f"{path}: expected a directory, or a path that does not exist yet, found the "
+                f"symbolic link {place} to {os.readlink(place)}, which this process cannot find: "
+                "create what the link leads to, or remove the link",
+                path=path,
+            )
+    return path
+
+
+def _text(path: str) -> str:
+    """Returns the text whose UTF-8 are a path's bytes; UnicodeError if they are not UTF-8.
+
+    Python has another text for the same bytes where the locale is not UTF-8, as with ``LC_ALL=C``.
+    """
+    try:
+        return os.fsencode(path).decode()
+    except UnicodeEncodeError:  # of a character that the locale lacks, and the kernel does not
+        return path.encode("utf-8", "surrogateescape").decode()
 
 
 def is_bucket(path: Any) -> bool:
@@ -67,18 +118,47 @@ def exists(path: os.PathLike[str]) -> bool:
     return True
 
 
-def is_url(path: str | os.PathLike[str]) -> bool:
-    """Returns whether a user gave a URL, even if pathlib has turned it into a local path."""
-    text = os.fspath(path)
-    return is_bucket(text) or text.partition("/")[0].endswith(":")
+def is_within(inner: epath.Path, outer: epath.Path) -> bool:
+    """Returns whether a path is another one, or lies in it, also if links lead there."""
+    return real(inner).is_relative_to(real(outer))
+
+
+def real(path: epath.Path) -> epath.Path:
+    """Returns the path of the same place without links."""
+    return path if is_bucket(path) else epath.Path(os.path.realpath(path))
 
 
 def kvstore(folder: epath.Path) -> dict[str, str]:
     """Returns the spec with which TensorStore opens a folder as a key-value store."""
     if not is_bucket(folder):
-        return {"driver": "file", "path": f"{folder}/"}
+        return {"driver": "file", "path": f"{_without_backslash(os.fspath(folder))}/"}
     name, _, prefix = str(folder).removeprefix("gs://").partition("/")
     return {"driver": "gcs", "bucket": name, "path": f"{prefix}/"}
+
+
+def _without_backslash(folder: str) -> str:
+    """Returns a folder's path for TensorStore, which takes UTF-8, and a backslash for a slash."""
+    head, backslash, tail = folder.rpartition("\\")
+    if not backslash:
+        return _text(folder)
+    last, slash, rest = tail.partition("/")
+    return f"/proc/self/fd/{_descriptor(head + backslash + last)}{slash}{_text(rest)}"
+
+
+_descriptors: dict[str, int] = {}
+
+
+def _descriptor(folder: str) -> int:
+    """Returns a file descriptor of a folder, through which the kernel finds it by a plain name.
+
+    It stays open until the program ends, because TensorStore does not say when it is done.
+    """
+    known = _descriptors.get(folder)
+    with contextlib.suppress(OSError):  # somebody has closed it, or removed the folder
+        if known is not None and os.path.samestat(os.fstat(known), os.stat(folder)):
+            return known
+    _descriptors[folder] = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    return _descriptors[folder]
 
 
 def reading_context() -> ts.Context:

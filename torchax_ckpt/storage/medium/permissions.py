@@ -130,7 +130,7 @@ def open_folder(step: epath.Path) -> None:
 
 
 _MOUNTINFO = pathlib.Path("/proc/self/mountinfo")
-_LINE = re.compile(r"^(\S+) (\S+) \S+ (\S+) (\S+) .*? - (\S+) (\S*) (.*)$", re.M)
+_LINE = re.compile(r"^(\S+) (\S+) \S+ (\S+) (\S+) .*? - (\S+) (\S*) (.*)$", re.M | re.A)
 _ESCAPED = re.compile(r"\\([0-7]{3})")
 _OBJECT_STORES = {"fuse.gcsfuse", "fuse.s3fs", "fuse.rclone", "fuse.goofys"}
 _ALL_BUCKETS = "gcsfuse"  # the source of a mount that has a folder for each bucket

@@ -31,10 +31,11 @@ from torchax_ckpt.runtime.user_messages import counted
 from torchax_ckpt.snapshot.host_array import Memory
 from torchax_ckpt.storage.arrays import array_checks, block_digests, chunking
 from torchax_ckpt.storage.arrays.chunking import AnyArray
-from torchax_ckpt.storage.medium import location
+from torchax_ckpt.storage.medium import bucket, location
 from torchax_ckpt.storage.writing import fetching
 from torchax_ckpt.storage.writing.fetching import Parts
 
+_DATABASE = "manifest.ocdbt"  # the file that makes a folder a database, written last
 # With this size several files are written, synced and read at the same time.
 _DATA_FILE_BYTES = 64 << 20
 # As Orbax writes: small values, such as the metadata of arrays, lie in the nodes of the tree, and
@@ -201,6 +202,19 @@ def merge(state: epath.Path, folders: Iterable[str], names: Iterable[str]) -> No
                 key_path=name,
             )
     transaction.commit_async().result()
+    if keys and not _is_here(state):
+        raise SaveError(
+            f"{state}: expected the database of the arrays, {_DATABASE}, which TensorStore has "
+            "just written, found none: TensorStore takes this path for that of another folder. "
+            "Save to a directory whose path has only letters, digits and slashes"
+        )
+
+
+def _is_here(state: epath.Path) -> bool:
+    """Returns whether a database lies in a folder, as all but TensorStore know the folder."""
+    if location.is_bucket(state):
+        return bool(bucket.contents(state, _DATABASE))
+    return location.exists(state / _DATABASE)
 
 
 def _context() -> ts.Context:

@@ -159,7 +159,10 @@ def remove_retained(directory: epath.Path, fence: Callable[[], None]) -> None:
     path = pathlib.Path(directory / RETAINED)
     if path.is_symlink() or not path.is_dir():
         return
-    if {child.name for child in path.iterdir()} <= {STATE}:  # else it is not ours
+    names = os.listdir(path / STATE) if os.listdir(path) == [STATE] else []
+    if names and all(
+        name.startswith(unchanged.FOLDER_PREFIX) for name in names
+    ):  # else it is not ours
         fence()
         doomed = directory / f"deleting-0-{RETAINED}"
         if doomed.exists():
