@@ -86,6 +86,7 @@ def test_commands_work_on_a_bucket(
     assert "step 1 was deleted meanwhile" in run("verify", target, 1, code=exit_codes.USAGE)
 
 
+@pytest.mark.slow
 def test_a_step_is_no_run_and_the_constructor_asks_no_more_to_know(
     gcs: FaultProxy, url: str
 ) -> None:
@@ -113,6 +114,7 @@ def test_a_step_is_no_run_and_the_constructor_asks_no_more_to_know(
     assert run_json("ls", f"{url}/2")["steps"][0]["step"] == 5
 
 
+@pytest.mark.slow
 def test_a_save_removes_no_folder_of_a_user_and_proves_where_its_arrays_lie(
     gcs: FaultProxy, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
