@@ -376,7 +376,7 @@ def test_at_a_terminal_show_draws_a_tree() -> None:
         "│   │   └── w  float32[8, 4]  128 B  (fsdp) on fsdp=8  in state/layers/*/w",
     ]
     leaves = run_json("show", golden)["leaves"]
-    assert len([line for line in lines if "]  " in line]) == len(leaves)
+    assert len([line for line in lines if re.search(r"\]  \d", line)]) == len(leaves)
     assert lines[-1] == f"step 3: {len(leaves)} leaves, 8.98 kB"
 
 

@@ -88,7 +88,7 @@ def test_a_class_with_static_methods_is_a_policy(directory: Path) -> None:
         def should_save(step: Any, known: Any, *, context: Any) -> bool:
             return False
 
-    with TorchaxCheckpointer(directory, save_decision_policy=Never) as ckpt:  # type: ignore[arg-type]
+    with TorchaxCheckpointer(directory, save_decision_policy=Never) as ckpt:
         ckpt.attach(mlp())
         assert not ckpt.save(1)
 
