@@ -37,7 +37,7 @@ if INDEX == 1 and (skew_secs := int(os.environ.get("SKEW_SECS", "0"))):
     time.time_ns = lambda: nanoseconds() + skew_secs * 10**9
 if COUNT > 1:  # before anything starts the devices
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    settings = {}
+    settings: dict[str, Any] = {}
     if "HEARTBEAT_SECS" in os.environ:  # JAX takes it since 0.7
         settings["heartbeat_timeout_seconds"] = int(os.environ["HEARTBEAT_SECS"])
     jax.distributed.initialize(f"127.0.0.1:{PORT}", COUNT, INDEX, **settings)

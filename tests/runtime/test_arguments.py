@@ -77,7 +77,7 @@ def test_a_policy_of_the_other_kind_is_sent_to_its_argument(
     argument: str, policy: Any, message: str, directory: Path
 ) -> None:
     if argument == "local":
-        policy = LocalTier(directory / "local", save_decision_policy=policy)
+        policy = LocalTier(directory.with_name("local"), save_decision_policy=policy)
     with pytest.raises(PolicyError, match=message):
         TorchaxCheckpointer(directory, **{argument: policy})
 

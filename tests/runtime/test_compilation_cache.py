@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -48,11 +47,11 @@ def test_what_the_user_has_set_stays(tmp_path: Path) -> None:
     assert any(own.iterdir())  # JAX's own folder gets the small programs too
 
 
-REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
-    "link": (lambda path: path.symlink_to(path.parent), "found a link or a file"),
-    "file": (lambda path: path.write_text(""), "cannot be created: File exists"),
-    "open": (lambda path: (path.mkdir(), path.chmod(0o750)), "mode 0750; run chmod 700"),
-    "foreign": (lambda path: (path.mkdir(), os.chown(path, 12345, -1)), "a folder of user 12345"),
+REFUSED = {
+    "link": "found a link or a file",
+    "file": "cannot be created: File exists",
+    "open": "mode 0750; run chmod 700",
+    "foreign": f"a folder of user {os.geteuid()}",
 }
 
 
@@ -60,14 +59,18 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_a_folder_to_which_others_may_write_is_refused(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make, message = REFUSED[name]
-    if name == "foreign" and os.geteuid() != 0:
-        monkeypatch.setattr(os, "chown", lambda path, uid, _: None)
-        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-        message = f"a folder of user {os.getuid()}"
-    make(tmp_path / "programs")
-    with pytest.raises(DirectoryError, match=message):
-        compilation_cache(tmp_path / "programs")
+    path = tmp_path / "programs"
+    if name == "link":
+        path.symlink_to(tmp_path)
+    elif name == "file":
+        path.touch()
+    else:
+        path.mkdir(mode=0o750 if name == "open" else 0o700)
+    if name == "foreign":
+        another = os.geteuid() + 1
+        monkeypatch.setattr(os, "geteuid", lambda: another)
+    with pytest.raises(DirectoryError, match=REFUSED[name]):
+        compilation_cache(path)
 
 
 def test_a_bucket_is_refused_with_the_reason() -> None:

@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.experimental.layout import Layout
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from support import PROGRAMS
 from support.device_memory import donated, exhausted
@@ -28,6 +27,7 @@ from support.training import P, fsdp_mesh
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
 from torchax_ckpt.errors import OutOfMemoryError
 from torchax_ckpt.layout.storage_plan import Plan
+from torchax_ckpt.runtime.jax_versions import Tiles
 from torchax_ckpt.snapshot import planner, snapshotter, stacking
 from torchax_ckpt.snapshot.device_memory import DeviceMemory
 from torchax_ckpt.snapshot.device_sizes import Needed, bytes_on_devices, padded_bytes
@@ -295,7 +295,7 @@ def test_a_layout_says_how_many_bytes_a_shard_takes(
     num_bits: int,
     expected: int,
 ) -> None:
-    layout = Layout(order, tiling, num_bits)
+    layout = Tiles(order, tiling, num_bits)
     assert padded_bytes(shape, jnp.dtype(dtype), layout) == expected
 
 

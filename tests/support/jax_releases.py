@@ -21,6 +21,6 @@ def enable_x64() -> Any:
 
     if hasattr(jax, "enable_x64"):  # since 0.8
         return jax.enable_x64(True)
-    from jax.experimental import enable_x64 as older
+    import jax.experimental
 
-    return older()
+    return getattr(jax.experimental, "enable_x64")()  # noqa: B009 - mypy knows a newer JAX

@@ -206,7 +206,13 @@ OF_A_USER = [
     *("incoming-mail", "abandoned-ideas", "moving-3", "deleting-1-unchanged", "notes.partial"),
 ]
 LEFT = [
-    *("deleting-3", "deleting-0-unchanged", "writing-4-unchanged", "7.orbax-checkpoint-tmp"),
+    *(
+        "deleting-3",
+        "deleting-3-2",
+        "deleting-0-unchanged",
+        "writing-4-unchanged",
+        "7.orbax-checkpoint-tmp",
+    ),
     *("incoming-6.orbax-checkpoint-tmp", "8.orbax-checkpoint-tmp-1700000000"),
     *(f"writing-5-{'0a' * 16}-65024-7-12", f"writing-5-{'0a' * 16}-1"),
     *(f"{kind}-{'0a' * 16}.draft" for kind in ("lease", "run", "probe")),

@@ -52,8 +52,6 @@ _FILE = re.compile(
 )
 _STEP = re.compile(r"(incoming-)?(0|[1-9][0-9]{0,18})(?(1)(?:-\d+)?)")
 _ASIDE = re.compile(r"abandoned-(0|[1-9][0-9]{0,18})(?:-\d+)?")
-# The number of a step in a folder of any name: abandoned-20-2, best-20.
-_NUMBER = re.compile(r"(?:.*?[^0-9])??([0-9]{1,19})(?:-[0-9]+)?", re.DOTALL)
 # The name of an empty object that marks a folder of a bucket in which a save began and from which
 # the save's files were removed.
 BEGUN = "begun"
@@ -73,12 +71,6 @@ def is_step(folder: epath.Path) -> bool:
     """Returns whether a local folder is a step, by files that only steps have, not by its name."""
     found = ((MARK,), (RECORD,), [f"{item}/data.json" for item in (MANIFEST, SUMMARY)])
     return any(all((folder / name).exists() for name in names) for names in found)
-
-
-def given_step(folder: epath.Path) -> CommittedStep:
-    """Returns the step in a folder that may have another name, which then tells its number or 0."""
-    number = _NUMBER.fullmatch(folder.name)
-    return CommittedStep(int(number[1]) if number else 0, folder, time_or_none(folder) or LOST)
 
 
 def is_there(committed: CommittedStep) -> bool:

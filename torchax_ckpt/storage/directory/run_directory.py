@@ -34,13 +34,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fnmatch
 import functools
 import itertools
 import logging
 import os
 import re
-import shlex
 import socket
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -50,7 +48,13 @@ from etils import epath
 from torchax_ckpt import policies
 from torchax_ckpt.errors import CheckpointError, DirectoryError
 from torchax_ckpt.runtime import user_messages
-from torchax_ckpt.storage.directory import commit_record, committed_step, lease, run_identity
+from torchax_ckpt.storage.directory import (
+    commit_record,
+    committed_step,
+    given_step,
+    lease,
+    run_identity,
+)
 from torchax_ckpt.storage.directory.abandonment import Abandonment, Branches, Key
 from torchax_ckpt.storage.directory.committed_step import CommittedStep, Verified
 from torchax_ckpt.storage.directory.run_identity import RunName
@@ -70,13 +74,10 @@ logger = logging.getLogger(__name__)
 _HEX = "[0-9a-f]{32}"
 _DRAFT = rf"({lease.NAME}|{run_identity.NAME}|{permissions.PROBE})-{_HEX}(\.renamed)?"
 _LEFTOVER = re.compile(
-    rf"deleting-[0-9]+|deleting-0-unchanged|writing-[0-9]+-({_HEX}(-[0-9]+)*|unchanged)"
+    rf"deleting-[0-9]+(-[0-9]+)?|deleting-0-unchanged|writing-[0-9]+-({_HEX}(-[0-9]+)*|unchanged)"
     rf"|(incoming-)?[0-9]+\.orbax-checkpoint-tmp(-[0-9]+)?"
     rf"|{_DRAFT}{re.escape(permissions.DRAFT_SUFFIX)}"
 )
-# What a run has in its directory, as a shell names it; first its steps.
-_OF_A_RUN = ("[0-9]*", "*-[0-9]*", "events", "run", "unchanged")
-_NUMBER = re.compile("0|[1-9][0-9]*")
 # Names of steps and of steps that were set aside. A folder without a commit mark is neither.
 _MARKED = re.compile(r"(incoming-|abandoned-)?\d+(-\d+)?")
 _USED_NAMES = 1000
@@ -114,29 +115,17 @@ class RunDirectory:
     def __init__(
         self, directory: Any, *, read_only: bool = False, durable: RunDirectory | None = None
     ) -> None:
+        self._durable = durable
         self.path = location.resolve(directory)
         self._is_bucket = location.is_bucket(self.path)
-        # The step that was given in place of its run, perhaps one that does not exist any more.
-        self._step: epath.Path | None = None
+        is_marked = False
         if self._is_bucket:
             bucket.use(self.path, self)
             name, for_writing = commit_record.MARK, not read_only
-            if bucket.check(self.path, for_writing=for_writing, name=name):
-                self._step = self.path
+            is_marked = bucket.check(self.path, for_writing=for_writing, name=name)
         with self._translated("read"):
-            is_there = self.path.exists()
-            if is_there and not self.path.is_dir():
-                text = "expected a directory, found a file. Give each run a directory of its own."
-                raise DirectoryError(f"{self.path}: {text}", path=self.path)
-            if not self._is_bucket:
-                place = location.real(self.path)  # also a folder in a step, such as its state
-                within = (place, *place.parents[:2])
-                self._step = next(filter(commit_record.is_step, within), None)
-            if self._step is not None and (inside := self._visible()):
-                self._warn_of_steps_inside(self._step, inside)
-                self._step = None
-            elif self._step is None and not is_there and self._would_be_a_step():
-                self._step = self.path
+            # The step that was given in place of its run.
+            self._step = given_step.of(self.path, self._visible, is_marked=is_marked)
         if self._step is not None:
             self.path = self._step.parent
         self._summaries = Summaries(is_spare=durable is not None)
@@ -160,7 +149,6 @@ class RunDirectory:
         self._refusal: DirectoryError | None = None  # of the last rename that the system refused
         self._has_told = False
         self._lease = lease.Lease(self.path)
-        self._durable = durable
         self.run_name: RunName = RunName(
             self.path, self._summaries, self._visible, durable.run_name if durable else None
         )
@@ -172,12 +160,12 @@ class RunDirectory:
         if self._step is None:
             return list(self.branches().committed)
         found: Sequence[CommittedStep] = ()
-        if _NUMBER.fullmatch(self._step.name):  # the run may have another step of this number
+        if given_step.NUMBER.fullmatch(self._step.name):  # the run may have another of this number
             with contextlib.suppress(DirectoryError):  # this user may not list the run
                 found = self.branches().committed
         given = [s for s in found if str(s.step) == self._step.name]
         if not given and self._step.exists():
-            return [commit_record.given_step(self._step)]
+            return [given_step.described(self._step)]
         return given
 
     def branches(self) -> Branches:
@@ -248,40 +236,7 @@ class RunDirectory:
     def require_run(self) -> None:
         """Raises DirectoryError if the directory that was given is a step."""
         if self._step is not None:
-            what = f"a step. Copy it to a run of its own: torchax-ckpt copy {self._step} DIRECTORY"
-            if _NUMBER.fullmatch(self._step.name):
-                what = f"its step {self._step.name}; the run is {self.path}: give this directory"
-                if not self._step.exists():
-                    what = f"no such step; the run is {self.path}: give this directory, or a name "
-                    what += "that is no number"
-            text = f"{self._step}: expected the directory of a run, found {what}"
-            raise DirectoryError(text, path=self._step)
-
-    def _would_be_a_step(self) -> bool:
-        """Returns whether a path that does not exist has a step's name, and lies in a run."""
-        if not _NUMBER.fullmatch(self.path.name):
-            return False
-        if self._is_bucket:  # one request shows the journal, many the steps
-            return bool(bucket.contents(self.path.parent, "events/"))
-        beside = self.path.parent.iterdir() if self.path.parent.is_dir() else ()
-        return any(_NUMBER.fullmatch(c.name) and commit_record.is_step(c) for c in beside)
-
-    def _warn_of_steps_inside(self, step: epath.Path, steps: Sequence[CommittedStep]) -> None:
-        """Says how to get a run out of a step, which would be deleted with it."""
-        new = f"{step.parent}-{step.name}"
-        there = [child.name for child in self._children()]
-        moved = [p for p in _OF_A_RUN if p == _OF_A_RUN[0] or fnmatch.filter(there, p)]
-        logger.warning(
-            "%s: expected the directory of a run, found a step, %s, with the steps %s of another "
-            "run inside, which a deletion of the step would delete. End the programs that write "
-            "there, then give that run a directory of its own: %s %s %s/",
-            self.path,
-            step,
-            ", ".join(map(str, sorted({s.step for s in steps})[-5:])),
-            "gcloud storage mv" if self._is_bucket else f"mkdir {shlex.quote(new)} && mv",
-            " ".join(f"{shlex.quote(str(self.path))}/{pattern}" for pattern in moved),
-            shlex.quote(new),
-        )
+            raise given_step.refused(self._step)
 
     # --- writing ---
 

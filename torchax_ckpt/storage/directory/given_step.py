@@ -1,0 +1,95 @@
+"""Tells whether a directory that was given as a run is one of its steps, and what to do then."""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+import re
+import shlex
+from collections.abc import Callable, Sequence
+
+from etils import epath
+
+from torchax_ckpt.errors import DirectoryError
+from torchax_ckpt.storage.directory import commit_record
+from torchax_ckpt.storage.directory.committed_step import LOST, CommittedStep
+from torchax_ckpt.storage.medium import bucket, location
+
+logger = logging.getLogger(__name__)
+
+NUMBER = re.compile("0|[1-9][0-9]*")
+# The number of a step in a folder of any name: abandoned-20-2, best-20.
+_LAST_NUMBER = re.compile(r"(?:.*?[^0-9])??([0-9]{1,19})(?:-[0-9]+)?", re.DOTALL)
+# What a run has in its directory, as a shell names it; first its steps.
+_OF_A_RUN = ("[0-9]*", "*-[0-9]*", "events", "run", "unchanged")
+
+
+def of(
+    path: epath.Path, steps: Callable[[], list[CommittedStep]], *, is_marked: bool
+) -> epath.Path | None:
+    """Returns the step that a directory is or lies in, or that it would be; None for a run.
+
+    ``steps`` lists the steps in the directory. If there are some, it is a run that was started in a
+    step; a warning then says how to get it out. ``is_marked`` says whether a bucket has a commit
+    mark there. Raises DirectoryError for a file.
+    """
+    is_there, step = path.exists(), path if is_marked else None
+    if is_there and not path.is_dir():
+        text = "expected a directory, found a file. Give each run a directory of its own."
+        raise DirectoryError(f"{path}: {text}", path=path)
+    if not location.is_bucket(path):
+        place = location.real(path)  # also a folder in a step, such as its state
+        step = next(filter(commit_record.is_step, (place, *place.parents[:2])), None)
+    if step is not None and (inside := steps()):
+        _warn_of_steps_inside(path, step, inside)
+        return None
+    return path if step is None and not is_there and _would_be_a_step(path) else step
+
+
+def described(folder: epath.Path) -> CommittedStep:
+    """Returns the step in a folder that may have another name, which then tells its number or 0."""
+    number = _LAST_NUMBER.fullmatch(folder.name)
+    return CommittedStep(
+        int(number[1]) if number else 0, folder, commit_record.time_or_none(folder) or LOST
+    )
+
+
+def refused(step: epath.Path) -> DirectoryError:
+    """Returns the error for a step that was given where a run is needed."""
+    what = f"a step. Copy it to a run of its own: torchax-ckpt copy {step} DIRECTORY"
+    if NUMBER.fullmatch(step.name):
+        what = f"its step {step.name}; the run is {step.parent}: give this directory"
+        if not step.exists():
+            what = f"no such step; the run is {step.parent}: give this directory, or a name "
+            what += "that is no number"
+    return DirectoryError(f"{step}: expected the directory of a run, found {what}", path=step)
+
+
+def _would_be_a_step(path: epath.Path) -> bool:
+    """Returns whether a path that does not exist has a step's name, and lies in a run."""
+    if not NUMBER.fullmatch(path.name):
+        return False
+    if location.is_bucket(path):  # one request shows the journal, many the steps
+        return bool(bucket.contents(path.parent, "events/"))
+    beside = path.parent.iterdir() if path.parent.is_dir() else ()
+    return any(NUMBER.fullmatch(c.name) and commit_record.is_step(c) for c in beside)
+
+
+def _warn_of_steps_inside(
+    path: epath.Path, step: epath.Path, steps: Sequence[CommittedStep]
+) -> None:
+    """Says how to get a run out of a step, which would be deleted with it."""
+    new = f"{step.parent}-{step.name}"
+    there = [child.name for child in path.iterdir()]
+    moved = [p for p in _OF_A_RUN if p == _OF_A_RUN[0] or fnmatch.filter(there, p)]
+    logger.warning(
+        "%s: expected the directory of a run, found a step, %s, with the steps %s of another run "
+        "inside, which a deletion of the step would delete. End the programs that write there, "
+        "then give that run a directory of its own: %s %s %s/",
+        path,
+        step,
+        ", ".join(map(str, sorted({s.step for s in steps})[-5:])),
+        "gcloud storage mv" if location.is_bucket(path) else f"mkdir {shlex.quote(new)} && mv",
+        " ".join(f"{shlex.quote(str(path))}/{pattern}" for pattern in moved),
+        shlex.quote(new),
+    )
