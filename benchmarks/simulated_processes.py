@@ -141,6 +141,7 @@ class _Copy:
         kept = {(index - far) % count: state for far in keeper_distances(count)}
         nodes, _ = per_process_state.joined(state, kept, (count, index))
         self.document = {**_DOCUMENT, **nodes}
+        self.attached: None = None
 
     def require_plausible(self, reads: Any) -> None:
         pass

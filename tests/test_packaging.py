@@ -223,8 +223,8 @@ def test_what_the_package_imports_is_a_core_dependency() -> None:
     assert {"checkpointer.py", "saver.py", "restore.py"} <= {path.name for path in files}
     assert not {path.parent.name for path in files} & {"cli", "integrations", "lightning"}
     needed = libraries(name for path in files for name in imported(path, at_import=True))
-    assert {"jax", "torch", "orbax", "xxhash", "tqdm"} <= needed  # so they are found
-    assert not undeclared(needed, declared())
+    assert {"jax", "torch", "xxhash", "tqdm"} <= needed  # so they are found
+    assert not undeclared({*needed, "orbax"}, declared())  # runtime/lazily.py imports Orbax
     assert undeclared(needed, declared() - {"tqdm"}) == {"tqdm"}
 
 

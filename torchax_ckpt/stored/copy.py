@@ -18,7 +18,7 @@ from torchax_ckpt.errors import (
     LeaseError,
     StepNotFoundError,
 )
-from torchax_ckpt.storage.directory import commit_record
+from torchax_ckpt.storage.directory import commit_record, leftovers
 from torchax_ckpt.storage.directory.committed_step import VERIFIED, CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import fsync, location, permissions, storage_errors
@@ -127,7 +127,7 @@ def _copy(
 def _remove(path: epath.Path) -> None:
     """Removes what a failed copy wrote; only logs a failure, which must not replace the copy's."""
     try:
-        commit_record.remove_leftover(path)
+        leftovers.remove(path)
     except Exception as error:  # bucket clients raise errors of their own
         text = "%s: what was copied cannot be removed (%s); the next copy or save there removes it"
         logger.warning(text, path, storage_errors.said(error))

@@ -32,7 +32,8 @@ from torchax_ckpt.errors import LeaseError, SaveError
 from torchax_ckpt.storage.directory import lease
 from torchax_ckpt.storage.directory.compare_and_swap import Conflict, record_at
 from torchax_ckpt.storage.directory.lease import Lease, LeaseHolder, process_of
-from torchax_ckpt.storage.directory.run_directory import _LEFTOVER, RunDirectory
+from torchax_ckpt.storage.directory.leftovers import _LEFTOVER
+from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import fsync
 from torchax_ckpt.storage.writing import array_writer
 

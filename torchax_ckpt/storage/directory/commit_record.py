@@ -8,7 +8,6 @@ has a commit mark.
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import json
 import logging
@@ -43,14 +42,8 @@ RECORD = "_CHECKPOINT_METADATA"
 SHARDINGS = f"{STATE}/_sharding"
 _SEALED = (RECORD, SHARDINGS)
 # The names of entries in a step, whether this package or Orbax alone wrote the step.
-_PARTS = {STATE, MANIFEST, SUMMARY, ASSETS, VERIFIED, RECORD, "_METADATA", "pytree"}
-# The files in a step of this package, and those of a pytree that Orbax alone wrote.
-_FILE = re.compile(
-    r"begun|verified|orbax\.checkpoint|_CHECKPOINT_METADATA|(manifest|summary|assets)/data\.json"
-    r"|((state|pytree)/)?(_METADATA|_sharding|array_metadatas/process_[0-9]+"
-    r"|(ocdbt\.process_\w+/)?(manifest\.ocdbt|d/[0-9a-f]{32}))"
-)
-_STEP = re.compile(r"(incoming-)?(0|[1-9][0-9]{0,18})(?(1)(?:-\d+)?)")
+PARTS = {STATE, MANIFEST, SUMMARY, ASSETS, VERIFIED, RECORD, "_METADATA", "pytree"}
+STEP = re.compile(r"(incoming-)?(0|[1-9][0-9]{0,18})(?(1)(?:-\d+)?)")
 _ASIDE = re.compile(r"abandoned-(0|[1-9][0-9]{0,18})(?:-\d+)?")
 # The name of an empty object that marks a folder of a bucket in which a save began and from which
 # the save's files were removed.
@@ -78,14 +71,6 @@ def is_there(committed: CommittedStep) -> bool:
     return committed.path.exists() and is_marked(committed.path)
 
 
-def is_begun(path: epath.Path) -> bool:
-    """Returns whether a bucket's folder is an unfinished or partly removed step, not a user's."""
-    if not location.is_bucket(path) or is_marked(path) or not path.is_dir():
-        return False
-    is_ours = any(child.name in _PARTS for child in path.iterdir())
-    return is_ours and all(map(_FILE.fullmatch, bucket.contents(path, "")))
-
-
 def steps_among(
     children: Iterable[epath.Path], first: int, *, is_spare: bool = False
 ) -> list[CommittedStep]:
@@ -93,7 +78,7 @@ def steps_among(
 
     In a local tier (``is_spare``), a record that cannot be read now counts as damaged.
     """
-    named = [(child, m) for child in children if (m := _STEP.fullmatch(child.name))]
+    named = [(child, m) for child in children if (m := STEP.fullmatch(child.name))]
     found = [(child, match) for child, match in named if first <= int(match[2]) <= MAX_STEP]
     # In parallel, because each read is a round trip to a bucket.
     with Executor() as pool:
@@ -122,7 +107,7 @@ def aside_among(children: Iterable[epath.Path]) -> list[CommittedStep]:
 def newest_in(folder: epath.Path) -> int | None:
     """Returns the number of the newest step in a folder; None if it is no run with steps."""
     try:
-        named = [(child, m) for child in folder.iterdir() if (m := _STEP.fullmatch(child.name))]
+        named = [(child, m) for child in folder.iterdir() if (m := STEP.fullmatch(child.name))]
     except (FileNotFoundError, NotADirectoryError):
         return None
     newest_first = sorted(named, key=lambda each: int(each[1][2]), reverse=True)
@@ -254,21 +239,3 @@ def _read_checked(path: epath.Path, name: str, known: dict[str, Any] | None) -> 
     if known and name in known and known[name] != seals.of_octets(content):
         raise ValueError(f"{name} does not match its digest in {MARK}: {name} or {MARK} is damaged")
     return content
-
-
-def remove_leftover(path: epath.Path) -> None:
-    """Removes the files of a failed save, which on a bucket may still be written to.
-
-    There an empty object (``BEGUN``) keeps the step's name from being used again.
-    """
-    if location.is_bucket(path):
-        bucket.remove(path)
-        if _STEP.fullmatch(path.name):
-            (path / BEGUN).write_bytes(b"")
-        return
-    try:
-        path.unlink() if os.path.islink(path) else path.rmtree()
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.ENOENT):
-            raise
-        logger.debug("%s is still being written to: it will be removed later", path)

@@ -38,7 +38,6 @@ import functools
 import itertools
 import logging
 import os
-import re
 import socket
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -53,7 +52,7 @@ from torchax_ckpt.storage.directory import (
     committed_step,
     given_step,
     lease,
-    run_identity,
+    leftovers,
 )
 from torchax_ckpt.storage.directory.abandonment import Abandonment, Branches, Key
 from torchax_ckpt.storage.directory.committed_step import CommittedStep, Verified
@@ -70,16 +69,6 @@ from torchax_ckpt.storage.medium import (
 
 logger = logging.getLogger(__name__)
 
-# Exactly the names that this package gives, and Orbax: a user's deleting-2-old-plots is none.
-_HEX = "[0-9a-f]{32}"
-_DRAFT = rf"({lease.NAME}|{run_identity.NAME}|{permissions.PROBE})-{_HEX}(\.renamed)?"
-_LEFTOVER = re.compile(
-    rf"deleting-[0-9]+(-[0-9]+)?|deleting-0-unchanged|writing-[0-9]+-({_HEX}(-[0-9]+)*|unchanged)"
-    rf"|(incoming-)?[0-9]+\.orbax-checkpoint-tmp(-[0-9]+)?"
-    rf"|{_DRAFT}{re.escape(permissions.DRAFT_SUFFIX)}"
-)
-# Names of steps and of steps that were set aside. A folder without a commit mark is neither.
-_MARKED = re.compile(r"(incoming-|abandoned-)?\d+(-\d+)?")
 _USED_NAMES = 1000
 
 
@@ -298,17 +287,7 @@ class RunDirectory:
             for committed in visible:
                 if committed.is_incoming and committed not in abandoned:
                     self.settle(committed)
-            for child in self._children():
-                if _LEFTOVER.fullmatch(child.name) or (
-                    _MARKED.fullmatch(child.name) and commit_record.is_begun(child)
-                ):
-                    logger.debug("removing %s, left behind by a killed save or delete", child)
-                    try:
-                        commit_record.remove_leftover(child)
-                    except Exception as error:  # bucket clients raise errors of their own
-                        why = storage_errors.explained(error, self.path)
-                        text = "%s, left behind by a killed save or delete, cannot be removed: %s"
-                        logger.warning(text, child, why)
+            leftovers.remove_among(self._children())
 
     def path_for(self, step: int) -> epath.Path:
         """Returns the path at which a save writes the files of ``step`` before the commit."""
