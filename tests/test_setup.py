@@ -112,6 +112,9 @@ def test_an_import_leaves_the_root_logger_to_the_program(
         import logging
         {before}
         {imports}
+        if "Checkpointer" in {imports!r}:
+            with TorchaxCheckpointer({str(tmp_path)!r}) as ckpt:
+                ckpt.save(1, state={{"n": 1}})  # asks Orbax's policies, which log
         print([type(handler).__name__ for handler in logging.root.handlers])
         logging.basicConfig(level=logging.INFO, format="own %(message)s")
         logging.getLogger("program").info("line")

@@ -292,6 +292,7 @@ class Refuses:
         raise KeyError("no")  # also when it gets its old state back
 
 model, optimizer, scheduler = built()
+Refuses.__qualname__ = type(scheduler).__qualname__
 before, refusing = model.state_dict()["embed.weight"].clone(), Refuses()
 print(json.dumps(failure(lambda: restore(run, model, optimizer, refusing))))
 assert bits(model.embed.weight) == bits(before) and not optimizer.state

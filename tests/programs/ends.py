@@ -99,7 +99,7 @@ def handler(directory: str) -> None:
     array_writer.write_arrays = slow
     left = TorchaxCheckpointer(f"{directory}/left", on_event=tell)
     left.save(1, state=STATE)
-    atexit.register(lambda: left.save(2, state=STATE, force=True))
+    atexit.register(lambda: left.save(2, state=STATE))
 
 
 def finalizer(directory: str) -> None:

@@ -121,6 +121,7 @@ def _interrupt_at_exit(
             time.sleep(10)
         go_on.set()
 
+    logging.basicConfig()  # which shows what the end of the program says
     logging.getLogger("torchax_ckpt").addHandler(Logged())
     threading.Thread(target=at_exit, daemon=True).start()
 

@@ -129,3 +129,14 @@ def test_a_save_goes_on_if_only_what_watches_it_gets_no_thread(
         assert ckpt.save(1, state=STATE)
     assert ckpt.all_steps() == [1]
     assert "the save of step 1 is not reported if it takes longer" in caplog.text
+
+
+def test_metrics_of_a_save_that_met_a_limit_are_those_of_the_next_save_of_the_step(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        with monkeypatch.context() as patch:
+            no_memory(patch)
+            assert not ckpt.save(1, state=STATE, metrics={"val": 1.0})
+        assert ckpt.save(1, state=STATE, force=True)
+    assert TorchaxCheckpointer(directory).metrics(1) == {"val": 1.0}

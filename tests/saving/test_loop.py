@@ -169,6 +169,22 @@ def test_the_preemption_policy_saves_at_a_preemption_and_never_otherwise(
     assert recording.told == [(1, False)] * 2 + [(2, False)] * 2 + [(3, True)]
 
 
+def test_a_notice_after_should_save_ends_the_program_at_a_later_step_which_is_saved(
+    directory: Path, end_the_run: Callable[[], None]
+) -> None:
+    never = policies.SpecificStepsPolicy(())
+    ckpt = TorchaxCheckpointer(directory, save_decision_policy=never)
+    with pytest.raises(SystemExit), ckpt:
+        for step in range(1, 9):
+            must_save = ckpt.should_save(step)
+            if step == 3:
+                end_the_run()
+            if must_save:
+                ckpt.save(step, state=STATE)
+            ckpt.exit_if_preempted(step)
+    assert TorchaxCheckpointer(directory).all_steps() == [step] == [4]
+
+
 def test_a_preemption_is_told_saves_and_ends_the_loop(
     directory: Path, end_the_run: Callable[[], None]
 ) -> None:

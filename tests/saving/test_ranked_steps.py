@@ -214,3 +214,11 @@ def test_a_run_that_is_evaluated_late_is_warned_neither_before_nor_after(
             ckpt.wait_until_finished()
     assert caplog.messages == []
     assert ckpt.all_steps() == [8, 10, 11]
+
+
+def test_steps_that_follow_each_other_by_more_than_one_are_not_due(directory: Path) -> None:
+    """As those of a training whose batches have several steps, which says so."""
+    with opened(directory) as ckpt:
+        for step in range(2, 20, 2):
+            ckpt._loop.follows(step)
+            assert not ckpt.save(step, state=STATE, metrics={"val": 1.0})

@@ -104,13 +104,13 @@ class DecisionWindows:
         process 0, if it could not send decisions; PolicyError if it has not decided in time;
         ClosedError after ``close``.
         """
+        if self._processes.count == 1:
+            return self._decide(step, ()) or is_due
         if self._closing.is_set():
             raise ClosedError(
                 f"step {step}: the processes cannot agree whether to save it, because this "
                 "checkpointer is closed; call save before close()"
             )
-        if self._processes.count == 1:
-            return self._decide(step, ()) or is_due
         restores = self._processes.log.num_restores
         if (restores, step) == (self._num_restores, self._asked):
             return self._answer

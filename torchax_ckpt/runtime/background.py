@@ -129,9 +129,12 @@ class Executor(ThreadPoolExecutor):
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._tasks: list[Task] = []
         self._idle: collections.deque[None] = collections.deque()  # as long as threads are idle
+        self._is_shut = False
 
     def submit(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-        """Returns the future of ``fn(*args, **kwargs)``."""
+        """Returns the future of ``fn(*args, **kwargs)``; RuntimeError after ``shutdown``."""
+        if self._is_shut:
+            raise RuntimeError("cannot schedule new futures after shutdown")
         future: Future[R] = Future()
 
         def call() -> None:
@@ -157,6 +160,7 @@ class Executor(ThreadPoolExecutor):
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Ends the threads once all functions have run; none are cancelled."""
+        self._is_shut = True
         for _ in self._tasks:
             self._calls.put(None)
         for task in self._tasks if wait else ():
@@ -202,6 +206,8 @@ def fail_exit() -> None:
     Else only ``os._exit`` changes the code, but leaves out other exit handlers.
     """
     stream: Any = sys.stderr or sys.stdout
+    if stream is None:
+        return
     flush = stream.flush
 
     def fail() -> None:

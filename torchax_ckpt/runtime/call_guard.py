@@ -64,8 +64,8 @@ class Calls:
 
     @property
     def is_training_thread(self) -> bool:
-        """Whether this is the training thread; False if no call has yet shown which one that is."""
-        return threading.current_thread() is self._training_thread
+        """Whether this is the training thread, or the main thread if no call has yet shown it."""
+        return threading.current_thread() is (self._training_thread or threading.main_thread())
 
     @property
     def outlive_main(self) -> bool:

@@ -44,7 +44,7 @@ def compilation_cache(
       max_bytes: JAX deletes the programs that were not used for the longest time above that.
 
     Returns:
-      The folder that JAX uses: another one if the program or the environment had set it.
+      The folder that JAX uses, which is another one if the program or the environment has set it.
 
     Raises:
       DirectoryError: the folder is a URL, a link, or no folder; it belongs to somebody else, or

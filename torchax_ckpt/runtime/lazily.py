@@ -31,21 +31,26 @@ class _Library:
 
     def __getattr__(self, name: str) -> Any:
         if self._module is None:
-            with _root_logger_left_alone():
+            with root_logger_left_alone():
                 # Waits for imports on other threads.
                 self._module = importlib.import_module(self._name)
         return getattr(self._module, name)
 
 
+_has_imported_absl = False
+
+
 @contextlib.contextmanager
-def _root_logger_left_alone() -> Iterator[None]:
-    """Removes the handler that absl gives to the root logger, because Orbax logs when imported.
+def root_logger_left_alone() -> Iterator[None]:
+    """Removes the handler that absl gives to the root logger if Orbax logs in the ``with`` block.
 
     With this handler, a later ``logging.basicConfig`` of the program would do nothing. Removes
     nothing if the program had set up the root logger, or had imported Orbax or absl itself.
     """
+    global _has_imported_absl
     root = logging.getLogger()
-    adds_it = not root.handlers and not {"absl", "orbax"} & sys.modules.keys()
+    _has_imported_absl |= not {"absl", "orbax"} & sys.modules.keys()
+    adds_it = _has_imported_absl and not root.handlers
     try:
         yield
     finally:

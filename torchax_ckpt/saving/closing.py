@@ -99,8 +99,6 @@ class Closing:
 
     def finish_at_exit(self) -> None:
         """Closes all savers at program exit, but for saves beyond ``save_timeout_secs``."""
-        for each in self._windows:
-            each.close()
         was_closed = self.is_asked and not self._is_dropped
         how = "before close() could finish" if was_closed else "without close()"
         durable = self._savers[0]
@@ -119,6 +117,11 @@ class Closing:
                 logger.info("step %d is saved", step)
         if not was_closed and durable.newest_failure is not None:
             unmended[durable.path] = durable.newest_failure
+
+    def end_decisions(self) -> None:
+        """Ends the decisions on later saves; before, an exit handler of the program may save."""
+        for each in self._windows if self._pid == os.getpid() else ():
+            each.close()
 
     def _finish_later(self) -> None:
         with self._lock:
@@ -172,7 +175,7 @@ def close_others(saver: Saver) -> None:
             other.close()
 
 
-_has_finished = background.Flag()  # set once this module has ended all at the program's end
+_has_finished = background.Flag()  # set once the program's end allows no more saves
 
 
 def require_program() -> None:
@@ -192,8 +195,11 @@ def _finish_main_thread() -> None:
 
 
 def _finish_program() -> None:
-    _finish([*_unfinished, *_dropped])
-    _has_finished.set()
+    _has_finished.set()  # first, so that no thread that still runs begins another save
+    closings = [*_unfinished, *_dropped]
+    for closing in closings:
+        closing.end_decisions()
+    _finish(closings)
     for path, failure in unmended.items():
         logger.error("%s: the program ends, and its newest save failed: %s", path, failure)
         background.fail_exit()

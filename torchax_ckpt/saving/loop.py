@@ -70,6 +70,11 @@ class Loop:
         self._has_ranked |= bool(found)
         return not self._had_ranked and any(map(step_metrics.may_rank, found))
 
+    def follows(self, step: int) -> None:
+        """Says that the program asks at every step, although the numbers rise by more than one."""
+        if self._asked is not None and self._asked < step:
+            self._asked = step - 1
+
     @property
     def measures_every_step(self) -> bool:
         """Whether the newest two steps have a ranked metric: then the next is not due either."""

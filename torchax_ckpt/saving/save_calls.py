@@ -60,11 +60,13 @@ class SaveCalls:
     def should_save(self, step: int) -> bool:
         """Returns whether a call of ``save`` for this step would begin a save."""
         self._log.step = step
-        with self._log.calling(f"save({step})", Kind.SAVE):
-            if self._preemption.reached(step):
+        with self._log.calling(f"save({step})", Kind.SAVE), self._failing_at_limits(step):
+            # Decided, so that no program ends at this step because of a later notice.
+            if self._preemption.decide(step):
                 return bool(self._required(step))
             is_due = self._loop.is_due(step, self._loop.metrics(step), self._ranked)
             return bool(self._wanted(step, is_due=is_due))
+        return False
 
     def save(
         self,
@@ -101,13 +103,13 @@ class SaveCalls:
             with refusal:
                 _require_state(attached, state, number)
                 pending = self._loop.take_metrics(number, metrics)
+                self._loop.keep_metrics(number, pending)  # the save may be declined, or fail
                 if must_save:
                     self._durable.saver.wait()  # a save of this step may be in flight, and may fail
             is_due = self._loop.is_due(number, pending, self._ranked)
             due = self._required(number) if must_save else self._wanted(number, is_due=is_due)
             if not due:
                 refusal.raise_error()
-                self._loop.keep_metrics(number, pending)
                 if not must_save:  # otherwise the step is not skipped but saved already
                     self._durable.telemetry.skipped(number)
                 return False
@@ -146,7 +148,6 @@ class SaveCalls:
                         return False
                 raise
             self._loop.position = number  # set first, because the rest may raise or be interrupted
-            self._loop.keep_metrics(number, pending)
             has_begun = self._begin(captures, due)
             return self._finish(captures[0]) if is_preempted else has_begun
         return False
@@ -166,8 +167,11 @@ class SaveCalls:
                 raise
             failure = self._durable.saver.report(step, error)
             if is_ending:
-                text = f"the program is ending: {failure}"
-                raise ClosedError(text, step=step, path=failure.path) from error
+                raise ClosedError(
+                    f"the program is ending, so no later save can mend this: {failure}",
+                    step=step,
+                    path=failure.path,
+                ) from error
             self._loop.position = step
 
     def _required(self, step: int) -> list[RunTier]:
@@ -192,7 +196,8 @@ class SaveCalls:
                     logger.warning(
                         "step %d is not saved, although a best-N rule ranks a metric of it: the "
                         "processes had decided before process 0 recorded the metric. Record it "
-                        "before should_save, and at every step or never at two steps in a row",
+                        "before should_save, and at every step or never at two steps in a row. "
+                        "This may go on for up to 100 steps",
                         step,
                     )
             if is_wanted:

@@ -24,6 +24,7 @@ from torchax_ckpt.processes.coordination import Processes, open_channel
 from torchax_ckpt.processes.decision_windows import DecisionWindows
 from torchax_ckpt.processes.per_host import PerHostProcesses
 from torchax_ckpt.runtime.call_guard import Calls
+from torchax_ckpt.runtime.lazily import root_logger_left_alone
 from torchax_ckpt.saving.closing import Closing, close_others
 from torchax_ckpt.saving.preserving import Preserving
 from torchax_ckpt.saving.saver import Saver
@@ -94,14 +95,14 @@ class RunTier:
         )
         # Not copied, because this runs at each step and there may be many checkpoints.
         known = self.history.checkpoints()
-        return self.policy.should_save(
-            asked,
-            (*known, *decided) if decided else known,
-            context=save_decision.decision_context(
-                is_saving_in_progress=bool(coming) or self.saver.is_saving,
-                reached_preemption=reached_preemption,
-            ),
+        context = save_decision.decision_context(
+            is_saving_in_progress=bool(coming) or self.saver.is_saving,
+            reached_preemption=reached_preemption,
         )
+        with root_logger_left_alone():  # Orbax's policies log
+            return self.policy.should_save(
+                asked, (*known, *decided) if decided else known, context=context
+            )
 
     def restored(
         self, committed: CommittedStep, compared: Compared | None, *, is_verified: bool

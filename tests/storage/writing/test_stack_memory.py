@@ -17,7 +17,7 @@ from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, poli
 from torchax_ckpt.snapshot import host_array
 from torchax_ckpt.storage.writing import fetching
 
-STATE = {f"layers.{i}.w": jnp.full((256, 256), i, jnp.float32) for i in range(8)}
+STATE = {f"layers.{i}.w": jnp.full((128, 512), i, jnp.float32) for i in range(8)}
 ALWAYS = policies.FixedIntervalPolicy(1)
 
 

@@ -211,6 +211,7 @@ class TorchaxCheckpoint(Checkpoint):
         metrics = self._rankable(fresh, waits=was_measured)
         is_ranked = was_measured and self.monitor in metrics
         if is_due:
+            ckpt._loop.follows(position.step)  # with several optimizers a batch has several steps
             ckpt.save(position.step, metrics=metrics, force=is_ranked or position.is_over)
         elif is_ranked:
             self._warn(
