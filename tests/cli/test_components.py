@@ -112,17 +112,11 @@ def test_diff_tells_equal_values_with_other_bits_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["show", "diff"])
-@pytest.mark.parametrize(
-    ("pattern", "nearest"),
-    [("modle/*", "model/*"), ("optimizer/*/exp_avgs", "optimizer/"), ("*.wieght", "")],
-)
-def test_a_filter_that_matches_nothing_is_an_error(
-    pattern: str, nearest: str, command: str, saved: Path
-) -> None:
+@pytest.mark.parametrize("pattern", ["modle/*", "optimizer/*/exp_avgs", "*.wieght"])
+def test_a_filter_that_matches_nothing_is_an_error(pattern: str, command: str, saved: Path) -> None:
     steps = (saved,) if command == "show" else (saved / "1", saved / "2")
     said = run(command, *steps, "--filter", pattern, code=exit_codes.USAGE)
     assert f"found {pattern!r}, which matches none of " in said
-    assert nearest in said
 
 
 def test_a_folder_of_runs_names_them(tmp_path: Path) -> None:
@@ -157,12 +151,3 @@ def test_one_is_singular(tmp_path: Path) -> None:
     ]
     plural = r"\b1 (leaves|elements|values|tensors|steps|programs|saves|names)\b"
     assert [text for text in texts if re.search(plural, text)] == []
-
-
-def test_a_pattern_of_export_that_matches_nothing_names_the_nearest(
-    saved: Path, tmp_path: Path
-) -> None:
-    words = ("export", saved, tmp_path / "w.safetensors", "--include", "0.wieght")
-    said = run(*words, code=exit_codes.USAGE)
-    assert "nothing matches include: '0.wieght'" in said
-    assert "the nearest are 0.weight" in said

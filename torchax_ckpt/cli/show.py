@@ -27,7 +27,6 @@ from torchax_ckpt.cli.step_arguments import (
     step_infos,
 )
 from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
-from torchax_ckpt.layout import names
 from torchax_ckpt.policies import described
 from torchax_ckpt.policies.preservation import with_newest
 from torchax_ckpt.runtime import progress
@@ -282,7 +281,7 @@ def _matching(command: str, pattern: str, known: Collection[str]) -> set[str]:
     if not found and pattern != _ALL:
         raise UsageError(
             f"{command}: --filter: expected a pattern that matches a leaf or a value, found "
-            f"{pattern!r:.100}, which matches none of {len(known)}{names.nearest(pattern, known)}"
+            f"{pattern!r:.100}, which matches none of the {len(known)} names"
         )
     return found
 

@@ -14,7 +14,6 @@ from etils import epath
 
 from torchax_ckpt.cli.exit_codes import UsageError
 from torchax_ckpt.errors import DirectoryError, StepNotFoundError
-from torchax_ckpt.layout import names
 from torchax_ckpt.policies.described import StepInfo
 from torchax_ckpt.policies.preservation import ranking
 from torchax_ckpt.storage.directory import commit_record
@@ -100,8 +99,10 @@ def step_named(run: RunDirectory, text: str | None) -> CommittedStep:
     ranked = rule.ranked(step_infos(run, sound.values()))
     if not ranked:
         known = {name for info in step_infos(run, sound.values()) for name in info.metrics or {}}
-        like = names.nearest(rule.metric, known)
-        raise UsageError(f"{run.path}: no step has the metric {rule.metric!r:.80}{like}")
+        raise UsageError(
+            f"{run.path}: no step has the metric {rule.metric!r:.80}; the steps have the metrics: "
+            f"{', '.join(sorted(known)) or 'none'}"
+        )
     return sound[ranked[0].step]
 
 

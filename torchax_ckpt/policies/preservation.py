@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from torchax_ckpt.errors import PolicyError
+from torchax_ckpt.layout import names
 from torchax_ckpt.runtime.lazily import orbax
 from torchax_ckpt.runtime.user_messages import counted
 
@@ -148,16 +149,7 @@ def why_unranked(rules: Iterable[BestN], metrics: Sequence[Mapping[str, Any]]) -
         f"by which they are ranked. They have {', '.join(map(repr, known[:10])) or 'no metrics'}. "
         "Rank them by the name under which the metric is recorded"
     )
-    return text, any(_is_typo(name, other) for name in missing for other in known)
-
-
-def _is_typo(name: str, other: str) -> bool:
-    """Returns whether names differ by case, punctuation, a letter too many or two swapped ones."""
-    plain = ["".join(filter(str.isalnum, text.lower())) for text in (name, other)]
-    a, b = sorted(plain, key=len)
-    same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(a))
-    a, b = a[same:], b[same:]
-    return (a == b[1:] and not b[:1].isdigit()) or a[1::-1] + a[2:] == b
+    return text, any(names.may_be_mistyped(a, b) for a in missing for b in known)
 
 
 def preserved(policy: Any, checkpoints: Sequence[Any], is_damaged: Sequence[bool]) -> list[bool]:
