@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import calendar
 import json
-import math
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,18 +33,9 @@ def console() -> Console:
 
 
 def print_json(content: Any, indent: int | None = 2) -> None:
-    """Prints ``content`` on stdout as JSON; NaN and infinities, which JSON lacks, as texts."""
-    print(json.dumps(_without_nan(content), indent=indent, allow_nan=False), flush=True)
-
-
-def _without_nan(content: Any) -> Any:
-    if isinstance(content, float):
-        return content if math.isfinite(content) else str(content)
-    if isinstance(content, Mapping):
-        return {name: _without_nan(value) for name, value in content.items()}
-    if isinstance(content, (list, tuple)):
-        return [_without_nan(value) for value in content]
-    return content
+    """Prints ``content`` on stdout as JSON; NaN and infinity as the strings that steps have."""
+    found = json.loads(json.dumps(content), parse_constant=str)
+    print(json.dumps(found, indent=indent, allow_nan=False), flush=True)
 
 
 def table(

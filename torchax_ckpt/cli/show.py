@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import fnmatch
+import reprlib
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any
 
 import rich.live
@@ -13,7 +15,7 @@ import typer
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from torchax_ckpt.cli import components, output
+from torchax_ckpt.cli import output
 from torchax_ckpt.cli.exit_codes import FOUND, OK, UNAVAILABLE, UsageError, code_of
 from torchax_ckpt.cli.step_arguments import (
     Directory,
@@ -27,6 +29,7 @@ from torchax_ckpt.cli.step_arguments import (
     step_infos,
 )
 from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
+from torchax_ckpt.layout import names
 from torchax_ckpt.policies import described
 from torchax_ckpt.policies.preservation import with_newest
 from torchax_ckpt.runtime import progress
@@ -40,12 +43,14 @@ from torchax_ckpt.storage.medium import location
 from torchax_ckpt.stored import shared_files
 from torchax_ckpt.stored.compare import Difference, compare, plain_values
 from torchax_ckpt.stored.shared_files import Usage
-from torchax_ckpt.stored.stored_step import StoredStep
+from torchax_ckpt.stored.stored_step import StoredLeaf, StoredStep
 from torchax_ckpt.telemetry.journal import latest_start
 
 # Seconds from one look of ``ls --watch`` to the next, and of those at a bucket.
 _WATCH_SECS, _WATCH_BUCKET_SECS = 2.0, 10.0
 _MAX_NAMES = 5  # in a line
+_MAX_VALUES = 40  # of a component, in its line
+_MAX_TEXT = 100  # characters of a value that differs
 
 Filter = Annotated[
     str,
@@ -220,7 +225,7 @@ def show(
     """Lists a step's leaves: dtype, shape, size, sharding at the save, shared array if stacked."""
     run, committed = chosen(directory, step)
     stored = StoredStep(committed)
-    values = {"/".join(path): value for path, value in plain_values(stored).items()}
+    values = plain_values(stored)
     wanted = _matching("show", pattern, {*stored.leaves, *values})
     leaves = [leaf for name, leaf in stored.leaves.items() if name in wanted]
     values = {name: value for name, value in values.items() if name in wanted}
@@ -264,15 +269,32 @@ def show(
     elif rows:  # pipes and files get one line for each leaf, with its whole name
         columns = ("name", "dtype", "shape", "size", "sharding", "stack")
         output.console().print(output.table(columns, rows, right=("size",)))
-    titles, lines = ("component", "leaves", "values"), components.lines(stored)
-    number = counted(len(leaves), "leaf", "leaves")
-    if pattern != _ALL:
-        titles, lines = ("name", "", "value"), [(n, "", repr(v)) for n, v in values.items()]
-        number = f"{len(leaves)} of {counted(len(stored.leaves), 'leaf', 'leaves')}"
-    if lines:
-        output.console().print(output.table(titles, lines))
-    output.print_line(f"step {committed.step}: {number}, {output.size(total)}")
+    titles = ("component", "leaves", "values")
+    output.console().print(output.table(titles, _components(leaves, values)))
+    shown = "" if pattern == _ALL else f"{len(leaves)} of "
+    number = counted(len(stored.leaves), "leaf", "leaves")
+    output.print_line(f"step {committed.step}: {shown}{number}, {output.size(total)}")
     return OK
+
+
+def _components(
+    leaves: Sequence[StoredLeaf], values: Mapping[str, Any]
+) -> list[tuple[str, str, str]]:
+    """Returns the name of each component, the number and bytes of its leaves, and its values."""
+    sizes: dict[str, list[int]] = collections.defaultdict(list)
+    texts: dict[str, list[str]] = collections.defaultdict(list)
+    for leaf in leaves:
+        sizes[names.component_and_rest(leaf.name)[0]].append(leaf.nbytes)
+    for name, value in values.items():
+        component, rest = names.component_and_rest(name)
+        texts[component].append(f"{rest}={reprlib.repr(value)}")
+    rows = []
+    for name in {**texts, **sizes}:
+        found = sizes.get(name, ())
+        number = f"{counted(len(found), 'leaf', 'leaves')}, {output.size(sum(found))}"
+        more = [f"and {len(texts[name]) - _MAX_VALUES} more"] * (len(texts[name]) > _MAX_VALUES)
+        rows.append((name, number, " ".join([*texts[name][:_MAX_VALUES], *more])))
+    return rows
 
 
 def _matching(command: str, pattern: str, known: Collection[str]) -> set[str]:
@@ -396,10 +418,10 @@ def diff(
     differ only in the bits of equal values (NaN payloads, signs of zero) are listed too.
     """
     left, right = (StoredStep(chosen(text)[1]) for text in (a, b))
-    known = {*left.leaves, *right.leaves}
+    known: set[str] = set()
     for stored in (left, right) if pattern != _ALL else ():
-        known.update("/".join(path) for path in plain_values(stored))
-        known.update(f"{ASSETS}/{name}" for name in stored.read_assets())
+        assets = (f"{ASSETS}/{name}" for name in stored.read_assets())
+        known.update(stored.leaves, plain_values(stored), assets)
     _matching("diff", pattern, known)
     with progress.bar("comparing", lambda: left.stored_bytes) as on_bytes:
         result = compare(
@@ -424,9 +446,11 @@ def diff(
         output.print_line(f"identical to the bit: {number}, and all values")
     else:
         found = (*result.leaves, *result.values)
-        rows = components.rows(found, lambda d: (_IN_WORDS[d.what], _difference_detail(d)))
+        rows = [(d.name, _IN_WORDS[d.what], _difference_detail(d)) for d in found]
         output.console().print(output.table(("name", "difference", ""), rows))
-        output.print_line(components.counts(found))
+        counts = collections.Counter(names.component_and_rest(d.name)[0] for d in found)
+        listed = ", ".join(f"{number} in {name}" for name, number in counts.items())
+        output.print_line(f"differences: {listed}")
         output.print_line(
             f"{counted(result.num_identical, 'leaf is', 'leaves are')} identical to the bit; "
             f"{counted(len(result.leaves), 'leaf', 'leaves')} and "
@@ -439,7 +463,8 @@ def _difference_detail(difference: Difference) -> str:
     if difference.what == "bits":
         return ""
     if difference.num_elements is None:
-        return " -> ".join(text for text in (difference.a, difference.b) if text is not None)
+        texts = [text for text in (difference.a, difference.b) if text is not None]
+        return " -> ".join(f"{t[:_MAX_TEXT]}{'...' * (len(t) > _MAX_TEXT)}" for t in texts)
     parts = [counted(difference.num_elements, "element")]
     if difference.max_abs is not None:
         parts.append(f"by at most {difference.max_abs:.6g}")

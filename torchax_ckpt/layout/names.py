@@ -9,7 +9,6 @@ ambiguous or invalid as a storage key; torch's usual parameter names stay unchan
 from __future__ import annotations
 
 import collections
-import os
 import re
 from collections.abc import Iterable
 
@@ -93,10 +92,11 @@ def may_be_mistyped(a: str, b: str) -> bool:
     changed = [sorted(pair, key=len) for pair in zip(*words, strict=False) if pair[0] != pair[1]]
     if len(words[0]) != len(words[1]) or len(changed) != 1 or not "".join(changed[0]).isalpha():
         return False
-    num_common = len(os.path.commonprefix(changed[0]))
-    short, long = (word[num_common:] for word in changed[0])
-    is_swap = short[1::-1] + short[2:] == long
-    return is_swap or (len(changed[0][1]) > 3 and long[1:] in (short, short[1:]))
+    short, long = changed[0]
+    same = next((i for i, c in enumerate(short) if c != long[i]), len(short))
+    a, b = short[same:], long[same:]
+    is_swap = a[1::-1] + a[2:] == b
+    return is_swap or (len(long) > 3 and b[1:] in (a, a[1:]))
 
 
 def without_compile(fqn: str) -> str:

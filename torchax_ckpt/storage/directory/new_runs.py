@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 def announce(path: epath.Path) -> None:
-    """Logs that a run without steps begins, as a warning if a run with nearly its name is beside."""
+    """Logs that a new run begins, as a warning if a run with nearly its name is beside it."""
     text = f"new run in {path}: it has no step to resume from"
     about = fields(step=0, path=path)
     if (found := _run_with_nearly_the_name(path)) is not None:
