@@ -15,7 +15,6 @@ from rich.text import Text
 from rich.tree import Tree
 
 from torchax_ckpt.storage.directory.committed_step import CommittedStep, time_since
-from torchax_ckpt.stored.shared_files import Usage
 
 # Width of a table that goes to a pipe or a file, so that nothing is cut to a terminal's width.
 _UNBOUNDED = 1_000_000
@@ -126,16 +125,6 @@ def moment(nsecs: int) -> str:
 def committed_at(committed: CommittedStep) -> str | None:
     """Returns the time of a step's commit as text; None if the file that states it is damaged."""
     return None if committed.has_lost_record else moment(committed.commit_timestamp_nsecs)
-
-
-def abandoned_step(committed: CommittedStep, usage: Usage) -> dict[str, Any]:
-    """Describes an abandoned step as JSON."""
-    return {
-        "step": committed.step,
-        "folder": committed.path.name,
-        "committed": committed_at(committed),
-        "size_bytes": usage.num_bytes(committed),
-    }
 
 
 def number(value: Any) -> str:

@@ -24,8 +24,6 @@ from torchax_ckpt.cli.step_arguments import (
     Step,
     chosen,
     existing,
-    runs_in,
-    runs_text,
     step_infos,
 )
 from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
@@ -34,7 +32,7 @@ from torchax_ckpt.policies import described
 from torchax_ckpt.policies.preservation import with_newest
 from torchax_ckpt.runtime import progress
 from torchax_ckpt.runtime.user_messages import counted
-from torchax_ckpt.storage.directory import lease, run_identity
+from torchax_ckpt.storage.directory import commit_record, lease, run_identity
 from torchax_ckpt.storage.directory.committed_step import ASSETS, VERIFIED, CommittedStep
 from torchax_ckpt.storage.directory.compare_and_swap import record_at
 from torchax_ckpt.storage.directory.lease import LeaseHolder
@@ -84,8 +82,8 @@ def list_steps(
             "directory": str(run.path),
             "size_bytes": total_bytes,
             "steps": steps,
-            "abandoned": [output.abandoned_step(committed, usage) for committed in aside],
-            "runs": {} if steps else runs_in(run),
+            "abandoned": {s.path.name: usage.num_bytes(s) for s in aside},
+            "runs": {} if steps else _runs_in(run),
             "writer": _as_json(writer_of(run)),
         }
         output.print_json(content)
@@ -132,26 +130,33 @@ def _listing(run: RunDirectory, height: int | None = None) -> RenderableType:
         column.no_wrap = column.no_wrap or height is not None  # a row is a line
     parts: list[RenderableType] = [table]
     if not steps:
-        runs = runs_in(run)
-        there = f". {runs_text(runs)}" if runs else ""
-        parts = [_line(f"{run.path}: there are no checkpoints{there}")]
+        parts = [_line(f"{run.path}: there are no checkpoints")]
+        if runs := _runs_in(run):
+            listed = ", ".join(f"{name} (newest step {step})" for name, step in runs.items())
+            parts.append(_line(f"the runs in this folder: {listed}"))
     if any(step["shared_bytes"] for step in steps):
         text = f"{len(steps)} steps, {output.size(total_bytes)}; shared bytes count once"
         parts.append(_line(f"{text} (cp -r copies them for each step, cp -a does not)"))
     if aside := run.abandoned():
         held = output.size(Usage(aside).freed_bytes(aside))
         folders = ", ".join(committed.path.name for committed in aside[-_MAX_NAMES:])
-        parts.append(
-            _line(
-                f"{counted(len(aside), 'abandoned step')}, {held}: {folders}; no run reads them: "
-                f"torchax-ckpt prune {run.path} --abandoned"
-            )
-        )
+        text = f"{counted(len(aside), 'abandoned step')}, {held}: {folders}"
+        parts.append(_line(f"{text}; see torchax-ckpt prune {run.path} --abandoned"))
     if (writer := writer_of(run)) is not None:
         holder, is_running = writer
         text = "a program writes here" if is_running else "the last program did not close the run"
         parts.append(_line(f"{text}: {holder.describe(time.time())}"))
     return Group(*parts)
+
+
+def _runs_in(run: RunDirectory) -> dict[str, int]:
+    """Returns name -> newest step of the runs in a folder that is perhaps no run itself."""
+    found = {}
+    for child in run.path.iterdir() if run.path.exists() else ():
+        with contextlib.suppress(PermissionError):  # a folder of somebody else
+            if (step := commit_record.newest_in(child)) is not None:
+                found[child.name] = step
+    return dict(sorted(found.items()))
 
 
 def _line(text: str) -> Text:
