@@ -67,7 +67,7 @@ def test_statistics_count_them_and_the_log_says_what_they_hold(
     aside = [directory / name for name in ("abandoned-2", "abandoned-2-2", "abandoned-3")]
     stats = ckpt.stats()
     assert (stats.num_abandoned, stats.abandoned_bytes) == (3, sum(map(size, aside)))
-    told = [r.getMessage() for r in caplog.records if "set aside steps" in r.getMessage()]
+    told = [r.getMessage() for r in caplog.records if "were set aside" in r.getMessage()]
     assert [text.partition("; ")[2].partition(" there")[0] for text in told] == [
         "2 abandoned steps",
         "3 abandoned steps",

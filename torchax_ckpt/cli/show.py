@@ -7,7 +7,7 @@ import contextlib
 import fnmatch
 import reprlib
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any
 
 import rich.live
@@ -41,13 +41,12 @@ from torchax_ckpt.storage.medium import location
 from torchax_ckpt.stored import shared_files
 from torchax_ckpt.stored.compare import Difference, compare, plain_values
 from torchax_ckpt.stored.shared_files import Usage
-from torchax_ckpt.stored.stored_step import StoredLeaf, StoredStep
+from torchax_ckpt.stored.stored_step import StoredStep
 from torchax_ckpt.telemetry.journal import latest_start
 
 # Seconds from one look of ``ls --watch`` to the next, and of those at a bucket.
 _WATCH_SECS, _WATCH_BUCKET_SECS = 2.0, 10.0
 _MAX_NAMES = 5  # in a line
-_MAX_VALUES = 40  # of a component, in its line
 _MAX_TEXT = 100  # characters of a value that differs
 
 Filter = Annotated[
@@ -274,32 +273,18 @@ def show(
     elif rows:  # pipes and files get one line for each leaf, with its whole name
         columns = ("name", "dtype", "shape", "size", "sharding", "stack")
         output.console().print(output.table(columns, rows, right=("size",)))
-    titles = ("component", "leaves", "values")
-    output.console().print(output.table(titles, _components(leaves, values)))
+    values_of: dict[str, list[str]] = {
+        names.component_and_rest(leaf.name)[0]: [] for leaf in leaves
+    }
+    for name, value in values.items():
+        component, rest = names.component_and_rest(name)
+        values_of.setdefault(component, []).append(f"{rest}={reprlib.repr(value)}")
+    lines = [(name, " ".join(texts)) for name, texts in values_of.items()]
+    output.console().print(output.table(("component", "values"), lines))
     shown = "" if pattern == _ALL else f"{len(leaves)} of "
     number = counted(len(stored.leaves), "leaf", "leaves")
     output.print_line(f"step {committed.step}: {shown}{number}, {output.size(total)}")
     return OK
-
-
-def _components(
-    leaves: Sequence[StoredLeaf], values: Mapping[str, Any]
-) -> list[tuple[str, str, str]]:
-    """Returns the name of each component, the number and bytes of its leaves, and its values."""
-    sizes: dict[str, list[int]] = collections.defaultdict(list)
-    texts: dict[str, list[str]] = collections.defaultdict(list)
-    for leaf in leaves:
-        sizes[names.component_and_rest(leaf.name)[0]].append(leaf.nbytes)
-    for name, value in values.items():
-        component, rest = names.component_and_rest(name)
-        texts[component].append(f"{rest}={reprlib.repr(value)}")
-    rows = []
-    for name in {**texts, **sizes}:
-        found = sizes.get(name, ())
-        number = f"{counted(len(found), 'leaf', 'leaves')}, {output.size(sum(found))}"
-        more = [f"and {len(texts[name]) - _MAX_VALUES} more"] * (len(texts[name]) > _MAX_VALUES)
-        rows.append((name, number, " ".join([*texts[name][:_MAX_VALUES], *more])))
-    return rows
 
 
 def _matching(command: str, pattern: str, known: Collection[str]) -> set[str]:

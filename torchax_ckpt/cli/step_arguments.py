@@ -74,11 +74,7 @@ def step_named(run: RunDirectory, text: str | None) -> CommittedStep:
     sound = {s.step: s for s in run.candidates(None) if not run.verified.is_damaged(s)}
     ranked = rule.ranked(step_infos(run, sound.values()))
     if not ranked:
-        known = {name for info in step_infos(run, sound.values()) for name in info.metrics or {}}
-        raise UsageError(
-            f"{run.path}: no step has the metric {rule.metric!r:.80}; the steps have the metrics: "
-            f"{', '.join(sorted(known)) or 'none'}"
-        )
+        raise UsageError(f"{run.path}: no step has the metric {rule.metric!r:.80}")
     return sound[ranked[0].step]
 
 

@@ -17,25 +17,20 @@ def announce(path: epath.Path) -> None:
     """Logs that a new run begins, as a warning if a run with nearly its name is beside it."""
     text = f"new run in {path}: it has no step to resume from"
     about = fields(step=0, path=path)
-    if (found := _run_with_nearly_the_name(path)) is not None:
-        logger.warning(
-            "%s. The run %s, whose name differs by one letter, has step %d: if this run was to "
-            "continue that one, end the program and give it that directory",
-            text,
-            *found,
-            extra=about,
-        )
-    else:
-        tell(logger, text, about)
-
-
-def _run_with_nearly_the_name(path: epath.Path) -> tuple[epath.Path, int] | None:
     try:
         for sibling in path.parent.iterdir():
-            if names.may_be_mistyped(path.name, sibling.name):
-                step = commit_record.newest_in(sibling)
-                if step is not None:
-                    return sibling, step
+            if not names.may_be_mistyped(path.name, sibling.name):
+                continue
+            if (step := commit_record.newest_in(sibling)) is not None:
+                logger.warning(
+                    "%s. The run %s, whose name differs by one letter, has step %d: if this run "
+                    "was to continue that one, end the program and give it that directory",
+                    text,
+                    sibling,
+                    step,
+                    extra=about,
+                )
+                return
     except Exception as error:  # bucket clients raise errors of their own
         logger.debug("%s: the runs beside it cannot be listed: %s", path, error)
-    return None
+    tell(logger, text, about)
