@@ -16,7 +16,6 @@ import numpy as np
 from torchax_ckpt.errors import CorruptCheckpointError
 from torchax_ckpt.layout import names, nodes
 from torchax_ckpt.layout.batches import batches
-from torchax_ckpt.runtime.user_messages import counted
 from torchax_ckpt.storage.directory.committed_step import ASSETS
 from torchax_ckpt.stored.stored_step import StoredLeaf, StoredStep
 
@@ -212,9 +211,7 @@ def _assets(a: StoredStep, b: StoredStep) -> Iterator[Difference]:
         in_a, in_b = left.get(name), right.get(name)
         if in_a != in_b:
             what: What = "only_in_b" if in_a is None else "only_in_a" if in_b is None else "content"
-            a_size, b_size = (
-                t if t is None else counted(len(t), "character") for t in (in_a, in_b)
-            )
+            a_size, b_size = (t if t is None else f"{len(t)} characters" for t in (in_a, in_b))
             yield Difference(f"{ASSETS}/{name}", what, a_size, b_size)
 
 
