@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Mapping
 from typing import Any, Literal, TypeVar, get_args
 
 from torchax_ckpt.errors import ArgumentError
@@ -21,19 +20,13 @@ Reuse = bool | Literal["auto"]
 TierName = Literal["durable", "local"]
 
 
-def require_kind(argument: str, value: Any, kind: type[T]) -> T | None:
-    """Returns a value of a kind, or None; raises ArgumentError, which shows how to give it."""
+def require_kind(argument: str, value: T | None, kind: type[T]) -> T | None:
+    """Returns a value of a kind, or None; raises ArgumentError for any other."""
     if value is None or isinstance(value, kind):
         return value
-    settings = "..."
-    if isinstance(value, Mapping):
-        settings = ", ".join(f"{name}={setting!r:.40}" for name, setting in value.items())
-    elif isinstance(value, (str, os.PathLike)):
-        settings = repr(os.fspath(value))
-    name = kind.__name__
     raise ArgumentError(
-        f"{argument}: expected a {name} or None, found {value!r:.100}; give "
-        f"{argument}={name}({settings})"
+        f"{argument}: expected a {kind.__name__} or None, found {value!r:.100}; give "
+        f"{argument}={kind.__name__}(...)"
     )
 
 

@@ -56,47 +56,46 @@ def line(text: str, name: str) -> str:
     return " ".join(found.split())
 
 
-def test_show_has_a_line_for_each_object_with_its_plain_values(saved: Path) -> None:
+def test_show_has_a_line_for_each_component_with_its_plain_values(saved: Path) -> None:
     text = run("show", saved)
-    assert "last_epoch=2" in line(text, "lr_scheduler/decay")
-    assert "lr=" in line(text, "optimizer/param_groups/0")
+    assert "decay/last_epoch=2" in line(text, "lr_scheduler")
     assert "class='AdamW'" in line(text, "optimizer")
-    assert (
-        line(text, "stateful/average")
-        == "stateful/average n=2 order=[2, 3, 4, 5, 6, 7, ...] worst=-inf"
-    )
-    assert line(text, "rng/python") == "rng/python 627 values"
-    assert line(text, "model").startswith("model 4 leaves, ")
-    assert len(text.splitlines()) < 40
+    assert "param_groups/0/lr=0." in line(text, "optimizer")
+    values = "average/n=2 average/order=[2, 3, 4, 5, 6, 7, ...] average/worst=-inf"
+    assert line(text, "stateful") == f"stateful {values} group=True"
+    random.seed(2)
+    first = random.getstate()[1][0]
+    assert f"python=[3, [{first}, " in line(text, "rng")
+    assert line(text, "model").startswith("model ties=[] ")
+    assert len(text.splitlines()) < 30
 
 
 def test_a_filter_of_show_selects_values_too_and_json_has_them_all(saved: Path) -> None:
     text = run("show", saved, "--filter", "*/last_epoch")
-    assert line(text, "lr_scheduler/decay/last_epoch").split() == [
-        "lr_scheduler/decay/last_epoch",
-        "2",
-    ]
+    assert line(text, "lr_scheduler") == "lr_scheduler decay/last_epoch=2"
     values = run_json("show", saved)["values"]
     assert values["lr_scheduler/decay/last_epoch"] == 2
-    assert values["stateful/average/worst"] == "-inf"
-    assert [values[f"stateful/average/order/{i}"] for i in range(100)] == list(range(2, 102))
+    assert values["stateful/average/worst"] == "-Infinity"
+    assert values["stateful/average/order"] == list(range(2, 102))
     random.seed(2)
-    _, words, _ = random.getstate()
-    assert [values[f"rng/python/1/{i}"] for i in range(625)] == list(words)
+    assert tuple(values["rng/python"][1]) == random.getstate()[1]
 
 
-def test_diff_has_a_line_for_each_generator_and_each_long_list(saved: Path) -> None:
+def test_diff_has_a_line_for_each_generator_and_each_list(saved: Path) -> None:
     words = ("diff", saved / "1", saved / "2")
     text = run(*words, code=exit_codes.FOUND)
-    for generator in ("rng/python", "rng/numpy", "rng/torch"):
-        assert line(text, generator) == f"{generator} content another random state"
-    assert line(text, "stateful/average/order/*") == "stateful/average/order/* content 100 values"
+    for generator in ("rng/python", "rng/torch"):
+        assert len([row for row in text.splitlines() if row.startswith(generator)]) == 1
+    assert line(text, "stateful/average/order").startswith(
+        "stateful/average/order content [1, 2, 3, "
+    )
     assert line(text, "stateful/average/n") == "stateful/average/n content 1 -> 2"
     assert len(text.splitlines()) < 40
+    assert all(len(row) < 600 for row in text.splitlines())
     [counts] = [row for row in text.splitlines() if row.startswith("differences: 4 in model, ")]
-    assert "101 in stateful" in counts
-    values = run_json(*words, code=exit_codes.FOUND)["values"]
-    assert sum(d["name"].startswith("rng/python/1/") for d in values) > 600
+    assert "2 in stateful" in counts
+    values = {d["name"]: d for d in run_json(*words, code=exit_codes.FOUND)["values"]}
+    assert values["stateful/average/order"]["b"] == str([*range(2, 102)])
 
 
 def test_diff_tells_equal_values_with_other_bits_apart(tmp_path: Path) -> None:
@@ -112,17 +111,11 @@ def test_diff_tells_equal_values_with_other_bits_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["show", "diff"])
-@pytest.mark.parametrize(
-    ("pattern", "nearest"),
-    [("modle/*", "model/*"), ("optimizer/*/exp_avgs", "optimizer/"), ("*.wieght", "")],
-)
-def test_a_filter_that_matches_nothing_is_an_error(
-    pattern: str, nearest: str, command: str, saved: Path
-) -> None:
+@pytest.mark.parametrize("pattern", ["modle/*", "optimizer/*/exp_avgs", "*.wieght"])
+def test_a_filter_that_matches_nothing_is_an_error(pattern: str, command: str, saved: Path) -> None:
     steps = (saved,) if command == "show" else (saved / "1", saved / "2")
     said = run(command, *steps, "--filter", pattern, code=exit_codes.USAGE)
     assert f"found {pattern!r}, which matches none of " in said
-    assert nearest in said
 
 
 def test_a_folder_of_runs_names_them(tmp_path: Path) -> None:
@@ -132,14 +125,13 @@ def test_a_folder_of_runs_names_them(tmp_path: Path) -> None:
             ckpt.save(step, force=True)
     (tmp_path / "plots").mkdir()
     (tmp_path / "notes.txt").write_text("a user's")
-    named = "The runs in this folder: 2026 (newest step 7), b (newest step 3)"
+    named = "the runs in this folder: 2026 (newest step 7), b (newest step 3)"
     assert named in run("ls", tmp_path)
     assert run_json("ls", tmp_path)["runs"] == {"2026": 7, "b": 3}
     assert run_json("ls", tmp_path / "b")["runs"] == {}
     for command in ("show", "verify", "export"):
         words = (command, tmp_path, *([tmp_path / "w.safetensors"] if command == "export" else []))
         assert "there are no checkpoints" in run(*words, code=exit_codes.USAGE)
-    assert f"{named}. Give one of them" in run("show", tmp_path, code=exit_codes.USAGE)
 
 
 def test_one_is_singular(tmp_path: Path) -> None:
@@ -157,12 +149,3 @@ def test_one_is_singular(tmp_path: Path) -> None:
     ]
     plural = r"\b1 (leaves|elements|values|tensors|steps|programs|saves|names)\b"
     assert [text for text in texts if re.search(plural, text)] == []
-
-
-def test_a_pattern_of_export_that_matches_nothing_names_the_nearest(
-    saved: Path, tmp_path: Path
-) -> None:
-    words = ("export", saved, tmp_path / "w.safetensors", "--include", "0.wieght")
-    said = run(*words, code=exit_codes.USAGE)
-    assert "nothing matches include: '0.wieght'" in said
-    assert "the nearest are 0.weight" in said

@@ -97,8 +97,8 @@ def strict(text: str) -> Any:
 
 def test_json_has_no_nan(saved: Path, tmp_path: Path) -> None:
     for step in strict(run("ls", saved, "--json"))["steps"]:
-        assert (step["metrics"]["nan"], step["metrics"]["inf"]) == ("nan", "-inf")
-    assert strict(run("show", saved, "--json"))["metrics"]["nan"] == "nan"
+        assert (step["metrics"]["nan"], step["metrics"]["inf"]) == ("NaN", "-Infinity")
+    assert strict(run("show", saved, "--json"))["metrics"]["nan"] == "NaN"
     published = run(
         "follow",
         saved,
@@ -110,4 +110,4 @@ def test_json_has_no_nan(saved: Path, tmp_path: Path) -> None:
         "--once",
         "--json",
     )
-    assert strict(published)["metrics"]["inf"] == "-inf"
+    assert strict(published)["metrics"]["inf"] == "-Infinity"

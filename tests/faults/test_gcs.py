@@ -141,7 +141,7 @@ def test_a_run_is_saved_pruned_resumed_resharded_and_goes_back_twice(
     assert TorchaxCheckpointer(url).all_steps() == [2, 3]
     assert names(gcs, url) == {"2", "3", "abandoned-3", "abandoned-3-2"}
     aside = ["abandoned-3", "abandoned-3-2"]
-    assert [step["folder"] for step in run_json("ls", url)["abandoned"]] == aside
+    assert [*run_json("ls", url)["abandoned"]] == aside
     assert run_json("prune", url, "--abandoned", "--delete")["freed_bytes"] > 0
     assert names(gcs, url) == {"2", "3"}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import calendar
 import json
-import math
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +15,6 @@ from rich.text import Text
 from rich.tree import Tree
 
 from torchax_ckpt.storage.directory.committed_step import CommittedStep, time_since
-from torchax_ckpt.stored.shared_files import Usage
 
 # Width of a table that goes to a pipe or a file, so that nothing is cut to a terminal's width.
 _UNBOUNDED = 1_000_000
@@ -34,18 +32,9 @@ def console() -> Console:
 
 
 def print_json(content: Any, indent: int | None = 2) -> None:
-    """Prints ``content`` on stdout as JSON; NaN and infinities, which JSON lacks, as texts."""
-    print(json.dumps(_without_nan(content), indent=indent, allow_nan=False), flush=True)
-
-
-def _without_nan(content: Any) -> Any:
-    if isinstance(content, float):
-        return content if math.isfinite(content) else str(content)
-    if isinstance(content, Mapping):
-        return {name: _without_nan(value) for name, value in content.items()}
-    if isinstance(content, (list, tuple)):
-        return [_without_nan(value) for value in content]
-    return content
+    """Prints ``content`` on stdout as JSON; NaN and infinity as the strings that steps have."""
+    found = json.loads(json.dumps(content), parse_constant=str)
+    print(json.dumps(found, indent=indent, allow_nan=False), flush=True)
 
 
 def table(
@@ -136,16 +125,6 @@ def moment(nsecs: int) -> str:
 def committed_at(committed: CommittedStep) -> str | None:
     """Returns the time of a step's commit as text; None if the file that states it is damaged."""
     return None if committed.has_lost_record else moment(committed.commit_timestamp_nsecs)
-
-
-def abandoned_step(committed: CommittedStep, usage: Usage) -> dict[str, Any]:
-    """Describes an abandoned step as JSON."""
-    return {
-        "step": committed.step,
-        "folder": committed.path.name,
-        "committed": committed_at(committed),
-        "size_bytes": usage.num_bytes(committed),
-    }
 
 
 def number(value: Any) -> str:

@@ -59,15 +59,10 @@ def prune(
     the command takes the directory's lease and refuses a directory to which a training writes,
     because the training prunes its own steps.
     """
-    if not (policy or abandoned):
+    if not abandoned and (not policy or older_than is not None):
         raise UsageError(
-            "prune: expected a rule for the steps to keep, or --abandoned; give --policy "
-            "'LatestN(3)'"
-        )
-    if older_than is not None and not abandoned:
-        raise UsageError(
-            "prune: --older-than needs --abandoned; to keep the steps of a time, give --policy "
-            "'LatestDuration(SECONDS)'"
+            "prune: expected a rule for the steps to keep, or --abandoned, which --older-than "
+            "needs; give --policy 'LatestN(3)'"
         )
     least_secs = 0.0 if older_than is None else parsed_secs(older_than, "prune: --older-than")
     try:
@@ -82,7 +77,8 @@ def prune(
         aside = run.abandoned()
         usage = Usage([*steps, *aside])
         to_delete = _steps_to_delete(run, steps, rules) if rules else []
-        gone = [s for s in aside if abandoned and _is_older(s, least_secs)]
+        # A step whose time is lost is as old as the others only if no time is given.
+        gone = [s for s in aside if abandoned and (s.age_secs or 0.0) >= least_secs]
         for committed in (*to_delete, *gone) if delete else ():
             run.delete(committed)
     finally:
@@ -97,7 +93,7 @@ def prune(
                 "dry_run": not delete,
                 "kept": kept,
                 "deleted": deleted,
-                "abandoned": [output.abandoned_step(committed, usage) for committed in gone],
+                "abandoned": {s.path.name: usage.num_bytes(s) for s in gone},
                 "freed_bytes": freed_bytes,
             }
         )
@@ -117,11 +113,6 @@ def prune(
     if (deleted or gone) and not delete:
         output.note("nothing was deleted; --delete deletes these steps")
     return OK
-
-
-def _is_older(committed: CommittedStep, least_secs: float) -> bool:
-    """Returns whether a step was committed so long ago; with a lost time, only if that is zero."""
-    return (committed.age_secs or 0.0) >= least_secs
 
 
 def _steps_to_delete(

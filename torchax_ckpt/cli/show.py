@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import fnmatch
+import reprlib
 import time
 from collections.abc import Collection, Sequence
 from typing import Annotated, Any
@@ -13,7 +15,7 @@ import typer
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from torchax_ckpt.cli import components, output
+from torchax_ckpt.cli import output
 from torchax_ckpt.cli.exit_codes import FOUND, OK, UNAVAILABLE, UsageError, code_of
 from torchax_ckpt.cli.step_arguments import (
     Directory,
@@ -22,8 +24,6 @@ from torchax_ckpt.cli.step_arguments import (
     Step,
     chosen,
     existing,
-    runs_in,
-    runs_text,
     step_infos,
 )
 from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
@@ -32,7 +32,7 @@ from torchax_ckpt.policies import described
 from torchax_ckpt.policies.preservation import with_newest
 from torchax_ckpt.runtime import progress
 from torchax_ckpt.runtime.user_messages import counted
-from torchax_ckpt.storage.directory import lease, run_identity
+from torchax_ckpt.storage.directory import commit_record, lease, run_identity
 from torchax_ckpt.storage.directory.committed_step import ASSETS, VERIFIED, CommittedStep
 from torchax_ckpt.storage.directory.compare_and_swap import record_at
 from torchax_ckpt.storage.directory.lease import LeaseHolder
@@ -47,6 +47,7 @@ from torchax_ckpt.telemetry.journal import latest_start
 # Seconds from one look of ``ls --watch`` to the next, and of those at a bucket.
 _WATCH_SECS, _WATCH_BUCKET_SECS = 2.0, 10.0
 _MAX_NAMES = 5  # in a line
+_MAX_TEXT = 100  # characters of a value that differs
 
 Filter = Annotated[
     str,
@@ -80,8 +81,8 @@ def list_steps(
             "directory": str(run.path),
             "size_bytes": total_bytes,
             "steps": steps,
-            "abandoned": [output.abandoned_step(committed, usage) for committed in aside],
-            "runs": {} if steps else runs_in(run),
+            "abandoned": {s.path.name: usage.num_bytes(s) for s in aside},
+            "runs": {} if steps else _runs_in(run),
             "writer": _as_json(writer_of(run)),
         }
         output.print_json(content)
@@ -128,26 +129,33 @@ def _listing(run: RunDirectory, height: int | None = None) -> RenderableType:
         column.no_wrap = column.no_wrap or height is not None  # a row is a line
     parts: list[RenderableType] = [table]
     if not steps:
-        runs = runs_in(run)
-        there = f". {runs_text(runs)}" if runs else ""
-        parts = [_line(f"{run.path}: there are no checkpoints{there}")]
+        parts = [_line(f"{run.path}: there are no checkpoints")]
+        if runs := _runs_in(run):
+            listed = ", ".join(f"{name} (newest step {step})" for name, step in runs.items())
+            parts.append(_line(f"the runs in this folder: {listed}"))
     if any(step["shared_bytes"] for step in steps):
         text = f"{len(steps)} steps, {output.size(total_bytes)}; shared bytes count once"
         parts.append(_line(f"{text} (cp -r copies them for each step, cp -a does not)"))
     if aside := run.abandoned():
         held = output.size(Usage(aside).freed_bytes(aside))
         folders = ", ".join(committed.path.name for committed in aside[-_MAX_NAMES:])
-        parts.append(
-            _line(
-                f"{counted(len(aside), 'abandoned step')}, {held}: {folders}; no run reads them: "
-                f"torchax-ckpt prune {run.path} --abandoned"
-            )
-        )
+        text = f"{counted(len(aside), 'abandoned step')}, {held}: {folders}"
+        parts.append(_line(f"{text}; see torchax-ckpt prune {run.path} --abandoned"))
     if (writer := writer_of(run)) is not None:
         holder, is_running = writer
         text = "a program writes here" if is_running else "the last program did not close the run"
         parts.append(_line(f"{text}: {holder.describe(time.time())}"))
     return Group(*parts)
+
+
+def _runs_in(run: RunDirectory) -> dict[str, int]:
+    """Returns name -> newest step of the runs in a folder that is perhaps no run itself."""
+    found = {}
+    for child in run.path.iterdir() if run.path.exists() else ():
+        with contextlib.suppress(PermissionError):  # a folder of somebody else
+            if (step := commit_record.newest_in(child)) is not None:
+                found[child.name] = step
+    return dict(sorted(found.items()))
 
 
 def _line(text: str) -> Text:
@@ -221,7 +229,7 @@ def show(
     """Lists a step's leaves: dtype, shape, size, sharding at the save, shared array if stacked."""
     run, committed = chosen(directory, step)
     stored = StoredStep(committed)
-    values = {"/".join(path): value for path, value in plain_values(stored).items()}
+    values = plain_values(stored)
     wanted = _matching("show", pattern, {*stored.leaves, *values})
     leaves = [leaf for name, leaf in stored.leaves.items() if name in wanted]
     values = {name: value for name, value in values.items() if name in wanted}
@@ -265,14 +273,17 @@ def show(
     elif rows:  # pipes and files get one line for each leaf, with its whole name
         columns = ("name", "dtype", "shape", "size", "sharding", "stack")
         output.console().print(output.table(columns, rows, right=("size",)))
-    titles, lines = ("component", "leaves", "values"), components.lines(stored)
-    number = counted(len(leaves), "leaf", "leaves")
-    if pattern != _ALL:
-        titles, lines = ("name", "", "value"), [(n, "", repr(v)) for n, v in values.items()]
-        number = f"{len(leaves)} of {counted(len(stored.leaves), 'leaf', 'leaves')}"
-    if lines:
-        output.console().print(output.table(titles, lines))
-    output.print_line(f"step {committed.step}: {number}, {output.size(total)}")
+    values_of: dict[str, list[str]] = {
+        names.component_and_rest(leaf.name)[0]: [] for leaf in leaves
+    }
+    for name, value in values.items():
+        component, rest = names.component_and_rest(name)
+        values_of.setdefault(component, []).append(f"{rest}={reprlib.repr(value)}")
+    lines = [(name, " ".join(texts)) for name, texts in values_of.items()]
+    output.console().print(output.table(("component", "values"), lines))
+    shown = "" if pattern == _ALL else f"{len(leaves)} of "
+    number = counted(len(stored.leaves), "leaf", "leaves")
+    output.print_line(f"step {committed.step}: {shown}{number}, {output.size(total)}")
     return OK
 
 
@@ -282,7 +293,7 @@ def _matching(command: str, pattern: str, known: Collection[str]) -> set[str]:
     if not found and pattern != _ALL:
         raise UsageError(
             f"{command}: --filter: expected a pattern that matches a leaf or a value, found "
-            f"{pattern!r:.100}, which matches none of {len(known)}{names.nearest(pattern, known)}"
+            f"{pattern!r:.100}, which matches none of the {len(known)} names"
         )
     return found
 
@@ -397,10 +408,10 @@ def diff(
     differ only in the bits of equal values (NaN payloads, signs of zero) are listed too.
     """
     left, right = (StoredStep(chosen(text)[1]) for text in (a, b))
-    known = {*left.leaves, *right.leaves}
+    known: set[str] = set()
     for stored in (left, right) if pattern != _ALL else ():
-        known.update("/".join(path) for path in plain_values(stored))
-        known.update(f"{ASSETS}/{name}" for name in stored.read_assets())
+        assets = (f"{ASSETS}/{name}" for name in stored.read_assets())
+        known.update(stored.leaves, plain_values(stored), assets)
     _matching("diff", pattern, known)
     with progress.bar("comparing", lambda: left.stored_bytes) as on_bytes:
         result = compare(
@@ -425,9 +436,11 @@ def diff(
         output.print_line(f"identical to the bit: {number}, and all values")
     else:
         found = (*result.leaves, *result.values)
-        rows = components.rows(found, lambda d: (_IN_WORDS[d.what], _difference_detail(d)))
+        rows = [(d.name, _IN_WORDS[d.what], _difference_detail(d)) for d in found]
         output.console().print(output.table(("name", "difference", ""), rows))
-        output.print_line(components.counts(found))
+        counts = collections.Counter(names.component_and_rest(d.name)[0] for d in found)
+        listed = ", ".join(f"{number} in {name}" for name, number in counts.items())
+        output.print_line(f"differences: {listed}")
         output.print_line(
             f"{counted(result.num_identical, 'leaf is', 'leaves are')} identical to the bit; "
             f"{counted(len(result.leaves), 'leaf', 'leaves')} and "
@@ -440,7 +453,8 @@ def _difference_detail(difference: Difference) -> str:
     if difference.what == "bits":
         return ""
     if difference.num_elements is None:
-        return " -> ".join(text for text in (difference.a, difference.b) if text is not None)
+        texts = [text for text in (difference.a, difference.b) if text is not None]
+        return " -> ".join(f"{t[:_MAX_TEXT]}{'...' * (len(t) > _MAX_TEXT)}" for t in texts)
     parts = [counted(difference.num_elements, "element")]
     if difference.max_abs is not None:
         parts.append(f"by at most {difference.max_abs:.6g}")

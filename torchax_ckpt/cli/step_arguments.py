@@ -13,11 +13,9 @@ import typer
 from etils import epath
 
 from torchax_ckpt.cli.exit_codes import UsageError
-from torchax_ckpt.errors import DirectoryError, StepNotFoundError
-from torchax_ckpt.layout import names
+from torchax_ckpt.errors import DirectoryError
 from torchax_ckpt.policies.described import StepInfo
 from torchax_ckpt.policies.preservation import ranking
-from torchax_ckpt.storage.directory import commit_record
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import location
@@ -36,7 +34,6 @@ Step = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
-_MAX_RUNS = 20
 _NUMBER = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?(?:e[0-9]{1,2})?) ?([a-z]*)", re.IGNORECASE)
 _SIZES = {
     f"{prefix}{binary}{unit}": (1024 if binary else 1000) ** power
@@ -61,29 +58,7 @@ def chosen(
 ) -> tuple[RunDirectory, CommittedStep]:
     """Returns the run and step that arguments name: ``runs/a 20``, ``runs/a/20``, or the newest."""
     run = (run_at if step is None else existing)(directory, read_only=read_only)
-    try:
-        return run, run.candidates(step)[-1]
-    except StepNotFoundError as error:
-        if not run.steps() and (runs := runs_in(run)):
-            raise UsageError(f"{error}. {runs_text(runs)}. Give one of them") from error
-        raise
-
-
-def runs_in(run: RunDirectory) -> dict[str, int]:
-    """Returns name -> newest step of the runs in a folder that is perhaps no run itself."""
-    found = {}
-    for child in run.path.iterdir() if run.path.exists() else ():
-        with contextlib.suppress(PermissionError):  # a folder of somebody else
-            if (step := commit_record.newest_in(child)) is not None:
-                found[child.name] = step
-    return dict(sorted(found.items()))
-
-
-def runs_text(runs: Mapping[str, int]) -> str:
-    """Returns a text that names the runs in a folder, with their newest steps."""
-    named = [f"{name} (newest step {step})" for name, step in runs.items()]
-    more = f" and {len(named) - _MAX_RUNS} more" if len(named) > _MAX_RUNS else ""
-    return f"The runs in this folder: {', '.join(named[:_MAX_RUNS])}{more}"
+    return run, run.candidates(step)[-1]
 
 
 def step_named(run: RunDirectory, text: str | None) -> CommittedStep:
@@ -99,9 +74,7 @@ def step_named(run: RunDirectory, text: str | None) -> CommittedStep:
     sound = {s.step: s for s in run.candidates(None) if not run.verified.is_damaged(s)}
     ranked = rule.ranked(step_infos(run, sound.values()))
     if not ranked:
-        known = {name for info in step_infos(run, sound.values()) for name in info.metrics or {}}
-        like = names.nearest(rule.metric, known)
-        raise UsageError(f"{run.path}: no step has the metric {rule.metric!r:.80}{like}")
+        raise UsageError(f"{run.path}: no step has the metric {rule.metric!r:.80}")
     return sound[ranked[0].step]
 
 

@@ -9,7 +9,6 @@ ambiguous or invalid as a storage key; torch's usual parameter names stay unchan
 from __future__ import annotations
 
 import collections
-import difflib
 import re
 from collections.abc import Iterable
 
@@ -21,6 +20,8 @@ _EMPTY = "%"
 # Characters that occur in no name; "%" and "/" do occur in names.
 _FOREIGN = re.compile(r"[*\x00-\x1f\x7f\ud800-\udfff]")
 _SEPARATOR = "/"
+# A number with the punctuation in it, or a word; a capital letter begins a word, as in ``runA``.
+_WORD = re.compile(r"\d[\W\d_]*|[A-Z]*[^\W\d_A-Z]+|[A-Z]+")
 
 # The component that holds the per-process state of all processes but the first.
 PROCESSES = "processes"
@@ -79,14 +80,23 @@ def is_name(text: str) -> bool:
     return bool(text) and not _FOREIGN.search(text)
 
 
-def nearest(pattern: str, known: Iterable[str]) -> str:
-    """Returns ``; the nearest are ...``, names or beginnings of names like a pattern, or ""."""
-    texts: dict[str, None] = {}
-    for name in known:
-        ends = (match.end() for match in re.finditer(r"[/.]", name))
-        texts |= dict.fromkeys((name, *(f"{name[:end]}*" for end in ends)))
-    found = difflib.get_close_matches(pattern, texts)
-    return f"; the nearest are {', '.join(found)}" if found else ""
+def may_be_mistyped(a: str, b: str) -> bool:
+    """Returns whether two names differ by case, punctuation, or one letter of a longer word.
+
+    Names that differ by a number or a short word are variants: ``seed-3`` and ``seed-4``, ``lr_a``
+    and ``lr_b``, ``mse`` and ``mae``.
+    """
+    words = [[word.lower() for word in _WORD.findall(text)] for text in (a, b)]
+    if "".join(words[0]) == "".join(words[1]):
+        return a != b
+    changed = [sorted(pair, key=len) for pair in zip(*words, strict=False) if pair[0] != pair[1]]
+    if len(words[0]) != len(words[1]) or len(changed) != 1 or not "".join(changed[0]).isalpha():
+        return False
+    short, long = changed[0]
+    same = next((i for i, c in enumerate(short) if c != long[i]), len(short))
+    a, b = short[same:], long[same:]
+    is_swap = a[1::-1] + a[2:] == b
+    return is_swap or (len(long) > 3 and b[1:] in (a, a[1:]))
 
 
 def without_compile(fqn: str) -> str:

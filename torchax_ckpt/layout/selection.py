@@ -14,7 +14,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torchax_ckpt.errors import SelectionError
-from torchax_ckpt.layout.names import nearest
 
 _ANY = "*"
 _MAX_LISTED = 5
@@ -66,7 +65,6 @@ class Selection:
         # The names, in checkpoint or program, for which ``takes`` has returned False.
         self.left_out: dict[str, None] = {}
         self._unwrapped: dict[str, str] = {}
-        self._seen: dict[str, None] = {}  # names that were compared with patterns
 
     def match_wrapped(self, stored: Iterable[str], live: Iterable[str]) -> dict[str, str]:
         """Lets names that differ only by parts of wrappers be one name; returns stored -> live."""
@@ -119,17 +117,14 @@ class Selection:
             return
         listed = ", ".join(sorted(self._unused)[:_MAX_LISTED])
         more = len(self._unused) - _MAX_LISTED
-        first = min(self._unused).partition(": ")[2].strip("'")
         raise SelectionError(
             f"nothing matches {listed}{f' and {more} more' if more > 0 else ''}, neither in the "
-            f"checkpoint nor in the attached model{nearest(first, self._seen)}. Use torch's names "
-            "(encoder.0.weight). If several models are attached, begin with the model's name and "
-            "/. Nothing was changed."
+            "checkpoint nor in the attached model. Use torch's names (encoder.0.weight). If "
+            "several models are attached, begin with the model's name and /. Nothing was changed."
         )
 
     def renamed(self, name: str) -> str:
         """Returns the name in the program of the tensor that has this name in the checkpoint."""
-        self._seen[name] = None
         for pattern, compiled in self._patterns["rename"].items():
             if match := compiled.match(name):
                 self._unused.discard(f"rename: {pattern!r}")
@@ -140,7 +135,6 @@ class Selection:
         return self._unwrapped.get(name, name)
 
     def _matches(self, argument: str, name: str) -> bool:
-        self._seen[name] = None
         matching = [p for p, compiled in self._patterns[argument].items() if compiled.match(name)]
         self._unused.difference_update(f"{argument}: {pattern!r}" for pattern in matching)
         return bool(matching)

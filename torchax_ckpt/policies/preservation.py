@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from torchax_ckpt.errors import PolicyError
+from torchax_ckpt.layout import names
 from torchax_ckpt.runtime.lazily import orbax
 from torchax_ckpt.runtime.user_messages import counted
 
@@ -69,38 +70,34 @@ def ranking(text: Any) -> BestN | None:
     return BestN(metric=metric, mode="max" if mode == "max" else "min")
 
 
-# The argument for such policies, what they decide, one for a number, and one that joins several.
-_SAVES = ("save_decision_policy", "when a step is saved", "FixedIntervalPolicy", "AnySavePolicy")
-_KEEPS = ("preservation_policy", "which steps are kept", "LatestN", "AnyPreservationPolicy")
-_METHODS = {"should_save": _SAVES, "should_preserve": _KEEPS}
+# The argument for policies with a method, one for a number, and one that joins several.
+_METHODS = {
+    "should_save": ("save_decision_policy", "FixedIntervalPolicy", "AnySavePolicy"),
+    "should_preserve": ("preservation_policy", "LatestN", "AnyPreservationPolicy"),
+}
 
 
 def require_policy(argument: str, policy: Any, method: str) -> None:
     """Raises PolicyError unless a policy, and each policy that it joins, has this method."""
     training = orbax.v1.training
-    _, _, of_number, joining = _METHODS[method]
-    [other] = _METHODS.keys() - {method}
-    has = {name for name in _METHODS if callable(getattr(policy, name, None))}
-    if isinstance(policy, type) and inspect.isfunction(
+    keeps, saves = training.preservation_policies, training.save_decision_policies
+    if isinstance(policy, (keeps.AnyPreservationPolicy, saves.AnySavePolicy)):
+        for each in policy.policies:
+            require_policy(argument, each, method)
+    is_class = isinstance(policy, type) and inspect.isfunction(
         inspect.getattr_static(policy, method, None)
-    ):
-        advice = f"; give an object of this class, such as {policy.__name__}(...)"
-    elif method in has:
-        keeps, saves = training.preservation_policies, training.save_decision_policies
-        if isinstance(policy, (keeps.AnyPreservationPolicy, saves.AnySavePolicy)):
-            is_list = isinstance(policy.policies, Iterable)
-            for each in policy.policies if is_list else [[policy.policies]]:
-                require_policy(f"{argument}: {joining}", each, method)
+    )
+    if callable(getattr(policy, method, None)) and not is_class:
         return
-    elif other in has:
-        right, decides, *_ = _METHODS[other]
-        advice = f", which decides {decides}; give it as {right}="
-    elif isinstance(policy, (list, tuple)):
-        advice = f"; give policies.{joining}([...])"
-    else:
-        advice = f"; give policies.{of_number}({policy if type(policy) is int else 3})"
+    _, of_number, joining = _METHODS[method]
+    advice = f"policies.{of_number}({policy if type(policy) is int else 3}), or several in "
+    advice += f"policies.{joining}([...])"
+    for other, (right, *_) in _METHODS.items():
+        if other != method and callable(getattr(policy, other, None)):
+            advice = f"it as {right}="
     raise PolicyError(
-        f"{argument}: expected a policy with the method {method}(), found {policy!r:.100}{advice}"
+        f"{argument}: expected an object with the method {method}(), found {policy!r:.100}; "
+        f"give {advice}"
     )
 
 
@@ -148,16 +145,7 @@ def why_unranked(rules: Iterable[BestN], metrics: Sequence[Mapping[str, Any]]) -
         f"by which they are ranked. They have {', '.join(map(repr, known[:10])) or 'no metrics'}. "
         "Rank them by the name under which the metric is recorded"
     )
-    return text, any(_is_typo(name, other) for name in missing for other in known)
-
-
-def _is_typo(name: str, other: str) -> bool:
-    """Returns whether names differ by case, punctuation, a letter too many or two swapped ones."""
-    plain = ["".join(filter(str.isalnum, text.lower())) for text in (name, other)]
-    a, b = sorted(plain, key=len)
-    same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(a))
-    a, b = a[same:], b[same:]
-    return (a == b[1:] and not b[:1].isdigit()) or a[1::-1] + a[2:] == b
+    return text, any(names.may_be_mistyped(a, b) for a in missing for b in known)
 
 
 def preserved(policy: Any, checkpoints: Sequence[Any], is_damaged: Sequence[bool]) -> list[bool]:

@@ -64,16 +64,12 @@ class Preserving:
     def kept(self, steps: Sequence[CommittedStep]) -> list[bool]:
         """Returns for each step, oldest first, whether it is kept; raises as ``preserved`` does."""
         infos = [*map(self._directory.info, steps)]
-        self._look_for_metrics([info.metrics or {} for info in infos])
-        return self._spared(steps, preserved(self._policy, infos, self._damaged(steps)))
-
-    def _look_for_metrics(self, metrics: Sequence[Mapping[str, Any]]) -> None:
-        """Notes that no step has a metric that a rule ranks; warns at once if it is misspelled."""
-        rules = preservation.best_rules(self._policy)
+        rules, metrics = preservation.best_rules(self._policy), [i.metrics or {} for i in infos]
         self._problem, is_misspelled = preservation.why_unranked(rules, metrics)
         self._num_saves_without = self._num_saves_without + 1 if self._problem else 0
         if is_misspelled or self._num_saves_without == _MANY_SAVES:
             self.warn_of_metrics()
+        return self._spared(steps, preserved(self._policy, infos, self._damaged(steps)))
 
     def warn_of_metrics(self) -> None:
         """Warns, once, if no step has a metric that a best-N rule ranks."""

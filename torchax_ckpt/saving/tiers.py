@@ -318,9 +318,10 @@ class Tiers:
     def announce_new(self) -> None:
         """Says once, if the run has no steps, that it is new; see ``new_runs.py``."""
         is_known, self._is_announced = self._is_announced, True
-        if not is_known and not any(tier.history.branches.in_place for tier in self._tiers):
-            starts_one = self.processes.is_first and not self._options.read_only
-            new_runs.announce(self.durable.directory.path, looks_around=starts_one)
+        if is_known or self._options.read_only or not self.processes.is_first:
+            return
+        if not any(tier.history.branches.in_place for tier in self._tiers):
+            new_runs.announce(self.durable.directory.path)
 
     def wait(self, timeout_secs: float | None = None) -> None:
         """Waits until no save is in flight in any tier."""

@@ -6,6 +6,7 @@ Values are the parts of the state that are not arrays. A few leaves are read at 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import struct
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
@@ -13,9 +14,8 @@ from typing import Any, Literal
 import numpy as np
 
 from torchax_ckpt.errors import CorruptCheckpointError
-from torchax_ckpt.layout import nodes
+from torchax_ckpt.layout import names, nodes
 from torchax_ckpt.layout.batches import batches
-from torchax_ckpt.runtime.user_messages import counted
 from torchax_ckpt.storage.directory.committed_step import ASSETS
 from torchax_ckpt.stored.stored_step import StoredLeaf, StoredStep
 
@@ -166,10 +166,13 @@ def _largest(a: np.ndarray, b: np.ndarray) -> float | int:
 _ABSENT = object()
 
 
-def plain_values(step: StoredStep) -> dict[tuple[str, ...], Any]:
-    """Returns path -> value of what a step holds besides arrays: numbers, strings and the like."""
+def plain_values(step: StoredStep) -> dict[str, Any]:
+    """Returns name -> value of what a step holds besides arrays: numbers, strings and the like.
+
+    A list without arrays and dicts, such as the state of a random generator, is one value.
+    """
     try:
-        return dict(_plain(step.manifest.document, ()))
+        return {names.join(path): value for path, value in _plain(step.manifest.document, ())}
     except RecursionError:
         raise step.committed.error(
             CorruptCheckpointError,
@@ -181,18 +184,20 @@ def plain_values(step: StoredStep) -> dict[tuple[str, ...], Any]:
 def _values(a: StoredStep, b: StoredStep) -> Iterator[Difference]:
     """Yields the differences between the values of two steps that are not arrays."""
     left, right = plain_values(a), plain_values(b)
-    for path in sorted({*left, *right}):
-        in_a, in_b = left.get(path, _ABSENT), right.get(path, _ABSENT)
+    for name in sorted({*left, *right}):
+        in_a, in_b = left.get(name, _ABSENT), right.get(name, _ABSENT)
         if _bits(in_a) != _bits(in_b):
             what: What = (
                 "only_in_b" if in_a is _ABSENT else "only_in_a" if in_b is _ABSENT else "content"
             )
             left_text, right_text = (None if v is _ABSENT else repr(v) for v in (in_a, in_b))
-            yield Difference("/".join(path), what, left_text, right_text)
+            yield Difference(name, what, left_text, right_text)
 
 
 def _bits(value: Any) -> Any:
     """Returns what is equal for values of one type and equal bits only."""
+    if isinstance(value, list):
+        return [_bits(each) for each in value]
     # Python treats True and 1 as equal, -0.0 and 0.0 too, and a NaN and itself as different.
     return type(value), struct.pack(">d", value) if isinstance(value, float) else value
 
@@ -206,9 +211,7 @@ def _assets(a: StoredStep, b: StoredStep) -> Iterator[Difference]:
         in_a, in_b = left.get(name), right.get(name)
         if in_a != in_b:
             what: What = "only_in_b" if in_a is None else "only_in_a" if in_b is None else "content"
-            a_size, b_size = (
-                t if t is None else counted(len(t), "character") for t in (in_a, in_b)
-            )
+            a_size, b_size = (t if t is None else f"{len(t)} characters" for t in (in_a, in_b))
             yield Difference(f"{ASSETS}/{name}", what, a_size, b_size)
 
 
@@ -230,7 +233,11 @@ def _plain(node: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], 
                 is_key = not path or tag not in ("tuple", "set", "frozenset")
                 yield from _plain(payload, (*path, tag) if is_key else path)
     elif isinstance(node, list):
-        for index, child in enumerate(node):
-            yield from _plain(child, (*path, str(index)))
+        paths = [(*path, str(index)) for index in range(len(node))]
+        found = [dict(_plain(*each)) for each in zip(node, paths, strict=True)]
+        if all(values.keys() == {path} for values, path in zip(found, paths, strict=True)):
+            yield path, [*itertools.chain(*(values.values() for values in found))]
+        else:
+            yield from itertools.chain(*(values.items() for values in found))
     else:
         yield path, node

@@ -282,15 +282,27 @@ class Telemetry:
 
     def _measured(self, event: Event, steps: Sequence[CommittedStep], reused_bytes: int) -> Event:
         """Returns an event with the bytes of its step and of all steps, if storage answers."""
-        abandoned = {}
+        aside: dict[str, int] = {}
         try:
             self._usage.update(steps)
             if event.name in ("started", "set_aside"):
-                abandoned = self._measured_abandoned(event)
+                abandoned = self._abandoned()
+                num_bytes = Usage(abandoned).freed_bytes(abandoned)
+                aside = {"num_abandoned": len(abandoned), "abandoned_bytes": num_bytes}
         except Exception as error:  # bucket clients raise errors of their own
             logger.debug("%s: the bytes of steps are not known: %s", self._directory, error)
             return event
-        sizes = {"total_bytes": self._usage.total_bytes, **abandoned}
+        if event.name == "set_aside":
+            logger.info(
+                "%s: steps %s were set aside; %s there hold %.1f MB, and nothing deletes them but "
+                "`torchax-ckpt prune --abandoned --delete`",
+                self._directory,
+                event.values["steps"],
+                counted(len(abandoned), "abandoned step"),
+                num_bytes / 1e6,
+                extra=fields(path=self._directory, steps=event.values["steps"]),
+            )
+        sizes = {"total_bytes": self._usage.total_bytes, **aside}
         new = next((s for s in reversed(steps) if s.step == event.step), None)
         if new is not None and (num_bytes := self._usage.num_bytes(new)):  # 0: deleted meanwhile
             shared_bytes = min(num_bytes, reused_bytes)
@@ -299,23 +311,6 @@ class Telemetry:
         with self._lock, _errors_logged():
             self._tally.take(dataclasses.replace(event, values=sizes), counts=False)
         return dataclasses.replace(event, values={**event.values, **sizes})
-
-    def _measured_abandoned(self, event: Event) -> dict[str, int]:
-        """Returns the number and bytes of abandoned steps; logs them if this event made more."""
-        steps = self._abandoned()
-        num_bytes = Usage(steps).freed_bytes(steps)
-        if steps and event.name == "set_aside":
-            logger.info(
-                "%s: set aside steps %s; %s there hold %.1f MB. No run reads them, and nothing "
-                "deletes them but `torchax-ckpt prune %s --abandoned --delete`",
-                self._directory,
-                event.values["steps"],
-                counted(len(steps), "abandoned step"),
-                num_bytes / 1e6,
-                self._directory,
-                extra=fields(path=self._directory, steps=event.values["steps"]),
-            )
-        return {"num_abandoned": len(steps), "abandoned_bytes": num_bytes}
 
     def _handle(self, event: Event) -> None:
         if event.step is not None:

@@ -12,6 +12,7 @@ from support.steps import save
 from support.training import mlp
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
+from torchax_ckpt.layout import names
 from torchax_ckpt.storage.directory import new_runs
 
 READ_ONLY = CheckpointOptions(read_only=True)
@@ -42,8 +43,8 @@ def _default_level() -> Iterator[None]:
     ],
 )
 def test_a_letter_of_a_word_may_be_mistyped(a: str, b: str) -> None:
-    assert new_runs.may_be_mistyped(a, b)
-    assert new_runs.may_be_mistyped(b, a)
+    assert names.may_be_mistyped(a, b)
+    assert names.may_be_mistyped(b, a)
 
 
 @pytest.mark.parametrize(
@@ -55,6 +56,8 @@ def test_a_letter_of_a_word_may_be_mistyped(a: str, b: str) -> None:
         ("lr_1", "lr_2"),
         ("seed-3", "seed-4"),
         ("lr=0.1", "lr=0.2"),
+        ("lr=1.0", "lr=10"),
+        ("run-1-11", "run-11-1"),
         ("lr_a", "lr_b"),
         ("gpt-l", "gpt-xl"),
         ("runA", "runB"),
@@ -66,8 +69,8 @@ def test_a_letter_of_a_word_may_be_mistyped(a: str, b: str) -> None:
     ],
 )
 def test_a_sweep_is_no_mistake(a: str, b: str) -> None:
-    assert not new_runs.may_be_mistyped(a, b)
-    assert not new_runs.may_be_mistyped(b, a)
+    assert not names.may_be_mistyped(a, b)
+    assert not names.may_be_mistyped(b, a)
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -133,7 +136,7 @@ def test_a_folder_that_cannot_be_listed_warns_of_nothing(
     def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(new_runs, "may_be_mistyped", refuse)
+    monkeypatch.setattr(names, "may_be_mistyped", refuse)
     (tmp_path / "other").mkdir()
-    new_runs.announce(epath.Path(tmp_path / "run"), looks_around=True)
+    new_runs.announce(epath.Path(tmp_path / "run"))
     assert warnings_of(caplog) == []
