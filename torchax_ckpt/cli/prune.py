@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from torchax_ckpt.cli import output
-from torchax_ckpt.cli.exit_codes import FOUND, OK, USAGE, UsageError
+from torchax_ckpt.cli.exit_codes import FOUND, OK, UNAVAILABLE, USAGE, UsageError
 from torchax_ckpt.cli.step_arguments import (
     Directory,
     Json,
@@ -23,6 +23,7 @@ from torchax_ckpt.policies import described
 from torchax_ckpt.policies.preservation import with_newest
 from torchax_ckpt.runtime import progress
 from torchax_ckpt.runtime.user_messages import counted
+from torchax_ckpt.storage.directory import given_step
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import location
@@ -79,10 +80,11 @@ def prune(
         to_delete = _steps_to_delete(run, steps, rules) if rules else []
         # A step whose time is lost is as old as the others only if no time is given.
         gone = [s for s in aside if abandoned and (s.age_secs or 0.0) >= least_secs]
-        for committed in (*to_delete, *gone) if delete else ():
-            run.delete(committed)
+        stay = run.prune([*to_delete, *gone]) if delete else []
+        run.tell_staying(stay)
     finally:
         run.release()
+    to_delete, gone = ([s for s in some if s not in stay] for some in (to_delete, gone))
     freed_bytes = usage.freed_bytes([*to_delete, *gone])
     kept = [committed.step for committed in steps if committed not in to_delete]
     deleted = [committed.step for committed in to_delete]
@@ -97,7 +99,7 @@ def prune(
                 "freed_bytes": freed_bytes,
             }
         )
-        return OK
+        return UNAVAILABLE if stay else OK
     verb = "deleted" if delete else "would delete"
     for committed in (*to_delete, *gone):
         shared = usage.shared_bytes(committed)
@@ -112,7 +114,7 @@ def prune(
     )
     if (deleted or gone) and not delete:
         output.note("nothing was deleted; --delete deletes these steps")
-    return OK
+    return UNAVAILABLE if stay else OK
 
 
 def _steps_to_delete(
@@ -146,7 +148,13 @@ def copy(
     Holds the lease of the target directory during the copy.
     """
     run = RunDirectory(path_of(target))
-    steps = run_at(source).candidates(None)
+    given = run_at(source)
+    steps = given.candidates(None)
+    if given.is_of_one_step and not given_step.tells_number(steps[0].path):
+        raise UsageError(
+            f"{source}: expected a folder whose name tells the number of the step, which the step "
+            f"itself does not store; found {steps[0].path.name!r}. Rename it to this number"
+        )
     usage = Usage(steps)
     is_bucket = location.is_bucket(run.path)  # there the copies share nothing
     total = sum(map(usage.num_bytes, steps)) if is_bucket else usage.total_bytes

@@ -152,7 +152,7 @@ def _runs_in(run: RunDirectory) -> dict[str, int]:
     """Returns name -> newest step of the runs in a folder that is perhaps no run itself."""
     found = {}
     for child in run.path.iterdir() if run.path.exists() else ():
-        with contextlib.suppress(PermissionError):  # a folder of somebody else
+        with contextlib.suppress(OSError):  # a folder of somebody else, a stale mount
             if (step := commit_record.newest_in(child)) is not None:
                 found[child.name] = step
     return dict(sorted(found.items()))

@@ -12,8 +12,9 @@ A manifest has this form:
 For each block of a stored array, ``digests`` has one digest of 8 octets, little-endian; the digests
 are in C order of the blocks. ``unchanged`` names the databases of the step that later steps may
 share, see ``layout/unchanged.py``; a database that one process wrote alone lacks ``processes``.
-``assets`` is the digest of the step's assets. ``attached`` names the components that were attached
-when functional state was saved in their place. A step that has none of these lacks the key.
+``assets`` is the digest of the step's assets. ``attached`` names the components, and their
+members, that were attached when functional state was saved in their place. A step that has none of
+these lacks the key.
 
 ``document`` describes the whole state as a tree of nodes, in which each array node names one leaf.
 ``nodes.py`` defines the form of nodes and decodes them; ``state/pytree.py`` writes them.
@@ -74,8 +75,9 @@ class Manifest:
       digests: stored name -> the digests of the array's bytes.
       unchanged: name -> database of unchanged arrays.
       assets: the digest of the step's assets; None if the step has no assets.
-      attached: the components that were attached when functional state was saved; None without
-        functional state, and in steps of releases that did not record it.
+      attached: the components that were attached when functional state was saved, and their
+        members (``model``, ``model/a``); None without functional state, and in steps of releases
+        that did not record it.
     """
 
     document: Mapping[str, Node]

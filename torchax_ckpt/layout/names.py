@@ -96,7 +96,8 @@ def may_be_mistyped(a: str, b: str) -> bool:
     same = next((i for i, c in enumerate(short) if c != long[i]), len(short))
     a, b = short[same:], long[same:]
     is_swap = a[1::-1] + a[2:] == b
-    return is_swap or (len(long) > 3 and b[1:] in (a, a[1:]))
+    # A first letter makes another word: rmse and mse, psnr and snr.
+    return is_swap or (len(long) > 3 and same > 0 and b[1:] in (a, a[1:]))
 
 
 def without_compile(fqn: str) -> str:

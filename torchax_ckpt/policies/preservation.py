@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from torchax_ckpt.errors import PolicyError
 from torchax_ckpt.layout import names
-from torchax_ckpt.runtime.lazily import orbax
+from torchax_ckpt.runtime.lazily import orbax, root_logger_left_alone
 from torchax_ckpt.runtime.user_messages import counted
 
 
@@ -134,15 +134,16 @@ def best_rule(policy: Any) -> BestN:
 def why_unranked(rules: Iterable[BestN], metrics: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
     """Returns why rules rank none of several steps, and whether a metric is probably misspelled.
 
-    "" if each rule ranks a step. A metric that no step has may be that of an evaluation to come.
+    "" if each rule ranks a step, or no step has metrics. A metric that no step has may be that of
+    an evaluation to come.
     """
     known = sorted({name for each in metrics for name in each})
     missing = sorted({rule.metric for rule in rules}.difference(known))
-    if not missing or len(metrics) < 2:
+    if not missing or not known or len(metrics) < 2:
         return "", False
     text = (
         f"no step is the best one: none of the {len(metrics)} steps has the metric {missing[0]!r}, "
-        f"by which they are ranked. They have {', '.join(map(repr, known[:10])) or 'no metrics'}. "
+        f"by which they are ranked. They have {', '.join(map(repr, known[:10]))}. "
         "Rank them by the name under which the metric is recorded"
     )
     return text, any(names.may_be_mistyped(a, b) for a in missing for b in known)
@@ -153,7 +154,8 @@ def preserved(policy: Any, checkpoints: Sequence[Any], is_damaged: Sequence[bool
     context = orbax.v1.training.preservation_policies.PreservationContext()
 
     def keeps(some: Sequence[Any]) -> Sequence[bool]:
-        answer = list(policy.should_preserve(some, context=context))
+        with root_logger_left_alone():  # Orbax's policies log
+            answer = list(policy.should_preserve(some, context=context))
         if len(answer) != len(some):
             raise PolicyError(
                 f"{type(policy).__name__}.should_preserve returned {counted(len(answer), 'value')} "

@@ -63,11 +63,13 @@ def brief(function: Callable[P, R]) -> Callable[P, R]:
     Those that other code raised, such as an attached object, are left whole.
     """
 
+    kind = CheckpointError  # Python may clear the names of this module before the last call
+
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return function(*args, **kwargs)
-        except CheckpointError as error:
+        except kind as error:
             frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
             if all(f.f_globals.get("__name__", "").partition(".")[0] in _OWN for f in frames):
                 error.__traceback__ = None

@@ -238,7 +238,7 @@ class SaveCalls:
                 began=began,
                 skipped=each,
                 assets=assets,
-                attached=None if state is None else tuple(attached.components),
+                attached=None if state is None else attached.names(),
                 reports_metrics=number == 0,  # a problem with them is that of all tiers
             )
             for number, each in enumerate(skipped)

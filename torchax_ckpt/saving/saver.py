@@ -348,10 +348,10 @@ class Saver:
     def report(self, step: int, error: BaseException, age_secs: float = 0.0) -> SaveError:
         """Reports the failure of a save, also of one that could not begin; returns it."""
         path, is_ending = self._directory.path, background.ending.is_set
-        outlook = f"Earlier steps are intact{'' if is_ending else '; the next save tries again'}."
+        again = "" if is_ending else "; the next save tries again"
         failure = SaveError(
             f"saving step {step} to {path} failed: {storage_errors.explained(error, path)} "
-            + ("" if isinstance(error, LeaseError) else outlook),
+            + ("" if isinstance(error, LeaseError) else f"Earlier steps are intact{again}."),
             step=step,
             path=getattr(error, "path", None) or path,
             key_path=getattr(error, "key_path", None),

@@ -270,8 +270,12 @@ def end_of_epoch(where: str, loader: Any, state: Any) -> str | None:
     if num_batches is None:  # with workers
         snapshot = state.get("_snapshot", {})
         num_batches = snapshot.get("_snapshot_step", 0) + state.get("_steps_since_snapshot", 0)
+    try:
+        length = operator.length_hint(loader, -1)
+    except Exception:  # of a sampler of the user's, which need not know its length
+        return None
     is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
-    if is_stream or num_batches != operator.length_hint(loader, -1):
+    if is_stream or num_batches != length:
         return None
     return (
         f"{where}: the step was saved on the last batch of an epoch, so the next loop over this "

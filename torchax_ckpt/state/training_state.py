@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -84,6 +85,15 @@ class TrainingState:
         if rng:
             self.components["rng"] = RandomStateComponent()
 
+    def names(self) -> tuple[str, ...]:
+        """Returns the names of the components and of their members: ``model``, ``model/a``."""
+        return tuple(chain.from_iterable(map(self._names_of, self.components)))
+
+    def _names_of(self, name: str) -> list[str]:
+        component = self.components[name]
+        members = component.members if isinstance(component, _Group) else ()
+        return [name, *(names.join((name, member)) for member in members)]
+
     def _parameter_names(self) -> Mapping[int, tuple[tuple[str, ...], ...]]:
         parts = [module.parameter_names() for module in self._modules]
         if [id(part) for part in parts] != [id(part) for part in self._name_parts]:
@@ -137,7 +147,7 @@ class TrainingState:
     ) -> Restoration:
         """Compares a stored document with the attached objects; refuses unused patterns.
 
-        ``attached`` are the components whose place functional state took; None if not recorded.
+        ``attached`` are the names of what functional state took the place of; None if not recorded.
         """
         plan = Restoration(selection or Selection())
         findings, is_replaced = plan.findings, FUNCTIONAL in document
@@ -145,7 +155,10 @@ class TrainingState:
         for name, component in self.components.items():
             if name in document:
                 component.prepare(document[name], plan)
-            elif is_replaced and name in _TRAINED and (attached is None or name in attached):
+            elif is_replaced and name in _TRAINED:
+                known = self._names_of(name) if attached is None else attached
+                lacking = [n for n in self._names_of(name) if n not in known]
+                findings.missing += [name] if name in lacking else lacking
                 findings.unrestored += [name] * (attached is None)
             elif IMPORTED not in document:
                 findings.missing.append(name)
@@ -170,16 +183,16 @@ class _Group:
     """Joins components of one kind, such as all schedulers, under the names the user gave them."""
 
     def __init__(self, members: Mapping[str, Component], key_path: tuple[str, ...]) -> None:
-        self._members = members
+        self.members = members
         self._key_path = key_path
         self._combined = Combined(self._node)
 
     def _node(self, nodes: list[Node]) -> Node:
-        pairs = zip(self._members, nodes, strict=True)
+        pairs = zip(self.members, nodes, strict=True)
         return {"dict": [list(pair) for pair in pairs], "group": True}
 
     def capture(self) -> Captured:
-        return self._combined([member.capture() for member in self._members.values()])
+        return self._combined([member.capture() for member in self.members.values()])
 
     def prepare(self, node: Node | SavedStates, plan: Restoration) -> None:
         findings = plan.findings
@@ -191,13 +204,13 @@ class _Group:
         stored = node_checks.fields(node, where) if is_group else {}
         if not is_group:
             findings.unexpected += leaf_names(node)
-        for name, member in self._members.items():
+        for name, member in self.members.items():
             if name in stored:
                 child = stored[name] if states is None else states.of_member(name, where)
                 member.prepare(child, plan)
             else:
                 findings.missing.append(names.join((*self._key_path, name)))
-        for name in stored.keys() - self._members.keys():
+        for name in stored.keys() - self.members.keys():
             findings.unexpected.append(names.join((*self._key_path, name)))
 
 

@@ -221,7 +221,8 @@ def _plain(node: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], 
         if "array" in node:
             return
         for tag, payload in node.items():
-            if tag in ("int", "float"):
+            is_short = isinstance(payload, str) and len(payload) < 1000  # Python prints no more
+            if tag in ("int", "float") and is_short:
                 yield path, nodes.decode(node, lambda leaf: None)
             elif tag in _PAIRS and isinstance(payload, list):
                 for pair in payload:
@@ -230,7 +231,7 @@ def _plain(node: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], 
                         yield from _plain(pair[1], (*path, key))
             else:
                 # The tag of a container or a number is not a key that the user gave.
-                is_key = not path or tag not in ("tuple", "set", "frozenset")
+                is_key = not path or tag not in ("int", "tuple", "set", "frozenset")
                 yield from _plain(payload, (*path, tag) if is_key else path)
     elif isinstance(node, list):
         paths = [(*path, str(index)) for index in range(len(node))]

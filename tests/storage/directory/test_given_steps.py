@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import shlex
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -118,7 +117,7 @@ def test_an_error_of_a_given_step_names_the_other_steps_of_its_run(directory: Pa
 
 def moved(run: Path) -> tuple[Path, str]:
     path = (run / "2").rename(run.parent / "best")
-    return path, f"found a step. Copy it to a run of its own: torchax-ckpt copy {path} DIRECTORY"
+    return path, "found a step, whose folder has another name: rename it to its number of steps"
 
 
 def linked(run: Path) -> tuple[Path, str]:
@@ -163,8 +162,12 @@ def test_no_run_is_started_in_a_step(
             call()
     for words in (("ls", path), ("prune", path, "--policy", "LatestN(1)")):
         assert said in run(*words, code=USAGE)
-    source = tmp_path / "best" if given in (moved, linked) else directory
-    assert re.search(f"{re.escape(said)}|nothing was copied", run("copy", source, path, code=3))
+    if given in (moved, linked):  # the step does not store its number
+        assert "found 'best'. Rename it" in run("copy", path, tmp_path / "new", code=USAGE)
+    else:
+        assert re.search(
+            f"{re.escape(said)}|nothing was copied", run("copy", directory, path, code=3)
+        )
     assert sorted(tmp_path.rglob("*")) == before
     TorchaxCheckpointer(directory / "eval").close()  # no step's name
     TorchaxCheckpointer(tmp_path / "2026").close()  # beside no step
@@ -246,6 +249,7 @@ def test_a_link_in_place_of_a_step_is_told(
     said = f"{directory / '3'} looks like a step, but is a symbolic link to {target}: ignoring it"
     assert told.startswith(said)
     if not is_broken:
+        assert told.endswith("Replace the link by a copy of the folder (cp -a)")
         (directory / "3").unlink()
-        run(*shlex.split(told.partition("torchax-ckpt ")[2]))
+        shutil.copytree(target, directory / "3")
         assert [step["step"] for step in run_json("ls", directory)["steps"]] == [3]

@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import re
-import shlex
 import socket
 from collections.abc import Iterable
 from typing import Any
@@ -143,11 +142,9 @@ def _warn_once(path: epath.Path, problem: str) -> None:
     if os.path.islink(path):
         logger.warning(
             "%s looks like a step, but is a symbolic link to %s: ignoring it, because the files of "
-            "a step must lie in its run. Remove the link, and copy the step: torchax-ckpt copy %s "
-            "%s",
+            "a step must lie in its run. Replace the link by a copy of the folder (cp -a)",
             path,
-            *[shlex.quote(os.path.realpath(path))] * 2,
-            shlex.quote(os.fspath(path.parent)),
+            os.path.realpath(path),
         )
         return
     logger.warning("%s looks like a step, but %s", path, problem)

@@ -18,8 +18,9 @@ from torchax_ckpt.storage.medium import bucket, location
 logger = logging.getLogger(__name__)
 
 NUMBER = re.compile("0|[1-9][0-9]*")
-# The number of a step in a folder of any name: abandoned-20-2, best-20.
+# The number of a step in a folder of any name: abandoned-20-2, best-20; and names that tell it.
 _LAST_NUMBER = re.compile(r"(?:.*?[^0-9])??([0-9]{1,19})(?:-[0-9]+)?", re.DOTALL)
+_TELLING = re.compile(r"(?:(?:incoming|abandoned)-)?([0-9]{1,19})(?:-[0-9]+)?")
 # What a run has in its directory, as a shell names it; first its steps.
 _OF_A_RUN = ("[0-9]*", "*-[0-9]*", "events", "run", "unchanged")
 
@@ -39,24 +40,32 @@ def of(
         raise DirectoryError(f"{path}: {text}", path=path)
     if not location.is_bucket(path):
         place = location.real(path)  # also a folder in a step, such as its state
-        step = next(filter(commit_record.is_step, (place, *place.parents[:2])), None)
+        step = next(filter(commit_record.is_step, (place, *place.parents)), None)
     if step is not None and (inside := steps()):
         _warn_of_steps_inside(path, step, inside)
         return None
-    return path if step is None and not is_there and _would_be_a_step(path) else step
+    is_empty = not is_there or not (location.is_bucket(path) or any(path.iterdir()))
+    return path if step is None and is_empty and _would_be_a_step(path) else step
+
+
+def tells_number(step: epath.Path) -> bool:
+    """Returns whether the name of a step's folder tells its number; the step does not store it."""
+    return _TELLING.fullmatch(step.name) is not None
 
 
 def described(folder: epath.Path) -> CommittedStep:
-    """Returns the step in a folder that may have another name, which then tells its number or 0."""
+    """Returns the step in a folder that may have another name, which then has its number or 0."""
     number = _LAST_NUMBER.fullmatch(folder.name)
-    return CommittedStep(
-        int(number[1]) if number else 0, folder, commit_record.time_or_none(folder) or LOST
-    )
+    time = commit_record.time_or_none(folder) or LOST
+    return CommittedStep(int(number[1]) if number else 0, folder, time)
 
 
 def refused(step: epath.Path) -> DirectoryError:
     """Returns the error for a step that was given where a run is needed."""
     what = f"a step. Copy it to a run of its own: torchax-ckpt copy {step} DIRECTORY"
+    if not tells_number(step):
+        what = "a step, whose folder has another name: rename it to its number of steps, and copy "
+        what += "it to a run of its own: torchax-ckpt copy NUMBER DIRECTORY"
     if NUMBER.fullmatch(step.name):
         what = f"its step {step.name}; the run is {step.parent}: give this directory"
         if not step.exists():
@@ -70,7 +79,7 @@ def _would_be_a_step(path: epath.Path) -> bool:
     if not NUMBER.fullmatch(path.name):
         return False
     if location.is_bucket(path):  # one request shows the journal, many the steps
-        return bool(bucket.contents(path.parent, "events/"))
+        return any(n.endswith(".jsonl") for n in bucket.contents(path.parent, "events/"))
     beside = path.parent.iterdir() if path.parent.is_dir() else ()
     return any(NUMBER.fullmatch(c.name) and commit_record.is_step(c) for c in beside)
 

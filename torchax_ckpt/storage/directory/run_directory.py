@@ -315,7 +315,7 @@ class RunDirectory:
         more = (f"{names[-1]}-{count}" for count in itertools.count(2))
         unused = itertools.islice(itertools.chain(names, more), num_used, None)
         paths = (self.path / name for name in unused if name not in but)
-        return next(path for path in paths if not path.exists())
+        return next(p for p in paths if not (p.exists() or os.path.islink(p)))
 
     def commit(self, step: int, written: epath.Path) -> CommittedStep:
         """Makes step N visible; on local storage as ``N``, or as ``incoming-N`` if ``N`` exists.
@@ -390,32 +390,40 @@ class RunDirectory:
     ) -> list[CommittedStep]:
         found = list(steps)
         for committed in found:
-            if committed.key not in self.staying:
-                try:
-                    leave(committed)
-                except DirectoryError as error:
-                    if error is not self._refusal:
-                        raise
-                    self.staying[committed.key] = error.__cause__ or error
+            known = self.staying.pop(committed.key, None)
+            if known is not None and storage_errors.is_refusal(known):
+                self.staying[committed.key] = known
+                continue
+            try:
+                leave(committed)
+            except DirectoryError as error:
+                if error is not self._refusal:
+                    raise
+                self.staying[committed.key] = error.__cause__ or error
         return [committed for committed in found if committed.key in self.staying]
 
     def tell_staying(self, steps: Sequence[CommittedStep]) -> None:
         """Says once how many bytes of these steps stay, why, and what helps."""
         if steps and not self._has_told:
             self._has_told = True
-            which = f"{self.path}: steps {', '.join(str(s.step) for s in steps)}"
-            paths = [s.path for s in steps]
-            logger.warning("%s", self._stays(which, paths, self.staying[steps[-1].key]))
+            logger.warning(
+                "%s: steps %s can be neither deleted nor set aside, because the system renames no "
+                "such folder: %s",
+                self.path,
+                ", ".join(str(s.step) for s in steps),
+                self._why_they_stay([s.path for s in steps], self.staying[steps[-1].key]),
+            )
 
-    def _stays(self, which: str, paths: Iterable[epath.Path], reason: BaseException) -> str:
-        is_local = self._durable is not None
+    def _why_they_stay(self, paths: Iterable[epath.Path], reason: BaseException) -> str:
+        num_bytes = sum(map(containment.stored_bytes, paths))
+        text = f"{storage_errors.said(reason)}. {num_bytes} bytes stay. "
+        if not storage_errors.is_refusal(reason):
+            return f"{text}The next save tries again. {storage_errors.advice(reason)}".rstrip()
         copy = f"Copy the run to a disk of its own: torchax-ckpt copy {self.path} NEW_DIRECTORY"
         return (
-            f"{which} can be neither deleted nor set aside, because the system renames no such "
-            f"folder: {storage_errors.said(reason)}. {sum(map(containment.stored_bytes, paths))} "
-            "bytes stay. This happens to folders that came with a container's image (in a lower "
-            "layer of overlayfs), and to folders of another user in one with the sticky bit. "
-            f"{'Give LocalTier a folder on a disk of its own' if is_local else copy}"
+            f"{text}This happens to folders that came with a container's image (in a lower layer "
+            "of overlayfs), and to folders of another user in one with the sticky bit. "
+            f"{'Give LocalTier a folder on a disk of its own' if self._durable else copy}"
         )
 
     def _rename(self, path: epath.Path, target: epath.Path) -> None:
@@ -426,7 +434,11 @@ class RunDirectory:
         except FileNotFoundError:  # another process has removed it
             raise
         except OSError as error:
-            self._refusal = DirectoryError(self._stays(str(path), [path], error), path=path)
+            self._refusal = DirectoryError(
+                f"{path} can be neither deleted nor set aside, because the system renames no such "
+                f"folder: {self._why_they_stay([path], error)}",
+                path=path,
+            )
             raise self._refusal from error
 
     def _leave(self, committed: CommittedStep) -> None:

@@ -107,6 +107,11 @@ def is_full(error: BaseException) -> bool:
     return _errno(root_cause(error)) in {errno.ENOSPC, errno.EDQUOT}
 
 
+def is_refusal(error: BaseException) -> bool:
+    """Returns whether the system refuses a rename for good, in place of failing this time."""
+    return getattr(error, "errno", None) in (errno.EXDEV, errno.EPERM, errno.EACCES)
+
+
 def root_cause(error: BaseException) -> BaseException:
     """Returns the storage error that is or caused ``error``; ``error`` if none is found."""
     for link in _chain(error):
