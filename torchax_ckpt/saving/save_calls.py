@@ -164,6 +164,7 @@ class SaveCalls:
         except Exception as error:
             is_ending = background.ending.is_set
             if not storage_errors.is_limit(error) or not (self._is_alone or is_ending):
+                self._loop.keep_metrics(step, {})  # one of them may be the reason
                 raise
             failure = self._durable.saver.report(step, error)
             if is_ending:
