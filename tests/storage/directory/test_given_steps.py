@@ -135,6 +135,11 @@ def pruned(run: Path) -> tuple[Path, str]:
     return run / "1", f"found no such step; the run is {run}: give this directory, or a name"
 
 
+def empty(run: Path) -> tuple[Path, str]:
+    (run / "3").mkdir()
+    return run / "3", f"found its step 3; the run is {run}: give this directory"
+
+
 def its_state(run: Path) -> tuple[Path, str]:
     return run / "2" / "state", f"found its step 2; the run is {run}: give this directory"
 
@@ -143,7 +148,9 @@ def in_place(run: Path) -> tuple[Path, str]:
     return run / "2", f"found its step 2; the run is {run}: give this directory"
 
 
-@pytest.mark.parametrize("given", [moved, linked, of_bare_orbax, pruned, its_state, in_place])
+@pytest.mark.parametrize(
+    "given", [moved, linked, of_bare_orbax, pruned, empty, its_state, in_place]
+)
 @pytest.mark.parametrize("is_read_only", [False, True])
 def test_no_run_is_started_in_a_step(
     given: Callable[[Path], tuple[Path, str]], is_read_only: bool, directory: Path, tmp_path: Path

@@ -44,8 +44,7 @@ def of(
     if step is not None and (inside := steps()):
         _warn_of_steps_inside(path, step, inside)
         return None
-    is_empty = not is_there or not (location.is_bucket(path) or any(path.iterdir()))
-    return path if step is None and is_empty and _would_be_a_step(path) else step
+    return path if step is None and _would_be_a_step(path, is_there=is_there) else step
 
 
 def tells_number(step: epath.Path) -> bool:
@@ -74,14 +73,16 @@ def refused(step: epath.Path) -> DirectoryError:
     return DirectoryError(f"{step}: expected the directory of a run, found {what}", path=step)
 
 
-def _would_be_a_step(path: epath.Path) -> bool:
-    """Returns whether a path that does not exist has a step's name, and lies in a run."""
-    if not NUMBER.fullmatch(path.name):
+def _would_be_a_step(path: epath.Path, *, is_there: bool) -> bool:
+    """Returns whether an empty folder, or none, has a step's name, and lies in a run."""
+    if not NUMBER.fullmatch(path.name) or (is_there and location.is_bucket(path)):
         return False
     if location.is_bucket(path):  # one request shows the journal, many the steps
         return any(n.endswith(".jsonl") for n in bucket.contents(path.parent, "events/"))
     beside = path.parent.iterdir() if path.parent.is_dir() else ()
-    return any(NUMBER.fullmatch(c.name) and commit_record.is_step(c) for c in beside)
+    if not any(NUMBER.fullmatch(c.name) and commit_record.is_step(c) for c in beside):
+        return False
+    return not (is_there and any(path.iterdir()))
 
 
 def _warn_of_steps_inside(
