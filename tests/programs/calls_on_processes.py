@@ -24,10 +24,12 @@ import safetensors.numpy
 import torch
 import torchax
 from processes_program import COUNT, INDEX, report, spread
+from support.waiting import wait_until
 
 from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies, warm_start
 from torchax_ckpt.errors import CheckpointError, SaveError
 from torchax_ckpt.processes.coordination import Processes
+from torchax_ckpt.processes.liveness import coordination_service, of_run
 from torchax_ckpt.restoring.file_weights import FileWeights
 from torchax_ckpt.runtime.background import Task
 from torchax_ckpt.runtime.save_in_flight import SaveInFlight
@@ -320,6 +322,13 @@ def killed(*args: Any, **kwargs: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def killed_once_connected(*args: Any, **kwargs: Any) -> None:
+    """Before the thread that connects has come so far, only JAX's heartbeat tells of a death."""
+    liveness: Any = of_run(coordination_service())
+    wait_until(lambda: liveness._connection is not None, 30)
+    killed()
+
+
 def killed_in(directory: str, call: str) -> None:
     """Process 1 is killed in a call; who is told of that exits with 3."""
     act = _about_to_start_warm(directory) if call == "warm_start" else _trained(directory, call)
@@ -357,7 +366,7 @@ def _about_to_start_warm(directory: str) -> Any:
     weights = {"weight": np.ones((2, 2), np.float32), "bias": np.ones(2, np.float32)}
     safetensors.numpy.save_file(weights, file)
     if INDEX == 1:
-        FileWeights.read_leaves = killed  # type: ignore[method-assign,assignment]
+        FileWeights.read_leaves = killed_once_connected  # type: ignore[method-assign,assignment]
     return lambda: warm_start(model, file)
 
 
