@@ -279,8 +279,10 @@ def show(
     for name, value in values.items():
         component, rest = names.component_and_rest(name)
         values_of.setdefault(component, []).append(f"{rest}={reprlib.repr(value)}")
-    lines = [(name, " ".join(texts)) for name, texts in values_of.items()]
-    output.console().print(output.table(("component", "values"), lines))
+    # With a filter, components of which it matches no value are left out.
+    lines = [(n, " ".join(texts)) for n, texts in values_of.items() if texts or pattern == _ALL]
+    if lines:
+        output.console().print(output.table(("component", "values"), lines))
     shown = "" if pattern == _ALL else f"{len(leaves)} of "
     number = counted(len(stored.leaves), "leaf", "leaves")
     output.print_line(f"step {committed.step}: {shown}{number}, {output.size(total)}")

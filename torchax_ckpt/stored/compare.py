@@ -236,7 +236,8 @@ def _plain(node: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], 
     elif isinstance(node, list):
         paths = [(*path, str(index)) for index in range(len(node))]
         found = [dict(_plain(*each)) for each in zip(node, paths, strict=True)]
-        if all(values.keys() == {path} for values, path in zip(found, paths, strict=True)):
+        # An empty list has no value, as an empty dict has none.
+        if found and all(v.keys() == {path} for v, path in zip(found, paths, strict=True)):
             yield path, [*itertools.chain(*(values.values() for values in found))]
         else:
             yield from itertools.chain(*(values.items() for values in found))
