@@ -96,7 +96,7 @@ class StatefulComponent:
             take(node.share(self._redistribute(states, node.count)))
 
         is_shared = isinstance(node, SavedStates)
-        # Of a state that was donated, the leaves that are not put back need not be alive.
+        # Leaves that are not put back may have been donated.
         state = self._present_state()
         live = encoded(state, self.key_path)
         if not (is_shared or takes(self.value, state, node, where, plan.findings)):
