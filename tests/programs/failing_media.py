@@ -14,9 +14,8 @@ import resource
 import shutil
 import subprocess
 import sys
-import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,9 @@ from support.damage import halve
 
 from torchax_ckpt import TorchaxCheckpointer
 from torchax_ckpt.errors import CorruptCheckpointError, DirectoryError, SaveError
+from torchax_ckpt.saving.writer import Writer
+from torchax_ckpt.storage.directory.run_directory import RunDirectory
+from torchax_ckpt.storage.writing import array_writer
 
 torchax.enable_globally()
 said: list[tuple[str, str]] = []
@@ -165,22 +167,34 @@ def saves(folder: str, kind: str) -> None:
     disk.set_writable(True)
     recovers(ckpt, 22, [6, 13, 22], after=2)
 
-    def remove() -> None:
-        while not any(path.name.startswith("writing-") for path in run.iterdir()):
-            pass
-        run.rename(f"{folder}/gone")  # at once, in the middle of the save
-        shutil.rmtree(f"{folder}/gone", ignore_errors=True)
-
-    thread = threading.Thread(target=remove)
-    thread.start()
-    assert ckpt.save(30, state=state(30), force=True)
-    ckpt._saver.wait()
-    thread.join()
-    assert [level for level, _ in said].count("ERROR") == 1, said
-    with contextlib.suppress(SaveError):
-        ckpt.check_for_errors()
-    recovers(ckpt, 31, [31], after=1)
+    for step, owner, function in (
+        (30, array_writer, "write_arrays"),
+        (40, Writer, "_commit"),
+        (50, RunDirectory, "commit"),
+    ):
+        with removed_before(run, owner, function):
+            assert ckpt.save(step, state=state(step), force=True)
+            ckpt._saver.wait()
+        assert [level for level, _ in said].count("ERROR") == 1, said
+        with contextlib.suppress(SaveError):
+            ckpt.check_for_errors()
+        recovers(ckpt, step + 1, [step + 1], after=1)
     ckpt.close()
+
+
+@contextlib.contextmanager
+def removed_before(run: Path, owner: Any, function: str) -> Iterator[None]:
+    """Within: the run is removed, at once, when a save comes to a function."""
+    call = getattr(owner, function)
+
+    def remove_first(*args: Any, **kwargs: Any) -> Any:
+        run.rename(run.with_name("gone"))
+        shutil.rmtree(run.with_name("gone"))
+        return call(*args, **kwargs)
+
+    setattr(owner, function, remove_first)
+    yield
+    setattr(owner, function, call)
 
 
 def reads(folder: str) -> None:

@@ -340,8 +340,8 @@ class Processes(Messages):
     ) -> bytes:
         """Returns a message when it arrives; ``senders``: else those missing at ``place``."""
         while True:
-            self.liveness.connect()
             message = self._wait(key, min(deadline - time.monotonic(), POLL_SECS))
+            self.liveness.connect()  # after: a message of process 0 shows that it listens
             if message is not None:
                 return message
             if self._is_decided():
