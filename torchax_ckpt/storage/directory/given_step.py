@@ -13,7 +13,7 @@ from etils import epath
 from torchax_ckpt.errors import DirectoryError
 from torchax_ckpt.storage.directory import commit_record
 from torchax_ckpt.storage.directory.committed_step import LOST, CommittedStep
-from torchax_ckpt.storage.medium import bucket, location
+from torchax_ckpt.storage.medium import location
 
 logger = logging.getLogger(__name__)
 
@@ -75,14 +75,9 @@ def refused(step: epath.Path) -> DirectoryError:
 
 def _would_be_a_step(path: epath.Path, *, is_there: bool) -> bool:
     """Returns whether an empty folder, or none, has a step's name, and lies in a run."""
-    if not NUMBER.fullmatch(path.name) or (is_there and location.is_bucket(path)):
+    if not NUMBER.fullmatch(path.name) or (is_there and any(path.iterdir())):
         return False
-    if location.is_bucket(path):  # one request shows the journal, many the steps
-        return any(n.endswith(".jsonl") for n in bucket.contents(path.parent, "events/"))
-    beside = path.parent.iterdir() if path.parent.is_dir() else ()
-    if not any(NUMBER.fullmatch(c.name) and commit_record.is_step(c) for c in beside):
-        return False
-    return not (is_there and any(path.iterdir()))
+    return commit_record.newest_in(path.parent) is not None
 
 
 def _warn_of_steps_inside(
