@@ -13,7 +13,7 @@ from etils import epath
 from torchax_ckpt.errors import DirectoryError
 from torchax_ckpt.storage.directory import commit_record
 from torchax_ckpt.storage.directory.committed_step import LOST, CommittedStep
-from torchax_ckpt.storage.medium import location
+from torchax_ckpt.storage.medium import bucket, location
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +77,8 @@ def _would_be_a_step(path: epath.Path, *, is_there: bool) -> bool:
     """Returns whether an empty folder, or none, has a step's name, and lies in a run."""
     if not NUMBER.fullmatch(path.name) or (is_there and any(path.iterdir())):
         return False
+    if location.is_bucket(path):  # one request shows the journal, many the steps
+        return any(n.endswith(".jsonl") for n in bucket.contents(path.parent, "events/"))
     return commit_record.newest_in(path.parent) is not None
 
 
