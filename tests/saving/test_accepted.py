@@ -137,40 +137,30 @@ def check(folder: Path, step: int, state: Any, own: Any, name: str, metrics: Any
     assert fingerprint(box.state) == fingerprint(as_read(own))
 
 
-ARGUMENTS = (steps(), states(), states(), any_text(), metrics())
+ARGUMENTS = st.tuples(steps(), states(), states(), any_text(), metrics())
 
 
 @pytest.mark.filterwarnings("ignore:.*comes back as a:UserWarning")
 @settings(max_examples=20)
-@given(*ARGUMENTS)
-@example(2**63 - 1, {Point(1, 2): [np.ones((1,) * 32)] * 2}, {Point(1, 2)}, "", {"a": {1: 2}})
-@example(0, {"a": {Static()}}, None, "n", {})
-@example(0, {"a": np.zeros((2**40, 0, 2**20), np.int8)}, None, "n", {})
-@example(0, {"a": np.zeros((1,) * 33)}, None, "n", {})
-@example(0, {"a" * 64_010: np.zeros(2)}, None, "n", {})
-@example(2**63, 1, None, "n", {})
-@example(0, 1, None, "n", {"a": {1: 2, "1": 3}})
+@given(ARGUMENTS)
+@example((2**63 - 1, {Point(1, 2): [np.ones((1,) * 32)] * 2}, {Point(1, 2)}, "", {"a": {1: 2}}))
+@example((0, {"a": {Static()}}, None, "n", {}))
+@example((0, {"a": np.zeros((2**40, 0, 2**20), np.int8)}, None, "n", {}))
+@example((0, {"a": np.zeros((1,) * 33)}, None, "n", {}))
+@example((0, {"a" * 64_010: np.zeros(2)}, None, "n", {}))
+@example((2**63, 1, None, "n", {}))
+@example((0, 1, None, "n", {"a": {1: 2, "1": 3}}))
 def test_what_a_save_accepts_comes_back(
-    tmp_path_factory: pytest.TempPathFactory,
-    step: int,
-    state: Any,
-    own: Any,
-    name: str,
-    metrics: Any,
+    tmp_path_factory: pytest.TempPathFactory, arguments: tuple[Any, ...]
 ) -> None:
-    check(tmp_path_factory.getbasetemp() / "accepted", step, state, own, name, metrics)
+    check(tmp_path_factory.getbasetemp() / "accepted", *arguments)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*comes back as a:UserWarning")
 @settings(max_examples=100, phases=[Phase.generate])
-@given(*ARGUMENTS)
+@given(ARGUMENTS)
 def test_much_of_what_a_save_accepts_comes_back(
-    tmp_path_factory: pytest.TempPathFactory,
-    step: int,
-    state: Any,
-    own: Any,
-    name: str,
-    metrics: Any,
+    tmp_path_factory: pytest.TempPathFactory, arguments: tuple[Any, ...]
 ) -> None:
-    check(tmp_path_factory.getbasetemp() / "accepted", step, state, own, name, metrics)
+    check(tmp_path_factory.getbasetemp() / "accepted", *arguments)

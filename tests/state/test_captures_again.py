@@ -187,7 +187,7 @@ def test_a_state_that_is_too_deep_is_refused_and_the_program_goes_on(kind: str) 
         component.capture()
     box.state["inner"] = own if kind == "contains itself" else deep
     before = recursion_left()
-    with pytest.raises(UnsupportedLeafError, match="nested too deeply, or contains itself"):
+    with pytest.raises(UnsupportedLeafError, match="deeper than 100 levels, or contains itself"):
         component.capture()
     assert recursion_left() == before
 

@@ -17,6 +17,7 @@ import torch
 import torch.utils._mode_utils
 from hypothesis import example, given, settings
 from support.compare import bits
+from support.models import Node
 from support.strategies import KEY_IMPLS, fingerprint, make_leaf, trees
 
 from torchax_ckpt import torchax_backend
@@ -84,19 +85,6 @@ class Point(collections.namedtuple("Point", ["x", "y"])):
 
 
 def test_namedtuples_and_registered_classes_come_back_as_dicts_by_field() -> None:
-    @jax.tree_util.register_pytree_with_keys_class
-    class Node:
-        def __init__(self, left: Any, right: Any) -> None:
-            self.left, self.right = left, right
-
-        def tree_flatten_with_keys(self) -> Any:
-            key = jax.tree_util.GetAttrKey
-            return ((key("left"), self.left), (key("right"), self.right)), None
-
-        @classmethod
-        def tree_unflatten(cls, _: Any, children: Any) -> Any:
-            return cls(*children)
-
     assert through_json(torch.Size([2, 3])) == (2, 3)
     assert through_json(Point(1, (2,))) == {"x": 1, "y": (2,)}
     assert through_json([Node(1, Point(2, 3))]) == [{"left": 1, "right": {"x": 2, "y": 3}}]

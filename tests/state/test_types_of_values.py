@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from support import ROOT
-from support.models import Box
+from support.models import Box, Node
 from support.strategies import fingerprint
 
 from torchax_ckpt import TorchaxCheckpointer, torchax_backend
@@ -29,20 +29,6 @@ class Point(NamedTuple):
 
 class Color(enum.Enum):
     RED = 1
-
-
-@jax.tree_util.register_pytree_with_keys_class
-class Node:
-    def __init__(self, left: Any, right: Any) -> None:
-        self.left, self.right = left, right
-
-    def tree_flatten_with_keys(self) -> Any:
-        key = jax.tree_util.GetAttrKey
-        return ((key("left"), self.left), (key("right"), self.right)), None
-
-    @classmethod
-    def tree_unflatten(cls, _: Any, children: Any) -> Any:
-        return cls(*children)
 
 
 NAMES = vars(collections) | {

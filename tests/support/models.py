@@ -1,9 +1,10 @@
-"""Models with tied parameters, equal layers, two dtypes and extra state, and a stateful object."""
+"""Models with tied parameters, equal layers and extra state, a stateful object, a node of JAX."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import jax
 import torch
 
 from support.compare import bits
@@ -103,3 +104,19 @@ def live() -> Any:
     model.to("jax")
     model.head.weight = model.embed.weight
     return model
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Node:
+    """A class of a user, registered with JAX."""
+
+    def __init__(self, left: Any, right: Any) -> None:
+        self.left, self.right = left, right
+
+    def tree_flatten_with_keys(self) -> Any:
+        key = jax.tree_util.GetAttrKey
+        return ((key("left"), self.left), (key("right"), self.right)), None
+
+    @classmethod
+    def tree_unflatten(cls, _: Any, children: Any) -> Any:
+        return cls(*children)

@@ -56,6 +56,8 @@ def key_texts(keys: Iterable[object]) -> list[str]:
     """Returns the keys of one dict as texts; 1 becomes "1 (int)" if "1" is a key too."""
     found = [(key, key_text(key)) for key in keys]
     counts = collections.Counter(text for _, text in found)
+    if len(counts) == len(found):
+        return [*counts]
     strings = {text for key, text in found if type(key) is str}
     texts = []
     for key, text in found:

@@ -16,21 +16,16 @@ import datetime
 import math
 import statistics
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from torchax_ckpt.errors import PolicyError
 from torchax_ckpt.planning import save_cost_secs, young_interval_secs
 from torchax_ckpt.policies.preservation import with_children
 from torchax_ckpt.runtime.lazily import orbax
 
-if TYPE_CHECKING:
-    from orbax.checkpoint import v1 as ocp
-else:
-    ocp = orbax.v1
+DecisionContext: TypeAlias = orbax.v1.training.save_decision_policies.DecisionContext
 
-DecisionContext: TypeAlias = ocp.training.save_decision_policies.DecisionContext
-
-_MULTIPROCESSING = ocp.options.MultiprocessingOptions()
+_MULTIPROCESSING = orbax.v1.options.MultiprocessingOptions()
 _SAVES_PER_PAUSE = 20
 _OBSERVED = 5
 
@@ -95,7 +90,7 @@ class StepTimes:
 
 @dataclasses.dataclass(kw_only=True)
 class ContinuousCheckpointingPolicy(
-    ocp.training.save_decision_policies.ContinuousCheckpointingPolicy
+    orbax.v1.training.save_decision_policies.ContinuousCheckpointingPolicy
 ):
     """Saves as soon as the last save is durable: at the shortest interval that the storage allows.
 

@@ -11,7 +11,6 @@ reentrant.
 from __future__ import annotations
 
 import _thread
-import collections
 import contextlib
 import logging
 import math
@@ -128,13 +127,9 @@ class Executor(ThreadPoolExecutor):
         self._name = name
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._tasks: list[Task] = []
-        self._idle: collections.deque[None] = collections.deque()  # as long as threads are idle
-        self._is_shut = False
 
     def submit(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-        """Returns the future of ``fn(*args, **kwargs)``; RuntimeError after ``shutdown``."""
-        if self._is_shut:
-            raise RuntimeError("cannot schedule new futures after shutdown")
+        """Returns the future of ``fn(*args, **kwargs)``."""
         future: Future[R] = Future()
 
         def call() -> None:
@@ -144,9 +139,7 @@ class Executor(ThreadPoolExecutor):
                 except BaseException as error:
                     future.set_exception(error)
 
-        if self._idle:
-            self._idle.pop()
-        elif len(self._tasks) < self._max_workers:
+        if len(self._tasks) < self._max_workers:
             task = Task(self._name, self._work)
             try:
                 task.start()
@@ -160,7 +153,6 @@ class Executor(ThreadPoolExecutor):
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Ends the threads once all functions have run; none are cancelled."""
-        self._is_shut = True
         for _ in self._tasks:
             self._calls.put(None)
         for task in self._tasks if wait else ():
@@ -170,7 +162,6 @@ class Executor(ThreadPoolExecutor):
         while (call := self._calls.get()) is not None:
             call()
             del call  # and with it arrays
-            self._idle.append(None)
 
 
 def run_whole(name: str, function: Callable[[], None]) -> None:

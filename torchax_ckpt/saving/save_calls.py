@@ -188,21 +188,20 @@ class SaveCalls:
         for tier in self._tiers:
             if tier.history.has(step):
                 continue
-            if tier is not self._durable:
-                is_wanted = tier.windows.ask(step)
-            else:
-                is_wanted = tier.windows.ask(step, is_due=is_due, looks_ahead=looks_ahead)
-                if is_due and not is_wanted and self._is_first and not self._has_warned:
-                    self._has_warned = True
-                    logger.warning(
-                        "step %d is not saved, although a best-N rule ranks a metric of it: the "
-                        "processes had decided before process 0 recorded the metric. Record it "
-                        "before should_save, and at every step or never at two steps in a row. "
-                        "This may go on for up to 100 steps",
-                        step,
-                    )
-            if is_wanted:
+            is_local = tier is not self._durable
+            if tier.windows.ask(
+                step, is_due=is_due and not is_local, looks_ahead=looks_ahead or is_local
+            ):
                 wanted.append(tier)
+            elif is_due and self._is_first and not (is_local or self._has_warned):
+                self._has_warned = True
+                logger.warning(
+                    "step %d is not saved, although a best-N rule ranks a metric of it: the "
+                    "processes had decided before process 0 recorded the metric. Record it before "
+                    "should_save, and at every step or never at two steps in a row. This may go "
+                    "on for up to 100 steps",
+                    step,
+                )
         return wanted
 
     def _captures(

@@ -13,9 +13,9 @@ import torch
 
 from torchax_ckpt import torchax_backend
 from torchax_ckpt.errors import MetricsError
-from torchax_ckpt.layout.manifest import MAX_DEPTH
 from torchax_ckpt.snapshot.device_programs import copied
 from torchax_ckpt.state.findings import type_name
+from torchax_ckpt.state.pytree import Encoder
 
 logger = logging.getLogger(__name__)
 
@@ -51,28 +51,16 @@ def _check(name: str, value: Any) -> Any:
             )
         return value
     try:
-        found = json.loads(json.dumps(value), object_pairs_hook=_as_dict)
-        _require_shallow(found)
+        found = json.loads(text := json.dumps(value))
+        if json.dumps(found) != text:
+            raise ValueError("two keys are equal as texts")
+        if isinstance(found, (list, dict)):
+            Encoder().encode(found, (name,))  # refuses what nests too deeply for a reader
     except (TypeError, ValueError, RecursionError) as error:
         raise MetricsError(
             f"metric {name!r}: expected a number or JSON, found {type_name(value)} ({error})"
         ) from error
     return found
-
-
-def _as_dict(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    if len(found := dict(pairs)) < len(pairs):
-        raise ValueError("two keys are equal as texts")
-    return found
-
-
-def _require_shallow(value: Any, depth: int = 0) -> None:
-    # A deeper one could not be read with less of Python's stack left than here.
-    if depth > MAX_DEPTH:
-        raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
-    if isinstance(value, (list, dict)):
-        for child in value.values() if isinstance(value, dict) else value:
-            _require_shallow(child, depth + 1)
 
 
 def _array_of(name: str, tensor: torch.Tensor) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import collections
-import itertools
 import math
 import struct
 from collections.abc import Collection, Iterable, Mapping
@@ -61,9 +60,10 @@ class Encoder:
                 for key_path, value in items:
                     nodes.append(self._encode(value, key_path))
             except (RecursionError, _TooDeepError):
+                where = names.join(key_path)
                 raise UnsupportedLeafError(
-                    f"{names.join(key_path)}: nested too deeply, or contains itself",
-                    key_path=names.join(key_path),
+                    f"{where}: nested deeper than {MAX_DEPTH} levels, or contains itself",
+                    key_path=where,
                 ) from None
             except ValueError as error:  # raised for a key with more digits than Python writes
                 where = names.join(key_path)
@@ -90,7 +90,7 @@ class Encoder:
         if kind is list:
             return self._encode_items(value, path)
         if kind in _MAPPINGS:
-            parts = _distinct([names.key_text(k) for k in value])
+            parts = names.key_texts(value)
             node: dict[str, Any] = {
                 _MAPPINGS[kind]: [
                     [self._encode_key(k, path), self._encode(v, (*path, part))]
@@ -195,20 +195,3 @@ def key_part(entry: Any) -> str:
         if hasattr(entry, attribute):
             return names.key_text(getattr(entry, attribute))
     return str(entry)
-
-
-def _distinct(parts: list[str]) -> list[str]:
-    """Makes the texts of a dict's keys distinct: 1 and "1" become "1" and "1%2"."""
-    if len(set(parts)) == len(parts):
-        return parts
-    used = set(parts)
-    seen: set[str] = set()
-    result = []
-    for part in parts:
-        name = part
-        if part in seen:
-            name = next(n for i in itertools.count(2) if (n := f"{part}%{i}") not in used)
-            used.add(name)
-        seen.add(part)
-        result.append(name)
-    return result

@@ -11,6 +11,7 @@ from typing import Any
 from torchax_ckpt.errors import SelectionError
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node
+from torchax_ckpt.layout.nodes import decode
 from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.state import node_checks
 from torchax_ckpt.state.findings import Findings
@@ -249,17 +250,13 @@ def takes(scheduler: Any, live: Any, stored: Any, where: str, findings: Findings
         return True
     findings.has_other_scheduler = True
     findings.mismatch(where, expected, found)
-    return _has_keys(live, stored, where)
+    return _has_keys(live, decode(stored, lambda leaf: None))
 
 
-def _has_keys(live: Any, stored: Node, where: str) -> bool:
-    if not (isinstance(live, Mapping) and isinstance(stored, Mapping) and "dict" in stored):
+def _has_keys(live: Any, stored: Any) -> bool:
+    if not (isinstance(live, Mapping) and isinstance(stored, Mapping)):
         return False
-    content = node_checks.keyed(stored, where)
-    inner = live.get(_INNER), content.get(_INNER)
+    inner = live.get(_INNER), stored.get(_INNER)
     ours, theirs = (part if isinstance(part, list) else [] for part in inner)
-    return (
-        content.keys() <= live.keys()
-        and len(ours) == len(theirs)
-        and all(_has_keys(a, b, where) for a, b in zip(ours, theirs, strict=True))
-    )
+    is_alike = stored.keys() <= live.keys() and len(ours) == len(theirs)
+    return is_alike and all(map(_has_keys, ours, theirs))

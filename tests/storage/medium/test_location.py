@@ -47,6 +47,7 @@ NO_PATHS = {
     "gs://bucket/../x": "without ..",
     "gs://bucket/x\n": "control characters",
     "s3://": "s3:// is not supported",
+    "hdfs://host/run": "hdfs:// is not supported",
     "file:///x": "file:// is not supported",
     "http://host": "http:// is not supported",
     "a\0b": "remove the character",

@@ -227,7 +227,7 @@ class Reuse:
 
     def _proven(self, leaves: Mapping[str, Any]) -> dict[str, Reference]:
         """Returns references to those of the leaves whose identity proves their values."""
-        # Of several processes, each may have others on its own devices; process 0 stores its own.
+        # Processes may have different arrays on their own devices; process 0 stores its own.
         is_alone = self._processes.count == 1 and not self._processes.is_per_host
         return {
             name: weakref.ref(array)

@@ -54,7 +54,7 @@ class Branches:
 
     committed: tuple[CommittedStep, ...] = ()  # those that count, oldest first, one a number
     abandoned: tuple[CommittedStep, ...] = ()  # those that do not count and were not set aside yet
-    # Of a local tier, those that some host lacks. A listing does not know them; the training
+    # The steps of a local tier that some host lacks. A listing does not know them; the training
     # threads compare what their hosts have.
     incomplete: tuple[CommittedStep, ...] = ()
 

@@ -43,7 +43,7 @@ _SEALED = (RECORD, SHARDINGS)
 # The names of entries in a step, whether this package or Orbax alone wrote the step.
 PARTS = {STATE, MANIFEST, SUMMARY, ASSETS, VERIFIED, RECORD, "_METADATA", "pytree"}
 STEP = re.compile(r"(incoming-)?(0|[1-9][0-9]{0,18})(?(1)(?:-\d+)?)")
-_ASIDE = re.compile(r"abandoned-(0|[1-9][0-9]{0,18})(?:-\d+)?")
+_ASIDE = re.compile(r"(abandoned-)(0|[1-9][0-9]{0,18})(?:-\d+)?")
 # The name of an empty object that marks a folder of a bucket in which a save began and from which
 # the save's files were removed.
 BEGUN = "begun"
@@ -71,13 +71,17 @@ def is_there(committed: CommittedStep) -> bool:
 
 
 def steps_among(
-    children: Iterable[epath.Path], first: int, *, is_spare: bool = False
+    children: Iterable[epath.Path],
+    first: int = 0,
+    *,
+    pattern: re.Pattern[str] = STEP,
+    is_spare: bool = False,
 ) -> list[CommittedStep]:
     """Returns the committed steps among a run's folders, from step number ``first`` on.
 
     In a local tier (``is_spare``), a record that cannot be read now counts as damaged.
     """
-    named = [(child, m) for child in children if (m := STEP.fullmatch(child.name))]
+    named = [(child, m) for child in children if (m := pattern.fullmatch(child.name))]
     found = [(child, match) for child, match in named if first <= int(match[2]) <= MAX_STEP]
     # In parallel, because each read is a round trip to a bucket.
     with Executor() as pool:
@@ -85,7 +89,7 @@ def steps_among(
         times = pool.map(time, (child for child, _ in found))
         # A directory of any origin may have a number for a name; only a commit leaves a time.
         return [
-            CommittedStep(int(match[2]), child, at, is_incoming=bool(match[1]))
+            CommittedStep(int(match[2]), child, at, is_incoming=match[1] == "incoming-")
             for (child, match), at in zip(found, times, strict=True)
             if at is not None
         ]
@@ -93,14 +97,8 @@ def steps_among(
 
 def aside_among(children: Iterable[epath.Path]) -> list[CommittedStep]:
     """Returns the steps among a run's folders that were set aside; other folders are skipped."""
-    named = [(child, m) for child in children if (m := _ASIDE.fullmatch(child.name))]
-    return [
-        CommittedStep(int(match[1]), child, time)
-        for child, match in named
-        if int(match[1]) <= MAX_STEP
-        and _was_committed(child)
-        and (time := time_or_none(child)) is not None
-    ]
+    found = [c for c in children if _ASIDE.fullmatch(c.name) and _was_committed(c)]
+    return steps_among(found, pattern=_ASIDE)
 
 
 def newest_in(folder: epath.Path) -> int | None:

@@ -134,8 +134,7 @@ class RunDirectory:
         # The keys of steps that were committed although their saves then failed.
         self.failed: set[Key] = set()
         # The keys of steps that could not be renamed -> why.
-        self.staying: dict[Key, BaseException] = {}
-        self._refusal: DirectoryError | None = None  # of the last rename that the system refused
+        self.staying: dict[Key, OSError] = {}
         self._has_told = False
         self._lease = lease.Lease(self.path)
         self.run_name: RunName = RunName(
@@ -359,16 +358,12 @@ class RunDirectory:
 
     def settle(self, incoming: CommittedStep) -> CommittedStep:
         """Renames ``incoming-N`` to ``N``, if possible and not in a bucket; returns the step."""
-        if self._is_bucket:
-            return incoming
         final = self.path / str(incoming.step)
-        try:
-            if final.exists():
-                self._move_aside(final, incoming.step)
-            self._rename(incoming.path, final)
-        except DirectoryError as error:
-            if error is not self._refusal:
-                raise
+        if (
+            self._is_bucket
+            or (final.exists() and self._move_aside(final, incoming.step))
+            or self._renamed(incoming.path, final)
+        ):
             return incoming
         return dataclasses.replace(incoming, path=final, is_incoming=False)
 
@@ -377,30 +372,22 @@ class RunDirectory:
         self._left_out.pop(durable.step, None)
         self._summaries.know(durable, summary)
 
-    def set_aside(self, abandoned: Iterable[CommittedStep]) -> list[CommittedStep]:
+    def set_aside(self, abandoned: Sequence[CommittedStep]) -> list[CommittedStep]:
         """Renames abandoned steps to ``abandoned-N``, or deletes them; returns those that stay."""
         return self._staying(abandoned, self._leave)
 
-    def prune(self, doomed: Iterable[CommittedStep]) -> list[CommittedStep]:
+    def prune(self, doomed: Sequence[CommittedStep]) -> list[CommittedStep]:
         """Deletes steps; returns those that stay."""
-        return self._staying(doomed, self.delete)
+        return self._staying(doomed, self._delete)
 
     def _staying(
-        self, steps: Iterable[CommittedStep], leave: Callable[[CommittedStep], None]
+        self, steps: Sequence[CommittedStep], leave: Callable[[CommittedStep], OSError | None]
     ) -> list[CommittedStep]:
-        found = list(steps)
-        for committed in found:
+        for committed in steps:
             known = self.staying.pop(committed.key, None)
-            if known is not None and storage_errors.is_refusal(known):
-                self.staying[committed.key] = known
-                continue
-            try:
-                leave(committed)
-            except DirectoryError as error:
-                if error is not self._refusal:
-                    raise
-                self.staying[committed.key] = error.__cause__ or error
-        return [committed for committed in found if committed.key in self.staying]
+            if refusal := known if storage_errors.is_refusal(known) else leave(committed):
+                self.staying[committed.key] = refusal
+        return [committed for committed in steps if committed.key in self.staying]
 
     def tell_staying(self, steps: Sequence[CommittedStep]) -> None:
         """Says once how many bytes of these steps stay, why, and what helps."""
@@ -411,11 +398,12 @@ class RunDirectory:
                 "such folder: %s",
                 self.path,
                 ", ".join(str(s.step) for s in steps),
-                self._why_they_stay([s.path for s in steps], self.staying[steps[-1].key]),
+                self._why_they_stay(steps),
             )
 
-    def _why_they_stay(self, paths: Iterable[epath.Path], reason: BaseException) -> str:
-        num_bytes = sum(map(containment.stored_bytes, paths))
+    def _why_they_stay(self, steps: Sequence[CommittedStep]) -> str:
+        reason = self.staying[steps[-1].key]
+        num_bytes = sum(containment.stored_bytes(s.path) for s in steps)
         text = f"{storage_errors.said(reason)}. {num_bytes} bytes stay. "
         if not storage_errors.is_refusal(reason):
             return f"{text}The next save tries again. {storage_errors.advice(reason)}".rstrip()
@@ -426,38 +414,31 @@ class RunDirectory:
             f"{'Give LocalTier a folder on a disk of its own' if self._durable else copy}"
         )
 
-    def _rename(self, path: epath.Path, target: epath.Path) -> None:
-        """Renames a step on a disk; raises DirectoryError, the ``_refusal``, if this is refused."""
+    def _renamed(self, path: epath.Path, target: epath.Path) -> OSError | None:
+        """Renames a step on a disk; returns the system's error if it refuses, which harms none."""
         self.fence()
         try:
             path.rename(target)
         except FileNotFoundError:  # another process has removed it
             raise
         except OSError as error:
-            self._refusal = DirectoryError(
-                f"{path} can be neither deleted nor set aside, because the system renames no such "
-                f"folder: {self._why_they_stay([path], error)}",
-                path=path,
-            )
-            raise self._refusal from error
+            return error
+        return None
 
-    def _leave(self, committed: CommittedStep) -> None:
+    def _leave(self, committed: CommittedStep) -> OSError | None:
         if committed.key in self.failed:
             logger.info("%s: removing: its save failed", committed.path)
-            self.delete(committed)
-        elif committed.path.exists():
-            self._move_aside(committed.path, committed.step)
+            return self._delete(committed)
+        return self._move_aside(committed.path, committed.step) if committed.path.exists() else None
 
-    def _move_aside(self, path: epath.Path, step: int) -> None:
+    def _move_aside(self, path: epath.Path, step: int) -> OSError | None:
         if self._durable is not None:
             logger.info("%s: removing step %d: abandoned, or not on all hosts", self.path, step)
-            self._remove(path, step)
-            return
+            return self._remove(path, step)
         target = self._free((f"abandoned-{step}",))
         logger.debug("setting aside step %d of an abandoned branch as %s", step, target)
         if not self._is_bucket:
-            self._rename(path, target)
-            return
+            return self._renamed(path, target)
         self.fence()
         # A bucket renames object by object. If the process is killed meanwhile, two parts without a
         # mark remain, which are removed later, and never a folder that looks like a step.
@@ -465,32 +446,45 @@ class RunDirectory:
         bucket.remove(path / commit_record.MARK)
         path.rename(target)
         (target / commit_record.MARK).write_text(mark, encoding="utf-8")
+        return None
 
     def delete(self, committed: CommittedStep) -> None:
-        """Makes a step none, by a rename or without its commit mark, then removes its files.
+        """Deletes a step; raises DirectoryError if it stays, because a disk does not rename it."""
+        self.staying.pop(committed.key, None)  # tries again
+        if self.prune([committed]):
+            raise DirectoryError(
+                f"{committed.path} can be neither deleted nor set aside, because the system "
+                f"renames no such folder: {self._why_they_stay([committed])}",
+                path=committed.path,
+            ) from self.staying[committed.key]
 
-        Raises DirectoryError if a disk refuses the rename: then the step stays as it is.
-        """
+    def _delete(self, committed: CommittedStep) -> OSError | None:
+        """Makes a step none, by a rename or without its commit mark, then removes its files."""
         self.require_writable()
+        refusal = None
         with self._translated("delete from"):
             self.fence()
             if self._is_bucket:
                 bucket.remove(committed.path / commit_record.MARK)
                 bucket.remove(committed.path)
             elif committed.path.exists():  # otherwise another process has removed it
-                self._remove(committed.path, committed.step)
-        self.forget(committed)
+                refusal = self._remove(committed.path, committed.step)
+        if refusal is None:
+            self.forget(committed)
+        return refusal
 
     def forget(self, committed: CommittedStep) -> None:
         """Drops what is in memory of a step that is not listed any more."""
         self._summaries.forget(committed)
         self.verified.forget(committed)
 
-    def _remove(self, path: epath.Path, step: int) -> None:
+    def _remove(self, path: epath.Path, step: int) -> OSError | None:
         doomed = self._free((f"deleting-{step}",))
-        self._rename(path, doomed)
+        if refusal := self._renamed(path, doomed):
+            return refusal
         fsync.sync(self.path)  # else a loss of power could leave the step's name without its files
         doomed.rmtree()
+        return None
 
     def require_writable(self) -> None:
         """Raises DirectoryError if this was opened with ``read_only``, or is no place for a run."""

@@ -274,14 +274,7 @@ def use(path: epath.Path, user: object) -> None:
 @functools.cache
 def _look_up_until_the_end(loop: asyncio.AbstractEventLoop) -> None:
     """Has gcsfs look up hosts, as each new connection does, also once the main thread has ended."""
-
-    def replace() -> None:
-        loop.set_default_executor(Executor(4, "torchax_ckpt-look-up"))
-
-    try:
-        threading._register_atexit(replace)  # type: ignore[attr-defined]
-    except RuntimeError:  # the main thread has ended
-        replace()
+    loop.set_default_executor(Executor(4, "torchax_ckpt-look-up"))
 
 
 @functools.cache

@@ -107,7 +107,7 @@ def is_full(error: BaseException) -> bool:
     return _errno(root_cause(error)) in {errno.ENOSPC, errno.EDQUOT}
 
 
-def is_refusal(error: BaseException) -> bool:
+def is_refusal(error: BaseException | None) -> bool:
     """Returns whether the system refuses a rename for good, in place of failing this time."""
     return getattr(error, "errno", None) in (errno.EXDEV, errno.EPERM, errno.EACCES)
 
