@@ -38,7 +38,9 @@ import pytest
 import torch
 import torchax
 from support import compiled
+from support.stages import Gate
 
+from torchax_ckpt.runtime import stages
 from torchax_ckpt.saving import closing
 
 compiled.share(Path(os.environ["TORCHAX_CKPT_TESTS_COMPILED"], "by-tests"))
@@ -148,20 +150,18 @@ def identity_proves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+def opened() -> Iterator[threading.Event]:
     """Storage that hangs until the event is set."""
-    from torchax_ckpt.storage.writing import array_writer
+    gate = Gate("write the arrays")
+    yield gate.opened
+    gate.opened.set()
 
-    opened = threading.Event()
-    write = array_writer.write_arrays
 
-    def stuck_in_storage(*args: Any, **kwargs: Any) -> Any:
-        assert opened.wait(60)
-        return write(*args, **kwargs)
-
-    monkeypatch.setattr(array_writer, "write_arrays", stuck_in_storage)
-    yield opened
-    opened.set()
+@pytest.fixture(autouse=True)
+def _uninterrupted() -> Iterator[None]:
+    """Ends what a test does at stages."""
+    yield
+    stages.observers.clear()
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,9 @@ import numpy as np
 import pytest
 from support import PROGRAMS, ROOT
 from support.processes import run_processes, run_python
+from support.stages import Gate
 
 from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
-from torchax_ckpt.storage.writing import array_writer
 
 PAGE = ROOT / "docs" / "maxtext.md"
 ROWS = {
@@ -78,24 +77,16 @@ def test_what_stands_in_a_row_keeps_the_steps_that_the_flag_keeps(
     assert {tier: ckpt.all_steps(tier) for tier in kept} == kept
 
 
-def test_async_checkpointing(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_async_checkpointing(directory: Path) -> None:
     wait, save = ROWS["async_checkpointing"]
-    is_writing, may_write = threading.Event(), threading.Event()
-    write = array_writer.write_arrays
-
-    def held_open(*args: Any, **kwargs: Any) -> Any:
-        is_writing.set()
-        assert may_write.wait(30), "whoever called save waited for the write"
-        return write(*args, **kwargs)
-
-    monkeypatch.setattr(array_writer, "write_arrays", held_open)
+    gate = Gate("write the arrays")
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.attach(stateful={})
         names = {"ckpt": ckpt, "step": 1}
         assert eval(save, names)
-        assert is_writing.wait(30)
+        assert gate.entered.wait(30)
         assert ckpt.all_steps() == []
-        may_write.set()
+        gate.opened.set()
         eval(wait, names)
         assert ckpt.all_steps() == [1]
 

@@ -31,6 +31,7 @@ import numpy as np
 import torch
 import torchax
 from jax.sharding import Mesh
+from support.stages import at, die
 from support.training import fsdp_rule
 
 from torchax_ckpt import (
@@ -41,12 +42,11 @@ from torchax_ckpt import (
     policies,
     torchax_backend,
 )
-from torchax_ckpt.processes.coordination import Processes
-from torchax_ckpt.saving.writer import Writer
+from torchax_ckpt.runtime import stages
+from torchax_ckpt.runtime.stages import Stage
 from torchax_ckpt.snapshot.sharding import shards_of
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
-from torchax_ckpt.storage.directory.run_identity import RunName
-from torchax_ckpt.storage.writing import array_writer, fetching, unchanged_files
+from torchax_ckpt.storage.writing import array_writer, fetching
 
 Lineage = tuple[tuple[int, int], ...]
 DEVICES = 2  # of each process
@@ -73,39 +73,38 @@ SHAPES: dict[str, Any] = {
 WEAKENINGS = ("copy", "delete-first", "delete-local-first", "mixed")
 # Exit codes, beside those of signals.
 PREEMPTED, TOLD, RAISED, JAX_ENDED = 143, 3, 4, 5
-# Where a process may end itself: the function, and in how many of its first calls.
-DEATHS: dict[str, tuple[Any, str, int]] = {
-    "claim": (RunDirectory, "claim", 1),
-    "recover": (RunDirectory, "recover", 1),
-    "naming the run": (RunDirectory, "join", 1),
-    "writing a name": (RunName, "write", 3),
-    "write_arrays": (array_writer, "write_arrays", 6),
-    "commit": (Writer, "_commit", 4),  # by process 0
-    "succeeded": (Writer, "succeeded", 6),
-    "commit of a part": (Writer, "_commit_part", 6),
-    "commit of a folder": (RunDirectory, "commit", 6),
-    "settle": (RunDirectory, "settle", 4),
-    "set_aside": (RunDirectory, "set_aside", 4),
-    "prune": (RunDirectory, "delete", 4),
-    "gather": (Processes, "gather", 40),
-    "share": (Processes, "share", 40),
-    "end of a round": (Processes, "_end", 30),
+# Where a process may end itself, and in how many of its first times.
+DEATHS: dict[Stage, int] = {
+    "claim the directory": 1,
+    "recover the directory": 1,
+    "name the run": 1,
+    "write the name": 3,
+    "write the arrays": 6,
+    "commit": 4,  # by process 0
+    "end a durable save": 6,
+    "commit a part": 6,
+    "commit the folder": 6,
+    "settle a step": 4,
+    "set steps aside": 4,
+    "delete a step": 4,
+    "gather": 40,
+    "share": 40,
+    "end a round": 30,
 }
-assert all(hasattr(owner, function) for owner, function, _ in DEATHS.values())
 # What the program is seen at, in what changes a directory.
-WATCHED = [
-    (RunDirectory, "claim", "claiming"),
-    (RunDirectory, "recover", "recovering"),
-    (array_writer, "write_arrays", "writing"),
-    (unchanged_files, "link_folder", "linking"),
-    (RunDirectory, "commit", "committing"),
-    (RunDirectory, "set_aside", "setting aside"),
-    (RunDirectory, "settle", "settling"),
-    (RunDirectory, "delete", "pruning"),
-]
+WATCHED: dict[Stage, str] = {
+    "claim the directory": "claiming",
+    "recover the directory": "recovering",
+    "write the arrays": "writing",
+    "link unchanged arrays": "linking",
+    "commit the folder": "committing",
+    "set steps aside": "setting aside",
+    "settle a step": "settling",
+    "delete a step": "pruning",
+}
 PHASES = [
     "starting", "restoring", "training", "going back", "deleting", "waiting", "idle",
-    *(name for *_, name in WATCHED),
+    *WATCHED.values(),
 ]  # fmt: skip
 
 
@@ -225,15 +224,9 @@ class Phase:
 
     def watch_package(self) -> None:
         """Notes where the package is in what changes a directory."""
-        for owner, function, name in WATCHED:
-            setattr(owner, function, self._watched(getattr(owner, function), name))
-
-    def _watched(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            with self(name):
-                return call(*args, **kwargs)
-
-        return watched
+        stages.observers.append(
+            lambda stage: self(WATCHED[stage]) if stage in WATCHED else contextlib.nullcontext()
+        )
 
 
 # --- the state -----------------------------------------------------------------------------------
@@ -406,7 +399,8 @@ def _prepare(directory: Path, settings: Settings, start: Start, phase: Phase, in
         time.time = lambda: secs() + skew_secs
         time.time_ns = lambda: nanoseconds() + skew_secs * 10**9
     if "die" in trouble:
-        _die_in(*trouble["die"])
+        stage, number, when = trouble["die"]
+        at(stage, die, when=when, number=number)
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES}"
     if start.count > 1:
         place = f"127.0.0.1:{start.port}"
@@ -420,26 +414,6 @@ def _prepare(directory: Path, settings: Settings, start: Start, phase: Phase, in
             shutdown_timeout_seconds=settings.heartbeat_secs,
             coordinator_bind_address=place,
         )
-
-
-def _die_in(name: str, number: int, when: str) -> None:
-    """Has this process end in the n-th call of a function of the package."""
-    owner, function, _ = DEATHS[name]
-    call = getattr(owner, function)
-    num_calls = 0
-
-    def fatal(*args: Any, **kwargs: Any) -> Any:
-        nonlocal num_calls
-        num_calls += 1
-        is_last = num_calls == number
-        if is_last and when == "before":
-            os.kill(os.getpid(), signal.SIGKILL)
-        result = call(*args, **kwargs)
-        if is_last:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
-
-    setattr(owner, function, fatal)
 
 
 def _train(

@@ -110,7 +110,7 @@ class Hosts:
                 trouble["skew"] = choose.choice((-3600, 3600, 86_400))
             case "death in a function":
                 function = choose.choice(list(DEATHS))
-                number = choose.randint(1, DEATHS[function][2])
+                number = choose.randint(1, DEATHS[function])
                 trouble["die"] = function, number, choose.choice(("before", "after"))
         num_actions = ENDLESS if kind.startswith("SIG") else choose.randint(6, 14)
         if kind == "SIGSTOP of one for a second":

@@ -31,6 +31,7 @@ from support.buckets import give_up_soon
 from support.commands import run_json
 from support.compare import assert_trees_identical, bits
 from support.processes import Started
+from support.stages import at
 from support.steps import save, state
 from support.training import P, fsdp_mesh
 from support.waiting import wait_until
@@ -41,7 +42,6 @@ from torchax_ckpt.storage.directory.compare_and_swap import Conflict, Seen, reco
 from torchax_ckpt.storage.directory.lease import LeaseHolder
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import bucket, location
-from torchax_ckpt.storage.writing import array_writer
 from torchax_ckpt.stored.copy import copy_steps
 
 pytest_plugins = ("gcs_fixtures",)
@@ -611,9 +611,7 @@ def test_a_second_program_is_refused_and_takes_over_at_once_when_the_first_is_ki
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("gcs")
-def test_a_lost_lease_commits_nothing_and_one_of_a_dead_host_is_taken_over(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_lease_commits_nothing_and_one_of_a_dead_host_is_taken_over(url: str) -> None:
     first, second = TorchaxCheckpointer(url), TorchaxCheckpointer(url)
     save(first, 1)
     with pytest.raises(LeaseError, match="this very process"):
@@ -621,20 +619,13 @@ def test_a_lost_lease_commits_nothing_and_one_of_a_dead_host_is_taken_over(
     first._directory._lease.renew()
     lease = epath.Path(url) / "lease"
     other = LeaseHolder("t", "tpu-vm-7", 4711, "another kernel", 1, 0.0, time.time())
-    write = array_writer.write_arrays
-
-    def lose(*args: Any, **kwargs: Any) -> Any:
-        lease.write_bytes(other.to_bytes())
-        return write(*args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(array_writer, "write_arrays", lose)
-        with pytest.raises(SaveError, match="held by host tpu-vm-7"):
-            save(first, 2)
-        assert (epath.Path(url) / "2" / "state").exists()
-        assert first.all_steps() == [1]
-        with pytest.raises(LeaseError):
-            first.save(3, state=state(3), force=True)
+    at("write the arrays", lambda: lease.write_bytes(other.to_bytes()))
+    with pytest.raises(SaveError, match="held by host tpu-vm-7"):
+        save(first, 2)
+    assert (epath.Path(url) / "2" / "state").exists()
+    assert first.all_steps() == [1]
+    with pytest.raises(LeaseError):
+        first.save(3, state=state(3), force=True)
     with pytest.raises(SaveError):
         first.close()
     second.close()

@@ -36,11 +36,9 @@ def scraped(registry: CollectorRegistry) -> dict[str, float]:
     return {s.name: s.value for f in families for s in f.samples if not s.labels}
 
 
-def test_a_scrape_returns_what_the_statistics_say(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_scrape_returns_what_the_statistics_say(directory: Path) -> None:
     registry = CollectorRegistry()
-    free_disk = fill_disk(monkeypatch)
+    free_disk = fill_disk()
     with TorchaxCheckpointer(directory, on_event=PrometheusMetrics(registry)) as ckpt:
         ckpt.attach(mlp())
         ckpt.save(1, force=True)

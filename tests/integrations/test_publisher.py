@@ -14,6 +14,7 @@ import torch
 from support.damage import fill_disk
 from support.models import values
 from support.processes import run_python
+from support.stages import at
 from support.training import before_enabling, mlp
 from support.waiting import wait_until
 
@@ -22,7 +23,6 @@ from torchax_ckpt.errors import SaveError
 from torchax_ckpt.integrations import huggingface
 from torchax_ckpt.integrations.huggingface import Publisher
 from torchax_ckpt.publishing import follower
-from torchax_ckpt.storage.writing import step_writer
 
 pytest_plugins = ("gcs_fixtures",)
 SETTINGS: dict[str, Any] = {"format": "safetensors"}
@@ -121,13 +121,14 @@ def test_a_preempted_program_does_not_stay_to_publish(
         assert (out / "latest").exists() is not is_preempted
 
 
-def test_the_error_of_a_save_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_a_save_is_left_alone(tmp_path: Path) -> None:
     with TorchaxCheckpointer(tmp_path / "run") as ckpt:
         train(ckpt, mlp(), 1)
         ckpt.wait_until_finished()
-        with monkeypatch.context() as failing, Publisher(ckpt, tmp_path / "out", **SETTINGS):
-            fill_disk(failing)
+        with Publisher(ckpt, tmp_path / "out", **SETTINGS):
+            free_disk = fill_disk()
             ckpt.save(2, force=True)
+        free_disk()
         assert (tmp_path / "out" / "latest").read_text() == "step-1\n"
         with pytest.raises(SaveError, match="saving step 2"):
             ckpt.check_for_errors()
@@ -139,12 +140,12 @@ def test_a_save_that_hangs_does_not_keep_it(
 ) -> None:
     """Neither for ever nor silently."""
     monkeypatch.setattr(huggingface, "_MAX_SAVE_SECS", 0.1)
-    out, goes_on, mark = tmp_path / "out", threading.Event(), step_writer.mark
+    out, goes_on = tmp_path / "out", threading.Event()
     with TorchaxCheckpointer(tmp_path / "run") as ckpt:
         with Publisher(ckpt, out, **SETTINGS):
             train(ckpt, mlp(), 1)
             ckpt.wait_until_finished()
-            monkeypatch.setattr(step_writer, "mark", lambda path: goes_on.wait(60) and mark(path))
+            at("mark the step", lambda: goes_on.wait(60))
             ckpt.save(2)
         assert not goes_on.is_set()
         goes_on.set()

@@ -14,32 +14,28 @@ import sys
 import threading
 import time
 import weakref
-from typing import Any
 
 import numpy as np
 import torch
 import torchax
+from support.stages import at, fail_at
 
 from torchax_ckpt import LocalTier, TorchaxCheckpointer, policies
 from torchax_ckpt.storage.medium import bucket
-from torchax_ckpt.storage.writing import array_writer
 from torchax_ckpt.telemetry.events import Event
 
 torchax.enable_globally()
 ALWAYS = policies.FixedIntervalPolicy(1)
 STATE = {"w": np.arange(3)}
-write = array_writer.write_arrays
 attached = threading.Event()
 left: TorchaxCheckpointer  # nobody closes it
 
 
-def slow(*args: Any, **kwargs: Any) -> Any:
-    time.sleep(0.3)
-    return write(*args, **kwargs)
+FULL = OSError(28, "No space left on device")
 
 
-def full(*args: Any, **kwargs: Any) -> Any:
-    raise OSError(28, "No space left on device")
+def save_slowly() -> None:
+    at("write the arrays", lambda: time.sleep(0.3))
 
 
 def tell(event: Event) -> None:
@@ -64,7 +60,7 @@ def train(directory: str) -> None:
             until_main_has_ended()
             for step in range(start + 1, start + 3):
                 assert ckpt.save(step, force=True)
-    array_writer.write_arrays = slow
+    save_slowly()
     left = TorchaxCheckpointer(f"{directory}/left")
     assert left.save(1, state=STATE)
 
@@ -96,7 +92,7 @@ def lookups(directory: str) -> None:
 def handler(directory: str) -> None:
     """Saves once more in an exit handler, with a checkpointer whose last save is in flight."""
     global left
-    array_writer.write_arrays = slow
+    save_slowly()
     left = TorchaxCheckpointer(f"{directory}/left", on_event=tell)
     left.save(1, state=STATE)
     atexit.register(lambda: left.save(2, state=STATE))
@@ -107,13 +103,13 @@ def finalizer(directory: str) -> None:
     global left
     left = TorchaxCheckpointer(f"{directory}/left")
     left.save(1, state=STATE)
-    weakref.finalize(write, lambda: print(left.save(2, state=STATE, force=True)))
+    weakref.finalize(tell, lambda: print(left.save(2, state=STATE, force=True)))
 
 
 def failing(directory: str) -> None:
     """All saves fail, before and after the main thread has ended; nobody closes anything."""
     global left
-    array_writer.write_arrays = full
+    fail_at("write the arrays", FULL)
     left = TorchaxCheckpointer(f"{directory}/left")
     left.save(1, state=STATE)
 
@@ -132,8 +128,8 @@ def mended(directory: str) -> None:
     def go_on() -> None:
         until_main_has_ended()
         with TorchaxCheckpointer(f"{directory}/run") as ckpt:
+            fail_at("write the arrays", FULL, number=1)
             for step in (1, 2):
-                array_writer.write_arrays = full if step == 1 else write
                 ckpt.save(step, state=STATE, force=True)
                 ckpt._saver.wait()
 

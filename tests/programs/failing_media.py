@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,11 @@ import torch._dynamo
 import torchax
 from support.compare import assert_trees_identical
 from support.damage import halve
+from support.stages import at
 
 from torchax_ckpt import TorchaxCheckpointer
 from torchax_ckpt.errors import CorruptCheckpointError, DirectoryError, SaveError
-from torchax_ckpt.saving.writer import Writer
-from torchax_ckpt.storage.directory.run_directory import RunDirectory
-from torchax_ckpt.storage.writing import array_writer
+from torchax_ckpt.runtime.stages import Stage
 
 torchax.enable_globally()
 said: list[tuple[str, str]] = []
@@ -167,34 +166,21 @@ def saves(folder: str, kind: str) -> None:
     disk.set_writable(True)
     recovers(ckpt, 22, [6, 13, 22], after=2)
 
-    for step, owner, function in (
-        (30, array_writer, "write_arrays"),
-        (40, Writer, "_commit"),
-        (50, RunDirectory, "commit"),
-    ):
-        with removed_before(run, owner, function):
-            assert ckpt.save(step, state=state(step), force=True)
-            ckpt._saver.wait()
+    def remove() -> None:
+        run.rename(f"{folder}/gone")
+        shutil.rmtree(f"{folder}/gone")
+
+    cases: dict[int, Stage] = {30: "write the arrays", 40: "commit", 50: "commit the folder"}
+    for step, stage in cases.items():
+        go_on = at(stage, remove)
+        assert ckpt.save(step, state=state(step), force=True)
+        ckpt._saver.wait()
+        go_on()
         assert [level for level, _ in said].count("ERROR") == 1, said
         with contextlib.suppress(SaveError):
             ckpt.check_for_errors()
         recovers(ckpt, step + 1, [step + 1], after=1)
     ckpt.close()
-
-
-@contextlib.contextmanager
-def removed_before(run: Path, owner: Any, function: str) -> Iterator[None]:
-    """Within: the run is removed, at once, when a save comes to a function."""
-    call = getattr(owner, function)
-
-    def remove_first(*args: Any, **kwargs: Any) -> Any:
-        run.rename(run.with_name("gone"))
-        shutil.rmtree(run.with_name("gone"))
-        return call(*args, **kwargs)
-
-    setattr(owner, function, remove_first)
-    yield
-    setattr(owner, function, call)
 
 
 def reads(folder: str) -> None:

@@ -23,16 +23,15 @@ from typing import Any, cast
 import numpy as np
 import torch
 import torchax
+from support.stages import at
 
 from torchax_ckpt import TorchaxCheckpointer, policies
 from torchax_ckpt.errors import CallError, LeaseError
 from torchax_ckpt.runtime import preemption
 from torchax_ckpt.storage.directory.lease import Lease
-from torchax_ckpt.storage.writing import array_writer
 
 STATE = {"w": np.arange(3)}
 ALWAYS = policies.FixedIntervalPolicy(1)
-write = array_writer.write_arrays
 ckpt: TorchaxCheckpointer  # that stays until the program ends
 
 
@@ -48,10 +47,9 @@ def interrupted(directory: str, where: str) -> None:
     global ckpt
     writing, go_on = threading.Event(), threading.Event()
 
-    def slowly(*args: Any, **kwargs: Any) -> Any:
+    def hold() -> None:
         writing.set()
         go_on.wait(60)
-        return write(*args, **kwargs)
 
     def lease() -> bool:
         return pathlib.Path(directory, "lease").exists()
@@ -77,7 +75,7 @@ def interrupted(directory: str, where: str) -> None:
         with ckpt:
             pass
 
-    array_writer.write_arrays = slowly
+    at("write the arrays", hold)
     ckpt = TorchaxCheckpointer(directory)
     ckpt.save(1, state=STATE)
     if where in ("exit", "twice"):
@@ -249,11 +247,7 @@ def forks(directory: str) -> None:
     assert not ckpt.reached_preemption(1)
 
     # A child that runs to the end of the program while a save is in flight.
-    def slow(*args: Any, **kwargs: Any) -> Any:
-        time.sleep(1.5)
-        return write(*args, **kwargs)
-
-    array_writer.write_arrays = slow
+    at("write the arrays", lambda: time.sleep(1.5))
     ckpt.save(2, state=STATE)
     pid = os.fork()
     if pid == 0:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import os
 import pathlib
-import signal
 import sys
 import threading
 import time
@@ -20,21 +19,16 @@ import numpy as np
 import torch
 import torchax
 from support.compare import bits, training_state
+from support.stages import at, die
 from support.training import adamw, fsdp_mesh, fsdp_rule, mlp, train_step
 
 from torchax_ckpt import LocalTier, TorchaxCheckpointer, policies
-from torchax_ckpt.storage.directory.run_directory import RunDirectory
-from torchax_ckpt.storage.writing import array_writer, step_writer
 from torchax_ckpt.telemetry.journal import Journal
 
 torchax.enable_globally()
 ALL = policies.PreserveAll()
 STATE = {"w": np.arange(3)}
 ckpt: TorchaxCheckpointer
-
-
-def die(*args: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def steps(directory: str, back_to: str, *numbers: str) -> None:
@@ -51,13 +45,7 @@ def unclosed(directory: str, step: str, secs: str, ending: str) -> None:
     """Begins a save that takes so much longer, and ends without close; "exit" exits with 3."""
 
     global ckpt  # stays when the function ends
-    write = array_writer.write_arrays
-
-    def slow(*args: Any, **kwargs: Any) -> Any:
-        time.sleep(float(secs))
-        return write(*args, **kwargs)
-
-    array_writer.write_arrays = slow
+    at("write the arrays", lambda: time.sleep(float(secs)))
     ckpt = TorchaxCheckpointer(directory)
     ckpt.save(int(step), state=STATE)
     if ending == "raise":
@@ -82,21 +70,19 @@ def unclosed_with_events(directory: str, ending: str) -> None:
 
 def killed_once_recorded(directory: str) -> None:
     """Is killed in the save of step 2 as soon as the journal says that it began."""
-    write, append, is_written = array_writer.write_arrays, Journal.append, threading.Event()
+    append, is_written = Journal.append, threading.Event()
 
     def append_and_say(self: Any, lines: Any) -> None:
         append(self, lines)
         if any(b'"saving","step":2' in line for line in lines):
             is_written.set()
 
-    def killed(path: Any, *args: Any, **kwargs: Any) -> Any:
-        if "writing-2" in path.parent.name:
-            assert is_written.wait(60)
-            die()
-        return write(path, *args, **kwargs)
+    def die_then() -> None:
+        assert is_written.wait(60)
+        die()
 
     Journal.append = append_and_say  # type: ignore[method-assign]
-    array_writer.write_arrays = killed  # type: ignore[assignment]
+    at("write the arrays", die_then, number=2)
     ckpt = TorchaxCheckpointer(directory)
     for step in (1, 2):
         ckpt.save(step, state=STATE, force=True)
@@ -106,30 +92,27 @@ def killed_once_recorded(directory: str) -> None:
 def stops_in_save(directory: str) -> None:
     """Saves step 1, and stops in the save of step 2 until it gets a line on stdin."""
 
-    complete = step_writer.complete
-
-    def slow(*args: Any, **kwargs: Any) -> None:
-        complete(*args, **kwargs)
+    def hold() -> None:
         print("writing", flush=True)
         sys.stdin.readline()
 
     ckpt = TorchaxCheckpointer(directory)
     ckpt.save(1, state=STATE)
     ckpt.wait_until_finished()
-    step_writer.complete = slow
+    at("complete the step", hold, when="after")
     ckpt.save(2, state=STATE, force=True)
     ckpt.wait_until_finished()
 
 
-def killed_going_back(directory: str, method: str, step: str) -> None:
-    """Goes back to step 2 of four and saves; is killed before a method of RunDirectory runs."""
+def killed_going_back(directory: str, stage: Any, step: str) -> None:
+    """Goes back to step 2 of four and saves; is killed at a stage of that."""
     ckpt = TorchaxCheckpointer(directory, preservation_policy=ALL)
     ckpt.attach(stateful={})
     for number in (1, 2, 3, 4):
         ckpt.save(number, state={"w": np.full(3, number)}, force=True)
     ckpt.wait_until_finished()
     ckpt.restore(2)
-    setattr(RunDirectory, method, die)
+    at(stage, die)
     ckpt.save(int(step), state={"w": np.full(3, 100)}, force=True)
     ckpt.wait_until_finished()
 

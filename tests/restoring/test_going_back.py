@@ -216,16 +216,17 @@ def test_without_attach_what_is_newer_than_the_first_save_is_abandoned(directory
 
 
 @pytest.mark.parametrize(
-    ("moment", "step"),
+    ("stage", "step"),
     [
-        ("set_aside", 3),
-        *(pytest.param(*c, marks=pytest.mark.slow) for c in (("set_aside", 5), ("settle", 3))),
+        ("set steps aside", 3),
+        pytest.param("set steps aside", 5, marks=pytest.mark.slow),
+        pytest.param("settle a step", 3, marks=pytest.mark.slow),
     ],
 )
 def test_killed_before_the_old_branch_is_set_aside_it_still_does_not_come_back(
-    moment: str, step: int, directory: Path
+    stage: str, step: int, directory: Path
 ) -> None:
-    arguments = "killed_going_back", str(directory), moment, str(step)
+    arguments = "killed_going_back", str(directory), stage, str(step)
     result = run_python(PROGRAMS / "saves.py", *arguments, check=False)
     assert result.returncode == -signal.SIGKILL, result.stderr[-2000:]
     reader = TorchaxCheckpointer(directory)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.stages import at
 from support.training import mlp
 
 from torchax_ckpt import TorchaxCheckpointer
@@ -20,7 +21,6 @@ from torchax_ckpt.cli.convert import export
 from torchax_ckpt.cli.prune import copy
 from torchax_ckpt.runtime import progress
 from torchax_ckpt.runtime.background import Task
-from torchax_ckpt.storage.writing import array_writer
 
 
 class Terminal(io.StringIO):
@@ -107,13 +107,7 @@ def test_copies_and_exports_show_a_bar(directory: Path, monkeypatch: pytest.Monk
 
 def test_what_takes_time_shows_a_bar(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = watched(monkeypatch)
-    write = array_writer.write_arrays
-
-    def slow(*args: Any, **kwargs: Any) -> Any:
-        time.sleep(0.3)
-        return write(*args, **kwargs)
-
-    monkeypatch.setattr(array_writer, "write_arrays", slow)
+    at("write the arrays", lambda: time.sleep(0.3))
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.attach(mlp())
         ckpt.save(3, force=True)

@@ -74,12 +74,12 @@ def test_a_traceback_ends_at_the_public_function(
 
 
 def test_causes_of_background_errors_stay(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.save(1, state=STATE)
         ckpt.wait_until_finished()
-        mend = fill_disk(monkeypatch)
+        mend = fill_disk()
         ckpt.save(2, state=STATE, force=True)
         error = raised(ckpt.wait_until_finished)
         assert isinstance(error, SaveError)

@@ -21,7 +21,6 @@ from support.waiting import wait_until
 from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
 from torchax_ckpt.errors import ClosedError, LeaseError, SaveError, SaveTimeoutError
 from torchax_ckpt.runtime import preemption
-from torchax_ckpt.storage.writing import array_writer
 from torchax_ckpt.telemetry.events import Event
 
 STATE = {"w": np.arange(3)}
@@ -114,13 +113,9 @@ def test_a_late_save_ends_the_close_that_gave_up_on_it(
 
 
 def test_a_close_that_gave_up_raises_the_failure_when_it_is_tried_again(
-    directory: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+    directory: Path, gate: threading.Event
 ) -> None:
-    def fail(*args: Any, **kwargs: Any) -> None:
-        assert gate.wait(60)
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(array_writer, "write_arrays", fail)
+    fill_disk()  # once the gate is open
     ckpt = TorchaxCheckpointer(directory, options=LATE)
     ckpt.save(1, state=STATE)
     with pytest.raises(SaveTimeoutError):
@@ -238,9 +233,9 @@ def test_one_that_can_still_be_reached_is_said_to_be(directory: Path) -> None:
 
 
 def test_failures_of_one_that_was_replaced_are_logged(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    free_disk = fill_disk(monkeypatch)
+    free_disk = fill_disk()
     ckpt = TorchaxCheckpointer(directory)
     ckpt.save(1, state=STATE)
     ckpt._saver.join()
@@ -326,13 +321,7 @@ TWO = """
 
     gate = threading.Event()
     gate.set()
-    write = array_writer.write_arrays
-
-    def wait(*args, **kwargs):
-        assert gate.wait(60)
-        return write(*args, **kwargs)
-
-    array_writer.write_arrays = wait
+    at("write the arrays", lambda: gate.wait(60))
     state = {"w": jax.device_put(np.arange(8.0), NamedSharding(MESH, P("fsdp")))}
 
     def made(name, **kwargs):

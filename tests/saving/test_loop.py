@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from support.damage import set_commit_time
+from support.stages import fail_at
 from support.training import mlp, train_step
 
 from torchax_ckpt import TorchaxCheckpointer, policies, torchax_backend
 from torchax_ckpt.errors import AttachError, ClosedError, SaveError, StepTypeError
 from torchax_ckpt.runtime import preemption
-from torchax_ckpt.storage.writing import array_writer
 
 EVERY_STEP = policies.FixedIntervalPolicy(1)
 NEVER = policies.SpecificStepsPolicy(())
@@ -228,7 +228,7 @@ def test_a_preempted_program_exits_with_an_error_code_once_its_step_is_durable(
 
 
 def test_only_a_preempted_program_exits_and_only_if_nothing_failed(
-    directory: Path, end_the_run: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+    directory: Path, end_the_run: Callable[[], None]
 ) -> None:
     ckpt = TorchaxCheckpointer(directory)
     ckpt.attach(mlp())
@@ -237,7 +237,7 @@ def test_only_a_preempted_program_exits_and_only_if_nothing_failed(
     ckpt.exit_if_preempted()
     assert ckpt.save(2, force=True), "it is open"
     ckpt.wait_until_finished()
-    monkeypatch.setattr(array_writer, "write_arrays", lambda *args, **options: 1 / 0)
+    fail_at("write the arrays", ZeroDivisionError())
     end_the_run()
     assert not ckpt.save(3)
     with pytest.raises(SaveError):  # not SystemExit, which promises that the step is durable

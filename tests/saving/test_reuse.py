@@ -26,6 +26,7 @@ from support.damage import flip_bit
 from support.device_memory import OFFLOAD
 from support.linked import assert_holds, by_orbax, data_file, databases, files
 from support.own_orbax import abstract
+from support.stages import fail_at
 from support.steps import save
 from support.still import (
     ALL,
@@ -43,8 +44,9 @@ from support.training import P, fsdp_mesh, fsdp_rule
 
 from torchax_ckpt import CheckpointOptions, Event, TorchaxCheckpointer, policies
 from torchax_ckpt.errors import CorruptCheckpointError, SaveError
+from torchax_ckpt.runtime import stages
 from torchax_ckpt.saving.unchanged.reuse import Reuse
-from torchax_ckpt.storage.writing import step_writer, unchanged_files
+from torchax_ckpt.storage.writing import unchanged_files
 
 
 def test_unchanged_arrays_are_written_twice_and_then_linked_in_turn(directory: Path) -> None:
@@ -95,20 +97,18 @@ def test_a_changed_array_is_written_even_if_its_shape_and_neighbours_stay(direct
     assert not files(directory, 6) & files(directory, 4)
 
 
-def test_what_a_failed_save_wrote_is_no_base_of_the_next(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_failed_save_wrote_is_no_base_of_the_next(directory: Path) -> None:
     """The array changes in a save that fails once it has written, so no step has the new values."""
     state = still_state(x=0)
     with TorchaxCheckpointer(directory, options=REUSE, **ALL) as ckpt:
         for step in range(1, 10):
             if step == 7:
                 state["base"]["a"] = state["base"]["a"].at[0, 0].add(1)
-                monkeypatch.setattr(step_writer, "mark", Mock(side_effect=OSError(28, "full")))
+                fail_at("mark the step", OSError(28, "full"))
             ckpt.save(step, state=state, force=True)
             with contextlib.suppress(SaveError):
                 ckpt.wait_until_finished()
-            monkeypatch.undo()
+            stages.observers.clear()
         assert ckpt.all_steps() == [1, 2, 3, 4, 5, 6, 8, 9]
     for step in (8, 9):
         assert not any(files(directory, step) & files(directory, old) for old in range(1, 7))
@@ -116,18 +116,16 @@ def test_what_a_failed_save_wrote_is_no_base_of_the_next(
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
-def test_only_a_full_disk_leaves_the_next_save_its_base(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
+def test_only_a_full_disk_leaves_the_next_save_its_base(directory: Path, number: int) -> None:
     """A full disk has no room to write the base again; after other failures it may be damaged."""
     with TorchaxCheckpointer(directory, options=REUSE, **ALL) as ckpt:
         for step in range(1, 9):
             if step == 7:
-                monkeypatch.setattr(step_writer, "mark", Mock(side_effect=OSError(number, "")))
+                fail_at("mark the step", OSError(number, ""))
             ckpt.save(step, state=still_state(x=step), force=True)
             with contextlib.suppress(SaveError):
                 ckpt.wait_until_finished()
-            monkeypatch.undo()
+            stages.observers.clear()
         assert ckpt.all_steps() == [1, 2, 3, 4, 5, 6, 8]
     assert bool(files(directory, 8) & files(directory, 5)) == (number == errno.ENOSPC)
     assert_holds(directory, 8, still_state(x=8))

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +24,7 @@ from support.damage import fill_disk
 from support.device_memory import OFFLOAD
 from support.models import Counter
 from support.processes import run_python
+from support.stages import Gate, at, fail_at
 from support.training import mlp, train_step
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, torchax_backend
@@ -35,35 +35,19 @@ from torchax_ckpt.errors import (
     SaveTimeoutError,
     UnsupportedLeafError,
 )
-from torchax_ckpt.storage.writing import array_writer
-
-
-class Gate:
-    """Holds every write until it is opened."""
-
-    def __init__(self, write: Callable[..., Any]) -> None:
-        self._write = write
-        self.opened = threading.Event()
-        self.entered = threading.Event()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.entered.set()
-        assert self.opened.wait(60)
-        return self._write(*args, **kwargs)
 
 
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    gate = Gate(array_writer.write_arrays)
-    monkeypatch.setattr(array_writer, "write_arrays", gate)
+def gate() -> Iterator[Gate]:
+    gate = Gate("write the arrays")
     yield gate
     gate.opened.set()
 
 
 @pytest.fixture
-def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+def failing() -> Callable[[], None]:
     """Storage that fails from now on; the answer ends that."""
-    return fill_disk(monkeypatch)
+    return fill_disk()
 
 
 STATE = {"w": np.arange(3)}
@@ -155,15 +139,9 @@ def test_a_storage_failure_is_logged_kept_until_read_and_raised_by_close(
 
 
 def test_a_forced_save_tries_again_when_the_one_on_its_way_fails(
-    directory: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+    directory: Path, gate: Gate
 ) -> None:
-    write = gate._write
-
-    def fail_once(*args: Any, **kwargs: Any) -> None:
-        gate._write = write
-        raise OSError("once")
-
-    gate._write = fail_once
+    fail_at("write the arrays", OSError("once"), number=1)
     ckpt = TorchaxCheckpointer(directory)
     ckpt.save(1, state=STATE)
     threading.Timer(0.2, gate.opened.set).start()
@@ -175,7 +153,7 @@ def test_a_forced_save_tries_again_when_the_one_on_its_way_fails(
 
 
 def test_the_mediums_error_is_reported_despite_a_donation(directory: Path, gate: Gate) -> None:
-    gate._write = Mock(side_effect=OSError(28, "No space left on device"))
+    fill_disk()
     x = jnp.ones(4)
     ckpt = TorchaxCheckpointer(directory, options=CheckpointOptions(snapshot="reference"))
     ckpt.save(1, state={"x": x})
@@ -206,18 +184,16 @@ def test_a_failed_save_keeps_no_copy_of_the_state_alive(
 
 
 def test_a_save_at_a_preemption_is_tried_again_and_says_whether_it_is_durable(
-    directory: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+    directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate.opened.set()
-    write, calls = gate._write, []
+    calls: list[int] = []
 
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        calls.append(args)
+    def fail() -> None:
+        calls.append(len(calls) + 1)
         if len(calls) != 2:
             raise OSError("no")
-        return write(*args, **kwargs)
 
-    gate._write = fail
+    at("write the arrays", fail)
     ckpt = TorchaxCheckpointer(directory)
     monkeypatch.setattr(ckpt._preemption, "decide", lambda step: True)
     assert ckpt.save(1, state=STATE) is True
@@ -301,10 +277,9 @@ def test_leftovers_of_killed_processes_go_with_the_next_save(directory: Path) ->
     assert entries(directory) == {"1", "notes", "abandoned-3"}
 
 
-def test_what_a_failed_save_goes_on_writing_harms_no_other(directory: Path, gate: Gate) -> None:
+def test_what_a_failed_save_goes_on_writing_harms_no_other(directory: Path) -> None:
     """The writers of the other arrays go on after one of them has failed."""
-    write, stop = gate._write, threading.Event()
-    gate.opened.set()
+    stop = threading.Event()
 
     def go_on(state: Path) -> None:
         for i in itertools.takewhile(lambda _: not stop.is_set(), itertools.count()):
@@ -312,13 +287,13 @@ def test_what_a_failed_save_goes_on_writing_harms_no_other(directory: Path, gate
                 state.mkdir(parents=True, exist_ok=True)
                 (state / str(i)).touch()
 
-    def fail_and_go_on(path: Any, *args: Any, **kwargs: Any) -> None:
-        gate._write = write
-        pool.submit(go_on, Path(path, "state"))
+    def fail_and_go_on() -> None:
+        (written,) = directory.glob("writing-*")
+        pool.submit(go_on, written / "state")
         time.sleep(0.05)
         raise OSError("one array")
 
-    gate._write = fail_and_go_on
+    at("write the arrays", fail_and_go_on, number=1)
     with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as stack:
         stack.callback(stop.set)
         ckpt = stack.enter_context(TorchaxCheckpointer(directory))

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from support.device_memory import limited
+from support.stages import at
 from support.training import P, fsdp_mesh
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies, torchax_backend
@@ -27,7 +28,7 @@ from torchax_ckpt.snapshot import move_shards, snapshotter
 from torchax_ckpt.snapshot.planner import Planner
 from torchax_ckpt.snapshot.sharding import LateParts, replicas, shards_of
 from torchax_ckpt.snapshot.snapshotter import Snapshot, Snapshotter
-from torchax_ckpt.storage.writing import array_writer, fetching
+from torchax_ckpt.storage.writing import fetching
 
 double = jax.jit(lambda tree: jax.tree.map(lambda x: x * 2, tree), donate_argnums=0)
 fresh = jax.jit(lambda tree: jax.tree.map(lambda x: x * 2, tree))
@@ -85,12 +86,8 @@ def test_a_deleted_leaf_among_many_is_never_saved(directory: Path, mode: Snapsho
 @pytest.fixture
 def busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Writing falls behind the training, now before and now after it has looked at the leaves."""
-    write, stored, start = array_writer.write_arrays, Snapshot.stored, fetching.start
+    stored, start = Snapshot.stored, fetching.start
     looks, writes = itertools.cycle([0.0, 0.03, 0.002]), itertools.cycle([0.0, 0.01, 0.002, 0.03])
-
-    def late_write(*args: Any, **kwargs: Any) -> Any:
-        time.sleep(next(writes))
-        return write(*args, **kwargs)
 
     def late_look(*args: Any) -> Any:
         time.sleep(next(looks))
@@ -106,7 +103,7 @@ def busy(monkeypatch: pytest.MonkeyPatch) -> None:
         return locked
 
     monkeypatch.setattr(fetching, "start", started)
-    monkeypatch.setattr(array_writer, "write_arrays", late_write)
+    at("write the arrays", lambda: time.sleep(next(writes)))
     monkeypatch.setattr(Snapshot, "stored", late_look)
 
 
@@ -258,19 +255,17 @@ def test_auto_loses_one_save_to_a_program_that_begins_to_donate(
 
 
 def test_a_transfer_holds_the_training_thread_until_everything_is_fetched_or_failed(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
+    directory: Path,
 ) -> None:
     order: list[str] = []
-    write = array_writer.write_arrays
 
-    def late_write(*args: Any, **kwargs: Any) -> Any:
+    def transfer_late() -> None:
         time.sleep(0.3)
         order.append("transferring")
         if order.count("transferring") == 2:
             raise OSError("no")
-        return write(*args, **kwargs)
 
-    monkeypatch.setattr(array_writer, "write_arrays", late_write)
+    at("write the arrays", transfer_late)
     ckpt = TorchaxCheckpointer(directory, options=CheckpointOptions(snapshot="transfer"))
     for step in (1, 2):
         assert ckpt.save(step, state=start(), force=True)

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from etils import epath
 
 from support.compare import entries
+from support.stages import fail_at
 from torchax_ckpt import TorchaxCheckpointer, policies
 from torchax_ckpt.storage.directory import commit_record
 from torchax_ckpt.storage.medium import seals
-from torchax_ckpt.storage.writing import array_writer
 
 
 def flip_bit(path: Path, at: int, bit: int = 0) -> None:
@@ -56,15 +55,9 @@ def edit_json(path: Path, change: Callable[[Any], object]) -> None:
     path.write_text(json.dumps(seals.seal(document) if is_sealed else document))
 
 
-def fill_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+def fill_disk() -> Callable[[], None]:
     """Makes every save fail with a full disk; returns a function that ends that."""
-    write = array_writer.write_arrays
-
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(array_writer, "write_arrays", fail)
-    return lambda: monkeypatch.setattr(array_writer, "write_arrays", write)
+    return fail_at("write the arrays", OSError(28, "No space left on device"))
 
 
 def killed_before_setting_aside(directory: Path) -> None:

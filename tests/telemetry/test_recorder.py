@@ -76,10 +76,8 @@ def test_everything_that_happens_is_told_and_written_in_its_order(
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_restores_failures_and_branches_are_written_too(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    free_disk = fill_disk(monkeypatch)
+def test_restores_failures_and_branches_are_written_too(directory: Path) -> None:
+    free_disk = fill_disk()
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.attach(mlp())
         ckpt.save(1, force=True)
@@ -239,7 +237,7 @@ def test_a_hook_may_ask_and_close(directory: Path) -> None:
 
 
 def test_stats_count_and_give_quantiles(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    free_disk = fill_disk(monkeypatch)
+    free_disk = fill_disk()
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.attach(mlp())
         nothing = ckpt.stats()

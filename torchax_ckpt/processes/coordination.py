@@ -31,6 +31,7 @@ from torchax_ckpt.processes.call_log import Call, CallLog, Kind
 from torchax_ckpt.processes.liveness import Liveness
 from torchax_ckpt.processes.messages import POLL_SECS, Messages, from_json, to_json
 from torchax_ckpt.runtime.lazily import jax
+from torchax_ckpt.runtime.stages import stage
 
 logger = logging.getLogger(__name__)
 
@@ -195,6 +196,7 @@ class Processes(Messages):
             entered[place] += 1
             return f"{place}/{entered[place] - 1}"
 
+    @stage("end a round")
     def _end(self, value: Any, *, is_met: bool) -> None:
         """Waits for the verdict, which process 0 publishes; if ``is_met``, once all are here."""
         place = f"{self._round_prefix}/the end"
@@ -209,6 +211,7 @@ class Processes(Messages):
 
     # --- exchanges of values through process 0, within a round ---
 
+    @stage("gather")
     def gather(self, value: bytes = b"") -> list[bytes]:
         """Sends a value to process 0; returns all values there, and [] on other processes."""
         return [value] if self.count == 1 else self._gather(self._next_message(), value)
@@ -287,6 +290,7 @@ class Processes(Messages):
         place = f"{self._round_prefix}/{topic}"
         return self._from_first(f"{place}/from {index}", place, [index])
 
+    @stage("share")
     def share(self, value: bytes = b"") -> bytes:
         """Returns process 0's ``value`` on all processes."""
         return value if self.count == 1 else self._share(self._next_message(), value)

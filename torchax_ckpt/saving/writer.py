@@ -25,6 +25,7 @@ from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.processes.per_host import Keepers
 from torchax_ckpt.runtime.save_in_flight import FailureLog, SaveInFlight
+from torchax_ckpt.runtime.stages import stage
 from torchax_ckpt.saving import host_parts
 from torchax_ckpt.saving.unchanged.division import Division
 from torchax_ckpt.saving.unchanged.identities import Skipped
@@ -249,6 +250,7 @@ class Writer:
         """The bytes that the newest save took over from earlier steps; known on process 0."""
         return self._pending.reused_bytes if self._pending else 0
 
+    @stage("end a durable save")
     def succeeded(self, durable: CommittedStep) -> None:
         """Records that the newest save succeeded on all processes."""
         self._has_failed = False
@@ -383,6 +385,7 @@ class Writer:
                 stored[name] = np.asarray(array)  # its sharding means nothing to other processes
         return stored
 
+    @stage("commit")
     def _commit(self, step: int, path: epath.Path) -> list[Any]:
         """Makes a complete step durable and visible; returns what all processes learn, as JSON."""
         self._directory.fence()
@@ -395,6 +398,7 @@ class Writer:
         still = self._pending.still if self._pending else None
         return [committed_step.described([durable]), still, self._summary["metrics"]]
 
+    @stage("commit a part")
     def _commit_part(self, hosts: Processes, step: int, path: epath.Path) -> CommittedStep:
         """Commits this host's part of a step; deletes it if another host reports a failure."""
         try:
@@ -410,6 +414,7 @@ class Writer:
             hosts.meet()  # raises the other host's error
         return durable
 
+    @stage("read back")
     def read_back(self, durable: CommittedStep) -> None:
         """Reads the new step back, each process a share; deletes the step if it is damaged."""
         try:

@@ -32,6 +32,7 @@ import jax
 from torchax_ckpt.errors import DonatedBufferError, OutOfMemoryError, SaveError
 from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.options import Layout, SnapshotMode
+from torchax_ckpt.runtime.stages import stage
 from torchax_ckpt.snapshot.device_memory import DeviceMemory, is_exhausted
 from torchax_ckpt.snapshot.device_sizes import bytes_on_devices
 from torchax_ckpt.snapshot.host_array import HostArray
@@ -115,6 +116,7 @@ class Snapshotter:
         self._samples: list[jax.Array] = []
         self._logged: set[tuple[Way, str]] = set()
 
+    @stage("take the snapshot")
     def take(
         self,
         names: Sequence[str],

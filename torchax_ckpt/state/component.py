@@ -26,6 +26,7 @@ from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node, array_nodes
 from torchax_ckpt.layout.nodes import decode
 from torchax_ckpt.layout.selection import Selection
+from torchax_ckpt.runtime.stages import stage
 from torchax_ckpt.runtime.undoing import undone_on_failure
 from torchax_ckpt.runtime.user_messages import counted
 from torchax_ckpt.snapshot.sharding import Local, Placement, placement_of
@@ -215,6 +216,7 @@ class Restoration:
 
     @staticmethod
     @torchax_backend.native_torch()
+    @stage("change the objects")
     def apply_changes(changes: Iterable[Change], values: Values) -> None:
         """Makes the given changes, which cannot fail and have no undo."""
         for change in changes:

@@ -25,6 +25,7 @@ from etils import epath
 from support import PROGRAMS
 from support.compare import entries
 from support.processes import environment, run_python
+from support.stages import at
 from support.waiting import T0, Clock, wait_until
 
 from torchax_ckpt import TorchaxCheckpointer, policies
@@ -35,7 +36,6 @@ from torchax_ckpt.storage.directory.lease import Lease, LeaseHolder, process_of
 from torchax_ckpt.storage.directory.leftovers import _LEFTOVER
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import fsync
-from torchax_ckpt.storage.writing import array_writer
 
 STATE = {"w": np.arange(3)}
 FIELDS = ["token", "host", "pid", "kernel", "started", "since_secs", "renewed_secs"]
@@ -538,22 +538,16 @@ def test_readers_take_no_lease(directory: Path) -> None:
 
 
 def test_a_writer_that_lost_its_lease_while_writing_commits_nothing_and_stops(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
+    directory: Path,
 ) -> None:
-    write_really = array_writer.write_arrays
-
-    def lose(*args: Any, **kwargs: Any) -> Any:
-        taken_over(directory)
-        return write_really(*args, **kwargs)
-
     ckpt = TorchaxCheckpointer(directory)
     ckpt.save(1, state=STATE)
     ckpt.wait_until_finished()
-    monkeypatch.setattr(array_writer, "write_arrays", lose)
+    mend = at("write the arrays", lambda: taken_over(directory))
     save(ckpt, 2)
     with pytest.raises(SaveError, match=r"saving step 2 .* has lost its lease: it is held by host"):
         ckpt.wait_until_finished()
-    monkeypatch.undo()
+    mend()
     assert ckpt.all_steps() == [1]
     with pytest.raises(LeaseError, match="It writes nothing more"):
         save(ckpt, 3)
@@ -592,19 +586,15 @@ def test_nothing_is_committed_moved_or_removed_without_the_lease(
     assert entries(directory) == before
 
 
-def test_the_last_look_precedes_the_commit(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_last_look_precedes_the_commit(directory: Path) -> None:
     seen: list[tuple[set[str], bool]] = []
-    fence = RunDirectory.fence
 
-    def look(self: RunDirectory) -> None:
+    def look() -> None:
         for child in directory.glob("writing-*"):
             items = {item.name for item in child.iterdir() if item.is_dir()}
             seen.append((items, (child / "commit_success.txt").exists()))
-        fence(self)
 
-    monkeypatch.setattr(RunDirectory, "fence", look)
+    at("check the lease", look)
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.save(1, state=STATE)
     everything = {"state", "manifest", "summary"}

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tensorstore as ts
 from support.damage import damage, flip_bit
+from support.stages import fail_at
 from support.steps import save
 from support.training import mlp
 
@@ -20,7 +21,6 @@ from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
 from torchax_ckpt.errors import CorruptCheckpointError, DirectoryError, SaveError, StepNotFoundError
 from torchax_ckpt.storage.arrays import array_checks, read_arrays
 from torchax_ckpt.storage.directory.committed_step import STATE, VERIFIED
-from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import permissions
 from torchax_ckpt.storage.writing import array_writer
 from torchax_ckpt.stored import stored_step
@@ -168,11 +168,11 @@ def test_a_step_that_cannot_be_read_back_now_stays_until_the_next_one_is_durable
         save(ckpt, 1, of=state)
         fails(ckpt, 2)
         assert ckpt.all_steps() == [1, 2]  # nobody knows that it is damaged
-        with monkeypatch.context() as failing:  # the rest is done by the next save
-            failing.setattr(RunDirectory, "set_aside", fail)
-            ckpt.save(3, state=state(3), force=True)
-            with pytest.raises(SaveError, match="step 3 is durable"):
-                ckpt.wait_until_finished()
+        mend = fail_at("set steps aside", OSError(5, "Input/output error"), number=2)
+        ckpt.save(3, state=state(3), force=True)
+        with pytest.raises(SaveError, match="step 3 is durable"):
+            ckpt.wait_until_finished()
+        mend()  # the rest is done by the next save
         save(ckpt, 4, of=state)
         assert ckpt.all_steps() == [1, 3, 4]
         assert "2: removing: its save failed" in caplog.text
@@ -203,11 +203,11 @@ def test_a_step_that_does_not_read_back_is_deleted_and_its_save_has_failed(
     with pytest.raises(SaveError, match=r"saving step 2 .*state/w: the stored bytes are not"):
         ckpt.wait_until_finished()
     assert ckpt.all_steps() == [1]
-    with monkeypatch.context() as patched:  # what is said is the same if it cannot be deleted
-        patched.setattr(RunDirectory, "delete", Mock(side_effect=OSError(5, "I/O error")))
-        ckpt.save(2, state=state(2), force=True)
-        with pytest.raises(SaveError, match=r"saving step 2 .*state/w: the stored bytes are not"):
-            ckpt.wait_until_finished()
+    mend = fail_at("delete a step", OSError(5, "I/O error"))
+    ckpt.save(2, state=state(2), force=True)  # what is said is the same if it cannot be deleted
+    with pytest.raises(SaveError, match=r"saving step 2 .*state/w: the stored bytes are not"):
+        ckpt.wait_until_finished()
+    mend()
     assert "2: this damaged step cannot be deleted: OSError: [Errno 5] I/O error" in caplog.text
     monkeypatch.setattr(array_writer, "write_arrays", write)
     assert ckpt.save(3, state=state(3), force=True)

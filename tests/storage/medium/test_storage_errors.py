@@ -10,17 +10,17 @@ import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
+from support.stages import fail_at
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
 from torchax_ckpt.errors import CorruptCheckpointError, DirectoryError, SaveError
+from torchax_ckpt.runtime import stages
 from torchax_ckpt.storage.directory.committed_step import MANIFEST
 from torchax_ckpt.storage.medium import seals, storage_errors
-from torchax_ckpt.storage.writing import array_writer
 
 STATE = {"w": np.arange(3)}
 TENSORSTORE_FULL = (
@@ -104,13 +104,13 @@ Fail = Callable[["Exception | None"], None]
 
 
 @pytest.fixture
-def fail(monkeypatch: pytest.MonkeyPatch) -> Fail:
+def fail() -> Fail:
     """Has every write fail with this error, or none."""
-    write = array_writer.write_arrays
 
     def set_error(error: Exception | None) -> None:
-        how = write if error is None else Mock(side_effect=error)
-        monkeypatch.setattr(array_writer, "write_arrays", how)
+        stages.observers.clear()
+        if error is not None:
+            fail_at("write the arrays", error)
 
     return set_error
 

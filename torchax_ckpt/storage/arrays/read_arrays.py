@@ -28,6 +28,7 @@ from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.runtime import progress
 from torchax_ckpt.runtime.background import Flag
 from torchax_ckpt.runtime.lazily import jax
+from torchax_ckpt.runtime.stages import stage
 from torchax_ckpt.snapshot.host_array import Placement
 from torchax_ckpt.storage.arrays import block_digests
 from torchax_ckpt.storage.arrays.array_checks import stored_key
@@ -60,6 +61,7 @@ _PLACE = re.compile(r"(?:value|btreenode):(.*):(.*):(\d+):(\d+)")
 Finish: TypeAlias = "Callable[[], tuple[int, list[jax.Array]]]"
 
 
+@stage("read the arrays")
 def read_arrays(
     committed: CommittedStep,
     wanted: Mapping[str, Wanted],

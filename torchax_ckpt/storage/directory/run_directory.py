@@ -47,6 +47,7 @@ from etils import epath
 from torchax_ckpt import policies
 from torchax_ckpt.errors import CheckpointError, DirectoryError
 from torchax_ckpt.runtime import user_messages
+from torchax_ckpt.runtime.stages import stage
 from torchax_ckpt.storage.directory import (
     commit_record,
     committed_step,
@@ -228,6 +229,7 @@ class RunDirectory:
 
     # --- writing ---
 
+    @stage("claim the directory")
     def claim(self) -> None:
         """Creates the directory, takes the lease, and checks that files can be written."""
         self.require_writable()
@@ -242,6 +244,7 @@ class RunDirectory:
             self.fence()
             return self.run_name.names()
 
+    @stage("name the run")
     def join(self, present: Sequence[str], name: str) -> None:
         """Adds a name to those ``present``; in a local tier, first deletes other runs' steps."""
         with self._translated("write"):
@@ -258,6 +261,7 @@ class RunDirectory:
             self.fence()
             self.run_name.forget()
 
+    @stage("check the lease")
     def fence(self) -> None:
         """Takes the lease at the first call; later calls check that this program still holds it."""
         self._lease.hold()
@@ -272,6 +276,7 @@ class RunDirectory:
         self._uncommitted.clear()
         self._left_out.clear()
 
+    @stage("recover the directory")
     def recover(self) -> None:
         """Finishes renames and removes files that killed processes or failed saves left.
 
@@ -316,6 +321,7 @@ class RunDirectory:
         paths = (self.path / name for name in unused if name not in but)
         return next(p for p in paths if not (p.exists() or os.path.islink(p)))
 
+    @stage("commit the folder")
     def commit(self, step: int, written: epath.Path) -> CommittedStep:
         """Makes step N visible; on local storage as ``N``, or as ``incoming-N`` if ``N`` exists.
 
@@ -356,6 +362,7 @@ class RunDirectory:
             fsync.sync(self.path)  # before its files are removed
             del self._uncommitted[path]
 
+    @stage("settle a step")
     def settle(self, incoming: CommittedStep) -> CommittedStep:
         """Renames ``incoming-N`` to ``N``, if possible and not in a bucket; returns the step."""
         final = self.path / str(incoming.step)
@@ -372,6 +379,7 @@ class RunDirectory:
         self._left_out.pop(durable.step, None)
         self._summaries.know(durable, summary)
 
+    @stage("set steps aside")
     def set_aside(self, abandoned: Sequence[CommittedStep]) -> list[CommittedStep]:
         """Renames abandoned steps to ``abandoned-N``, or deletes them; returns those that stay."""
         return self._staying(abandoned, self._leave)
@@ -458,6 +466,7 @@ class RunDirectory:
                 path=committed.path,
             ) from self.staying[committed.key]
 
+    @stage("delete a step")
     def _delete(self, committed: CommittedStep) -> OSError | None:
         """Makes a step none, by a rename or without its commit mark, then removes its files."""
         self.require_writable()

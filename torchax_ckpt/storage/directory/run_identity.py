@@ -29,6 +29,7 @@ from etils import epath
 
 from torchax_ckpt.errors import DirectoryError
 from torchax_ckpt.runtime import user_messages
+from torchax_ckpt.runtime.stages import stage
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.compare_and_swap import AtomicRecord, Conflict, Seen, record_at
 from torchax_ckpt.storage.directory.step_files import Summaries
@@ -102,6 +103,7 @@ class RunName:
             )
         return others
 
+    @stage("write the name")
     def write(self, run: Sequence[str]) -> None:
         """Writes the name, or a local tier's present and next one, if no other program does."""
         self._content = _LOCAL * (self._durable is not None) + " ".join(run)

@@ -27,6 +27,7 @@ from etils import epath
 from torchax_ckpt.errors import SaveError
 from torchax_ckpt.layout.manifest import Digests
 from torchax_ckpt.options import Codec
+from torchax_ckpt.runtime.stages import stage
 from torchax_ckpt.runtime.user_messages import counted
 from torchax_ckpt.snapshot.host_array import Memory
 from torchax_ckpt.storage.arrays import array_checks, block_digests, chunking
@@ -80,6 +81,7 @@ def folder_of_process(index: int) -> str:
     return f"ocdbt.process_{index}"
 
 
+@stage("write the arrays")
 def write_arrays(
     state: epath.Path,  # the folder of the step's arrays
     arrays: Mapping[str, AnyArray],  # by stored name; host arrays only if this process stores them

@@ -31,6 +31,7 @@ from etils import epath
 from torchax_ckpt.errors import SaveError
 from torchax_ckpt.layout import names, unchanged
 from torchax_ckpt.layout.unchanged import Database
+from torchax_ckpt.runtime.stages import stage
 from torchax_ckpt.storage.arrays import array_checks, chunking
 from torchax_ckpt.storage.arrays.chunking import AnyArray
 from torchax_ckpt.storage.directory import commit_record
@@ -57,6 +58,7 @@ def make_folder(step: epath.Path) -> None:
     (step / _INDICATOR).write_bytes(b"")
 
 
+@stage("complete the step")
 def complete(
     step: epath.Path,
     arrays: Mapping[str, AnyArray],
@@ -94,6 +96,7 @@ def complete(
     _write(step / commit_record.RECORD, record)
 
 
+@stage("mark the step")
 def mark(step: epath.Path) -> None:
     """Writes the commit mark, and makes everything durable but the name of the step's folder.
 

@@ -27,6 +27,7 @@ from typing import NamedTuple
 from etils import epath
 
 from torchax_ckpt.layout import unchanged
+from torchax_ckpt.runtime.stages import stage
 from torchax_ckpt.storage.directory.committed_step import STATE, CommittedStep
 from torchax_ckpt.storage.medium import bucket, containment, fsync, location
 
@@ -89,6 +90,7 @@ def take_over(source: epath.Path, target: epath.Path) -> None:
         link_folder(source, target)
 
 
+@stage("link unchanged arrays")
 def link_folder(source: epath.Path, target: epath.Path, *, may_copy: bool = True) -> None:
     """Creates a folder whose files are hard links to another folder's files, at any depth.
 

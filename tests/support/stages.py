@@ -1,0 +1,68 @@
+"""Interrupts the package at its stages, named in ``torchax_ckpt/runtime/stages.py``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+from torchax_ckpt.runtime import stages
+from torchax_ckpt.runtime.stages import Stage
+
+Moment = Literal["before", "after"]
+
+
+def at(
+    stage: Stage, act: Callable[[], Any], *, when: Moment = "before", number: int | None = None
+) -> Callable[[], None]:
+    """Has ``act`` called on the thread of a stage, each time or the n-th; returns what ends that.
+
+    In pytest it ends with the test. What ``act`` raises, the stage raises.
+    """
+    num_calls = 0
+
+    @contextlib.contextmanager
+    def observe(name: Stage) -> Iterator[None]:
+        nonlocal num_calls
+        num_calls += name == stage
+        is_meant = name == stage and number in (None, num_calls)
+        if is_meant and when == "before":
+            act()
+        yield
+        if is_meant and when == "after":
+            act()
+
+    stages.observers.append(observe)
+    return lambda: stages.observers.remove(observe)
+
+
+def fail_at(
+    stage: Stage, error: Exception, *, when: Moment = "before", number: int | None = None
+) -> Callable[[], None]:
+    """Has a stage raise an error, as ``at`` does."""
+
+    def fail() -> None:
+        raise error
+
+    return at(stage, fail, when=when, number=number)
+
+
+def die(*_: Any) -> None:
+    """Kills this process."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Gate:
+    """Holds a stage each time, until it is opened."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.entered = threading.Event()
+        self.opened = threading.Event()
+        at(stage, self._hold)
+
+    def _hold(self) -> None:
+        self.entered.set()
+        assert self.opened.wait(60)
