@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import re
 from pathlib import Path
 
@@ -46,7 +47,7 @@ def test_a_stage_is_interrupted_before_and_after_its_nth_time() -> None:
 def test_a_save_passes_its_stages_in_order(directory: Path) -> None:
     passed: list[Stage] = []
     for name in STAGES:
-        at(name, lambda name=name: passed.append(name))
+        at(name, functools.partial(passed.append, name))
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.save(1, state={"w": np.arange(3)})
     assert passed[:2] == ["claim the directory", "check the lease"]
