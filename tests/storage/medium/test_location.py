@@ -52,6 +52,8 @@ NO_PATHS = {
     "a\0b": "remove the character",
     os.fsdecode(b"l\xe4ufe"): r"found 'l\udce4ufe', whose bytes are not UTF-8",
     "dangling/run": "the symbolic link",
+    "file/run": "found one that cannot: Not a directory",
+    "x" * 300: "found one that cannot: File name too long",
 }
 FORM = FolderForm(format="safetensors")
 
@@ -107,6 +109,7 @@ def test_every_door_refuses_what_is_no_path_and_creates_nothing(
     Path("run").mkdir()
     Path("weights").mkdir()
     Path("dangling").symlink_to("nowhere")
+    Path("file").touch()
     before = sorted(tmp_path.rglob("*"))
     for path, said in NO_PATHS.items():
         if " PATH " in f" {door} " and "\0" in path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import importlib.util
 import os
@@ -90,6 +91,15 @@ def _on_this_host(given: str) -> epath.Path:
                 "create what the link leads to, or remove the link",
                 path=path,
             )
+    try:
+        os.stat(path)
+    except OSError as error:
+        if error.errno in (errno.ENOTDIR, errno.ENAMETOOLONG):
+            raise DirectoryError(
+                f"{path}: expected a path that can exist, found one that cannot: {error.strerror}. "
+                "Give another path",
+                path=path,
+            ) from None
     return path
 
 
