@@ -356,7 +356,7 @@ def test_a_loader_whose_length_raises_resumes(
     directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def unsized() -> Any:
-        return Unsized(range(8), batch_size=2, collate_fn=list)  # type: ignore[arg-type]
+        return Unsized(range(8), batch_size=2, collate_fn=list)
 
     save(directory, dataloader=drawn_from(unsized(), 2))
     fresh = unsized()

@@ -143,6 +143,18 @@ def test_paths_are_made_absolute_but_for_links(
     assert str(location.resolve("gs://bucket//a b/%20?#[x]*\\")) == "gs://bucket/a b/%20?#[x]*\\"
 
 
+def test_a_relative_path_without_a_working_directory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(DirectoryError, match=r"^run: expected an absolute path, because the work"):
+        TorchaxCheckpointer("run")
+    assert "run: expected an absolute path" in run("ls", "run", code=USAGE)
+    TorchaxCheckpointer(tmp_path / "run").close()
+
+
 def content(state: Any) -> dict[str, Any]:
     """Dtype, shape and bytes by name, of torchax's tensors or of plain ones."""
     return {name: bits(tensor)[1:] for name, tensor in state.items()}

@@ -79,7 +79,13 @@ def _in_bucket(url: str) -> epath.Path:
 
 
 def _on_this_host(given: str) -> epath.Path:
-    text = _text(os.fspath(pathlib.Path(os.path.expanduser(given)).absolute()))
+    try:
+        text = _text(os.fspath(pathlib.Path(os.path.expanduser(given)).absolute()))
+    except FileNotFoundError:
+        raise DirectoryError(
+            f"{given}: expected an absolute path, because the working directory of this process "
+            "does not exist any more, found a relative one"
+        ) from None
     path = epath.Path(os.fsdecode(text.encode()))
     if ".." in path.parts or text.startswith("//"):  # TensorStore refuses both
         path = epath.Path("/" + os.path.realpath(path).lstrip("/"))
