@@ -87,17 +87,17 @@ def test_importing_the_package_alone_is_light() -> None:
     [
         ("", "from torchax_ckpt import policies; policies.LatestN", []),
         pytest.param(
-            "", "from torchax_ckpt import TorchaxCheckpointer", [], marks=pytest.mark.slow
+            "", "from torchax_ckpt import TorchaxCheckpointer, policies", [], marks=pytest.mark.slow
         ),
         pytest.param(
             "logging.root.addHandler(logging.NullHandler())",
-            "from torchax_ckpt import TorchaxCheckpointer",
+            "from torchax_ckpt import TorchaxCheckpointer, policies",
             ["NullHandler"],
             marks=pytest.mark.slow,
         ),
         pytest.param(
             "import absl.logging",
-            "from torchax_ckpt import TorchaxCheckpointer",
+            "from torchax_ckpt import TorchaxCheckpointer, policies",
             ["StreamHandler"],  # absl's own, for a program that may rely on it
             marks=pytest.mark.slow,
         ),
@@ -113,8 +113,11 @@ def test_an_import_leaves_the_root_logger_to_the_program(
         {before}
         {imports}
         if "Checkpointer" in {imports!r}:
-            with TorchaxCheckpointer({str(tmp_path)!r}) as ckpt:
-                ckpt.save(1, state={{"n": 1}})  # asks Orbax's policies, which log
+            keep = policies.AnyPreservationPolicy([policies.LatestN(1)])
+            with TorchaxCheckpointer({str(tmp_path)!r}, preservation_policy=keep) as ckpt:
+                for step in (1, 2):  # Orbax's policies, which log, answer before and after it
+                    ckpt.save(step, state={{"n": 1}}, force=step == 2)
+                    ckpt.wait_until_finished()
         print([type(handler).__name__ for handler in logging.root.handlers])
         logging.basicConfig(level=logging.INFO, format="own %(message)s")
         logging.getLogger("program").info("line")

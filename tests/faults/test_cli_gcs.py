@@ -112,6 +112,7 @@ def test_a_step_is_no_run_and_the_constructor_asks_no_more_to_know(
     for name in gcs.names(str(inner)):
         (epath.Path(f"{url}/2/5") / name).write_bytes((inner / name).read_bytes())
     assert run_json("ls", f"{url}/2")["steps"][0]["step"] == 5
+    assert (load_torch_state_dict(f"{url}/2", at="state/p")["w"] == 2).all()
 
 
 @pytest.mark.slow

@@ -159,9 +159,13 @@ def test_what_was_exported_as_dcp_is_imported_again(directory: Path, tmp_path: P
     result = run_json("import", tmp_path / "dcp", tmp_path / "again")
     assert result["files"] == [str(tmp_path / "dcp" / ".metadata")]
     assert values(load_torch_state_dict(tmp_path / "again")) == values(dict(model.state_dict()))
-    assert "was written neither by torch.save nor by torch's DCP" in run(
-        "import", directory, tmp_path / "x", "--at", "model", code=exit_codes.USAGE
-    )
+    run("export", directory, 3, tmp_path / "safetensors")
+    for source, words in (
+        (directory, "found a directory without them"),
+        (tmp_path / "safetensors", "was written neither by torch.save nor by torch's DCP"),
+    ):
+        said = run("import", source, tmp_path / "x", "--at", "model", code=exit_codes.USAGE)
+        assert words in said
     said = run("import", tmp_path / "dcp", tmp_path / "x", "--at", "ema", code=exit_codes.USAGE)
     assert "expected tensors at 'ema', found 'model'" in said
 

@@ -420,7 +420,7 @@ def test_wrong_use_of_import_is_told(
     (tmp_path / "none").mkdir()
     for args, message, code in (
         ((tmp_path / "nowhere",), "no such file", exit_codes.USAGE),
-        ((tmp_path / "none",), "model.safetensors: no such file", exit_codes.UNAVAILABLE),
+        ((tmp_path / "none",), "found a directory without them", exit_codes.USAGE),
         ((source[0], "--tie", "a"), "ALIAS=NAME", exit_codes.USAGE),
         ((source[0], "--tie", "a=gone"), "cannot be tied", exit_codes.USAGE),
     ):

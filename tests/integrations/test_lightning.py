@@ -359,6 +359,19 @@ def test_steps_are_saved_whose_batches_alone_log_the_metric(every: int, director
     assert len(ckpt.all_steps()) == (11 if every == 1 else 6)  # with 3, 6, 9 and 11
 
 
+def test_a_metric_of_each_batch_makes_no_step_due_where_a_batch_has_several_steps(
+    directory: Path,
+) -> None:
+    class Two(Losses):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            super().training_step(batch, batch_idx)
+            super().training_step(batch, batch_idx)
+
+    checkpoint = monitoring(directory, "step_loss", policies.FixedIntervalPolicy(6))
+    trainer_with(checkpoint, limit_val_batches=0).fit(Two([1.0]), numbers(10))
+    assert steps_of(directory) == [6, 12, 18, 20]
+
+
 def test_a_metric_that_is_never_logged_is_an_error(directory: Path) -> None:
     checkpoint = TorchaxCheckpoint(directory, monitor="accuracy")
     with pytest.raises(

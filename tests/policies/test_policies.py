@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import itertools
 import json
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -168,6 +169,64 @@ def test_what_is_no_policy_is_refused(directory: Path) -> None:
         TorchaxCheckpointer(directory, save_decision_policy=policies.LatestN(3))
     with pytest.raises(PolicyError, match="should_preserve"):
         TorchaxCheckpointer(directory, preservation_policy=3)
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (lambda: policies.FixedIntervalPolicy(0), "interval: expected an int of at least 1"),
+        (lambda: policies.FixedIntervalPolicy(2.5), "found 2.5"),
+        (lambda: policies.FixedIntervalPolicy("10"), "found '10'"),
+        (lambda: policies.SpecificStepsPolicy(["1"]), "SpecificStepsPolicy: steps: expected"),
+        (lambda: policies.SpecificStepsPolicy("1,2"), "a list, set or range of ints"),
+        (lambda: policies.SpecificStepsPolicy(iter([1, 2])), "found <list_iterator"),
+        (lambda: policies.LatestN("3"), "n: expected an int or None, found '3'"),
+        (lambda: policies.LatestN(-1), "found -1"),
+        (lambda: policies.EveryNSteps(0), "EveryNSteps: interval_steps: expected an int"),
+        (lambda: policies.CustomSteps({"1"}), "CustomSteps: steps: expected"),
+    ],
+)
+def test_values_with_which_a_policy_fails_or_always_says_no_are_refused(
+    build: Any, said: str, directory: Path
+) -> None:
+    policy: Any = build()
+    argument, join = "preservation_policy", policies.AnyPreservationPolicy
+    if hasattr(policy, "should_save"):
+        argument, join = "save_decision_policy", policies.AnySavePolicy
+    for given in (policy, join([policy])):
+        with pytest.raises(PolicyError, match=f"^{argument}: .*{re.escape(said)}"):
+            TorchaxCheckpointer(directory, **{argument: given})
+    assert not directory.exists()
+
+
+def test_values_that_work_are_accepted(directory: Path) -> None:
+    class Odd:
+        def __contains__(self, step: object) -> bool:
+            return step in (1, 3)
+
+    steps: Any
+    for steps in ([1, 3.0], {1, 3}, range(1, 4, 2), np.array([1, 3]), Odd(), {1: "a", 3: "b"}):
+        save: Any = policies.AnySavePolicy([policies.SpecificStepsPolicy(steps)])
+        keep: Any = policies.AnyPreservationPolicy([policies.LatestN(None)])
+        path = directory / str(type(steps).__name__)
+        with TorchaxCheckpointer(path, save_decision_policy=save, preservation_policy=keep) as ckpt:
+            for step in range(1, 5):
+                ckpt.save(step, state=STATE)
+                ckpt.wait_until_finished()
+            assert ckpt.all_steps() == [1, 3]
+    own: Any = policies.FixedIntervalPolicy(2.0)
+    TorchaxCheckpointer(
+        directory, save_decision_policy=own, preservation_policy=policies.LatestN(0)
+    )
+
+
+def test_the_error_of_a_policy_is_told_with_its_name(directory: Path) -> None:
+    keep = policies.AnyPreservationPolicy([])
+    with TorchaxCheckpointer(directory, preservation_policy=keep) as ckpt:
+        ckpt.save(1, state=STATE, force=True)
+        with pytest.raises(SaveError, match=r"AnyPreservationPolicy.should_preserve failed with T"):
+            ckpt.wait_until_finished()
+        assert ckpt.all_steps() == [1]
 
 
 def info(step: int, at: float, metrics: Any = None) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.processes import run_processes
 
 from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
 from torchax_ckpt.errors import SaveError
@@ -129,6 +130,52 @@ def test_a_save_goes_on_if_only_what_watches_it_gets_no_thread(
         assert ckpt.save(1, state=STATE)
     assert ckpt.all_steps() == [1]
     assert "the save of step 1 is not reported if it takes longer" in caplog.text
+
+
+TWO = """
+    import errno, os, sys, _thread
+    from processes_program import INDEX, MESH, P, NamedSharding, jax, np, report, torchax
+    torchax.enable_globally()
+    from torchax_ckpt import TorchaxCheckpointer, policies
+    from torchax_ckpt.errors import SaveError
+    from torchax_ckpt.storage.medium import permissions
+
+    ERRORS = {
+        "files": OSError(errno.EMFILE, os.strerror(errno.EMFILE)),
+        "threads": RuntimeError("can't start new thread"),
+        "memory": OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)),
+    }
+    state = {"w": jax.device_put(np.arange(8.0), NamedSharding(MESH, P("fsdp")))}
+    prove = permissions.prove_writable
+
+    def refuse(*args):
+        raise ERRORS[kind]
+
+    for kind in ERRORS:
+        with TorchaxCheckpointer(f"{sys.argv[4]}/{kind}") as ckpt:
+            permissions.prove_writable = refuse  # on process 0 alone, at the first lease
+            began = ckpt.save(1, state=state, force=True)
+            permissions.prove_writable = prove
+            try:
+                ckpt.check_for_errors()
+                said = ""
+            except SaveError as error:
+                said = str(error)
+            began = [began, ckpt.save(2, state=state, force=True)]
+        report(kind=kind, began=began, said=said, steps=ckpt.all_steps())
+"""
+
+
+@pytest.mark.slow
+def test_a_limit_at_the_first_lease_fails_the_save_on_all_processes(tmp_path: Path) -> None:
+    expected = {"files": "ulimit -n", "threads": "ulimit -u", "memory": "ulimit -v"}
+    for index, found in enumerate(run_processes(TWO, 2, str(tmp_path), devices=2)):
+        assert [each["kind"] for each in found] == [*expected]
+        for each in found:
+            assert (each["began"], each["steps"]) == ([False, True], [2])
+            assert f"saving step 1 to {tmp_path / each['kind']} failed" in each["said"]
+            assert each["said"].count(expected[each["kind"]]) == 1
+            assert ("on process 0" in each["said"]) == (index == 1)
 
 
 def test_metrics_of_a_save_that_met_a_limit_are_those_of_the_next_save_of_the_step(

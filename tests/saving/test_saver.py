@@ -242,8 +242,8 @@ def test_a_closed_checkpointer_reads_but_does_not_write(directory: Path) -> None
 
 
 def test_the_first_save_finds_out_that_the_directory_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
     ckpt = TorchaxCheckpointer(tmp_path / "file" / "run")
+    (tmp_path / "file").write_text("")
     with pytest.raises(DirectoryError, match="cannot create and write .*file/run"):
         ckpt.save(1, state=STATE)
     with pytest.raises(DirectoryError, match="expected a directory, found a file"):

@@ -419,6 +419,22 @@ def test_an_optimizer_that_was_not_attached_beside_the_model_is_missing(director
     assert caught.value.missing == ("optimizer",)
 
 
+def test_each_member_that_was_not_attached_beside_the_state_is_missing(directory: Path) -> None:
+    def built(*names: str) -> list[dict[str, Any]]:
+        models: dict[str, Any] = {name: mlp() for name in names}
+        return [models, {n: torch.optim.SGD(m.parameters(), lr=0.1) for n, m in models.items()}]
+
+    save_besides(directory, *built("generator", "critic"))
+    for fitting in (["generator", "critic"], ["critic"]):
+        assert resume(directory, *built(*fitting)) == 1
+    with pytest.raises(MismatchError, match=HOLDS) as caught:
+        resume(directory, *built("generator", "discriminator"))
+    assert caught.value.missing == ("model/discriminator", "optimizer/discriminator")
+    with pytest.raises(MismatchError, match=HOLDS) as caught:  # one model in place of several
+        resume(directory, model := mlp(), {"sgd": torch.optim.SGD(model.parameters(), lr=0.1)})
+    assert caught.value.missing == ("optimizer/sgd",)
+
+
 def test_a_step_that_does_not_say_what_was_attached_gives_one_warning(directory: Path) -> None:
     save_besides(directory)
     edit_json(directory / "1" / "manifest" / "data.json", lambda m: m.pop("attached"))

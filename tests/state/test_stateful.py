@@ -345,6 +345,26 @@ def test_a_loader_that_comes_back_at_the_end_of_its_epoch_is_warned_of(
     assert [len(list(fresh[name])) for name in ("first", "within", "ended")] == [0, 3, 4]
 
 
+class Unsized(StatefulDataLoader[Any]):
+    """Its sampler knows no length, and says so by an error of its own."""
+
+    def __len__(self) -> int:
+        raise RuntimeError("how long the epoch is depends on the buckets")
+
+
+def test_a_loader_whose_length_raises_resumes(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unsized() -> Any:
+        return Unsized(range(8), batch_size=2, collate_fn=list)
+
+    save(directory, dataloader=drawn_from(unsized(), 2))
+    fresh = unsized()
+    assert resume(directory, dataloader=fresh) == 1
+    assert list(iter(fresh)) == [[4, 5], [6, 7]]
+    assert "last batch" not in caplog.text
+
+
 def test_a_refused_restore_warns_of_no_end_of_an_epoch(
     directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

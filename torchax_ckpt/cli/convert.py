@@ -14,9 +14,10 @@ from torchax_ckpt.cli.step_arguments import (
     Json,
     RunOrStep,
     local_path,
+    output_path,
     parsed_size,
-    path_of,
     run_at,
+    run_to_write,
     step_named,
 )
 from torchax_ckpt.errors import DirectoryError
@@ -108,7 +109,7 @@ def export(
     *step, last = step_and_out
     if len(step) > 1:
         raise UsageError(f"export: expected [STEP] OUT, found {len(step_and_out)} arguments")
-    out = local_path(last)
+    out = output_path(last)
     if format is None:
         format = "pt" if out.suffix in _PICKLED else "safetensors"
     _require_consistent(out, format, max_shard_size, dtype, with_optimizer)
@@ -236,15 +237,23 @@ def import_(
     The command holds the directory's lease while it writes.
     """
     from torchax_ckpt.formats.dcp import is_dcp, open_optimizer
-    from torchax_ckpt.formats.importing import ImportedOptimizer, import_weights, open_files
+    from torchax_ckpt.formats.importing import (
+        ImportedOptimizer,
+        import_weights,
+        is_known,
+        open_files,
+    )
 
     for text in tie or ():
         if not all(text.partition("=")):
             raise UsageError(f"import: --tie: expected ALIAS=NAME, found {text!r}")
     tied = dict(text.partition("=")[::2] for text in tie or ())
-    source, run = local_path(weights), path_of(directory)
-    if not source.exists():
-        raise UsageError(f"{source}: no such file or directory")
+    source, run = local_path(weights), run_to_write(directory)
+    if not is_known(source):
+        found = "a directory without them" if source.is_dir() else "no such file or directory"
+        raise UsageError(
+            f"{source}: expected files of safetensors, torch.save or torch's DCP, found {found}"
+        )
     opened = open_files(source, at)
     moments = None
     if optimizer is not None:
@@ -256,7 +265,7 @@ def import_(
     except DirectoryError as error:  # the weights can be imported all the same
         output.note(f"imported without the model's config and tokenizer: {error}")
         assets = None
-    committed = import_weights(opened, run, ties=tied, assets=assets, optimizer=moments)
+    committed = import_weights(opened, run.path, ties=tied, assets=assets, optimizer=moments)
     num_bytes = sum(tensor.nbytes for tensor in opened.tensors.values())
     if as_json:
         output.print_json(

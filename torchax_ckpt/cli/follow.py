@@ -11,7 +11,7 @@ import typer
 from torchax_ckpt.cli import output
 from torchax_ckpt.cli.convert import At, CastTo, MaxShardSize
 from torchax_ckpt.cli.exit_codes import INTERRUPTED, OK, TERMINATED, UsageError
-from torchax_ckpt.cli.step_arguments import existing, parsed_size, path_of
+from torchax_ckpt.cli.step_arguments import existing, folder_path, parsed_size, path_of
 from torchax_ckpt.errors import DirectoryError, OutOfMemoryError
 from torchax_ckpt.publishing.folder_form import FolderForm, Format
 from torchax_ckpt.publishing.follower import Follower
@@ -70,7 +70,7 @@ def follow(
             text = "no step is due" if new is None else f"step {new.step}: published as {new.path}"
             output.print_line(text)
 
-    path, folder = path_of(run), path_of(out)
+    path, folder = path_of(run), folder_path(out)
     if once or location.is_bucket(path) or os.path.exists(path):
         existing(run)  # else it is a typo, or has not begun
     else:

@@ -14,8 +14,8 @@ from torchax_ckpt.cli.step_arguments import (
     Json,
     existing,
     parsed_secs,
-    path_of,
     run_at,
+    run_to_write,
     step_infos,
 )
 from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError, PolicyError
@@ -147,7 +147,7 @@ def copy(
 
     Holds the lease of the target directory during the copy.
     """
-    run = RunDirectory(path_of(target))
+    run = run_to_write(target)
     given = run_at(source)
     steps = given.candidates(None)
     if given.is_of_one_step and not given_step.tells_number(steps[0].path):

@@ -25,7 +25,7 @@ from torchax_ckpt.cli import output
 from torchax_ckpt.cli.exit_codes import OK, UsageError
 from torchax_ckpt.cli.output import duration, number, plain, size
 from torchax_ckpt.cli.show import steps_of, writer_of
-from torchax_ckpt.cli.step_arguments import Directory, Json, existing, local_path
+from torchax_ckpt.cli.step_arguments import Directory, Json, existing, output_path
 from torchax_ckpt.errors import DirectoryError
 from torchax_ckpt.runtime.user_messages import counted
 from torchax_ckpt.storage.medium import fsync, permissions
@@ -53,7 +53,7 @@ def report(
     Reads the events that the run's programs have recorded in the directory; a program may still be
     running. The page contains no script and loads nothing from the network.
     """
-    out = local_path(place)
+    out = output_path(place)
     _require_ours(out)
     run = existing(directory)
     now_secs = time.time()

@@ -16,6 +16,7 @@ from torchax_ckpt.cli.exit_codes import UsageError
 from torchax_ckpt.errors import DirectoryError
 from torchax_ckpt.policies.described import StepInfo
 from torchax_ckpt.policies.preservation import ranking
+from torchax_ckpt.storage.directory import given_step
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import location
@@ -47,7 +48,15 @@ _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 def existing(directory: str, *, read_only: bool = True) -> RunDirectory:
     """Returns the run in ``directory``; UsageError if it is none, such as one of a run's steps."""
-    run = run_at(directory, read_only=read_only)
+    run = run_at(directory, read_only=read_only, reads_step=False)
+    with as_usage_error():
+        run.require_run()
+    return run
+
+
+def run_to_write(directory: str) -> RunDirectory:
+    """Returns the run in ``directory``, which need not exist yet; UsageError as ``existing``."""
+    run = RunDirectory(folder_path(directory))
     with as_usage_error():
         run.require_run()
     return run
@@ -98,6 +107,26 @@ def path_of(text: str) -> epath.Path:
         return location.resolve(text)
 
 
+def folder_path(text: str) -> epath.Path:
+    """Returns the path or URL of a folder, which need not exist; UsageError for a file."""
+    path = path_of(text)
+    if os.path.lexists(path) and not os.path.isdir(path):
+        raise UsageError(f"{text}: is not a directory")
+    return path
+
+
+def output_path(text: str) -> Path:
+    """Returns the local path of a file or folder to write; UsageError within a run's steps."""
+    place = epath.Path(local_path(text))
+    step = given_step.of(place.parent if place.is_file() else place, list, is_marked=False)
+    if step is not None:
+        raise UsageError(
+            f"{text}: expected a path outside of the steps of a run, found {step}: give another "
+            "name, because a deletion of the step would delete what is written there"
+        )
+    return Path(place)
+
+
 def local_path(text: str) -> Path:
     """Returns the path on this host that an argument names, as it was given; else UsageError."""
     if location.is_bucket(path_of(text)):
@@ -108,12 +137,10 @@ def local_path(text: str) -> Path:
     return Path(text).expanduser()
 
 
-def run_at(directory: str, *, read_only: bool = True) -> RunDirectory:
+def run_at(directory: str, *, read_only: bool = True, reads_step: bool = True) -> RunDirectory:
     """Returns the run at a path, or, at the path of a step, its run with this step only."""
-    path = path_of(directory)
-    if os.path.lexists(path) and not os.path.isdir(path):
-        raise UsageError(f"{directory}: is not a directory")
-    run = RunDirectory(path, read_only=read_only)
+    path = folder_path(directory)
+    run = RunDirectory(path, read_only=read_only, reads_step=reads_step)
     if not (run.is_of_one_step or location.is_bucket(path) or location.exists(path)):
         raise UsageError(f"{directory}: no such directory")
     return run

@@ -67,7 +67,7 @@ def load_torch_state_dict(
       DirectoryError: the step cannot be read at the moment.
       UnsupportedLeafError: torch lacks the dtype of a weight.
     """
-    run = RunDirectory(directory, read_only=True)
+    run = RunDirectory(directory, read_only=True, reads_step=True)
     options = require_kind("options", options, CheckpointOptions)
     stored = StoredStep(run.candidates(step)[-1], options)
     weights = weights_at(stored, at)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -77,6 +78,40 @@ _METHODS = {
 }
 
 
+def _are_steps(steps: Any) -> bool:
+    """Returns whether ``steps`` are numbers; a container that cannot be iterated may be any."""
+    if isinstance(steps, range) or not isinstance(steps, Iterable):
+        return True
+    return not isinstance(steps, Iterator) and all(int(step) == step for step in steps)
+
+
+# The values that Orbax's policies take unchecked, what is expected of each, and its check.
+_VALUES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "n": ("an int or None", lambda n: n is None or operator.index(n) >= 0),
+    "interval": ("an int of at least 1", lambda n: n >= 1 and n % 1 == 0),
+    "interval_steps": ("an int of at least 1", lambda n: n >= 1 and n % 1 == 0),
+    "steps": ("a list, set or range of ints", _are_steps),
+}
+
+
+def _require_values(argument: str, policy: Any) -> None:
+    """Raises PolicyError for a value with which one of Orbax's policies fails or says no."""
+    if type(policy).__module__.partition(".")[0] != "orbax":
+        return
+    for attribute, value in vars(policy).items():
+        name = attribute.removeprefix("_").removesuffix("_set")  # CustomSteps has _steps_set
+        expected, fits = _VALUES.get(name, ("", lambda value: True))
+        try:
+            is_right = fits(value)
+        except (TypeError, ValueError):
+            is_right = False
+        if not is_right:
+            raise PolicyError(
+                f"{argument}: {type(policy).__name__}: {name}: expected {expected}, found "
+                f"{value!r:.80}"
+            )
+
+
 def require_policy(argument: str, policy: Any, method: str) -> None:
     """Raises PolicyError unless a policy, and each policy that it joins, has this method."""
     training = orbax.v1.training
@@ -84,6 +119,7 @@ def require_policy(argument: str, policy: Any, method: str) -> None:
     if isinstance(policy, (keeps.AnyPreservationPolicy, saves.AnySavePolicy)):
         for each in policy.policies:
             require_policy(argument, each, method)
+    _require_values(argument, policy)
     is_class = isinstance(policy, type) and inspect.isfunction(
         inspect.getattr_static(policy, method, None)
     )
@@ -154,8 +190,14 @@ def preserved(policy: Any, checkpoints: Sequence[Any], is_damaged: Sequence[bool
     context = orbax.v1.training.preservation_policies.PreservationContext()
 
     def keeps(some: Sequence[Any]) -> Sequence[bool]:
-        with root_logger_left_alone():  # Orbax's policies log
-            answer = list(policy.should_preserve(some, context=context))
+        try:
+            with root_logger_left_alone():  # Orbax's policies log
+                answer = list(policy.should_preserve(some, context=context))
+        except Exception as error:
+            raise PolicyError(
+                f"{type(policy).__name__}.should_preserve failed with {type(error).__name__}: "
+                f"{error}; nothing was deleted"
+            ) from error
         if len(answer) != len(some):
             raise PolicyError(
                 f"{type(policy).__name__}.should_preserve returned {counted(len(answer), 'value')} "

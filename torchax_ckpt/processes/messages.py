@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -85,6 +86,7 @@ def to_json(error: BaseException, index: int) -> bytes:
             "path": getattr(error, "path", None) if is_ours else None,
             "file": getattr(error, "file", None) if is_ours else None,
             "cause": type(cause).__name__,
+            "errno": getattr(error, "errno", None) if is_ours else None,
         }
     ).encode()
 
@@ -101,4 +103,7 @@ def from_json(message: bytes) -> CheckpointError:
     error.file = fields["file"]
     if isinstance(cause, type) and issubclass(cause, CheckpointError):
         error.__cause__ = cause(fields["message"])
+    elif (number := fields["errno"]) is not None:
+        text = f"{os.strerror(number)} on process {fields['process']}"
+        error.__cause__ = OSError(number, text)
     return error

@@ -177,7 +177,7 @@ def warm_start(
                 files = importing.open_files(path, at)
                 weights = FileWeights(files, options)
                 return start(weights, weights.module(converts), str(path), None)
-        run = RunDirectory(source, read_only=True)
+        run = RunDirectory(source, read_only=True, reads_step=True)
         history = RunHistory(run, processes)
 
         def start_from(committed: CommittedStep) -> RestoreReport:

@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any
 
 from torchax_ckpt import policies
-from torchax_ckpt.errors import AttachError, ClosedError, SaveError, StepError
+from torchax_ckpt.errors import AttachError, ClosedError, DirectoryError, SaveError, StepError
 from torchax_ckpt.formats.huggingface.model_files import ModelFiles
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.policies import preservation
@@ -125,7 +125,15 @@ class SaveCalls:
                 fetch_metrics = step_metrics.fetching(
                     pending, self._ranked, number, must_save=must_save
                 )
-            self._tiers.prepare(number)
+            try:
+                self._tiers.prepare(number)
+            except DirectoryError as error:
+                if self._is_alone or background.ending.is_set or not storage_errors.is_limit(error):
+                    raise
+                refusal.raise_error()
+                self._durable.saver.report(number, error)  # on all processes
+                self._loop.position = number
+                return False
             self._tiers.announce_new()
             if self._raises:  # the oldest failure, on all processes at the same step
                 with self._tiers.processes.round(f"raising failures before step {number}"):

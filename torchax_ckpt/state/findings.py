@@ -130,7 +130,8 @@ class Findings:
 
     def _remedy(self, call: Call, step: int | None) -> str:
         """Returns what helps: the one thing if the cause is plain, else the choices of the call."""
-        if self.state is not None and {"model", "optimizer"}.intersection(self.missing):
+        components = {name.partition("/")[0] for name in self.missing}
+        if self.state is not None and components & {"model", "optimizer"}:
             if call == "torch.restore":
                 return self.functional("dcp.load with torchax_ckpt.torch.StorageReader")
             return (

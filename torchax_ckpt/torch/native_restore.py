@@ -84,7 +84,7 @@ def restore(
     for name, value in objects.items():
         if hint := per_process_state.state_dict_hint(value):
             raise AttachError(f"{name}: expected an object, found {type_name(value)}{hint}")
-    directory = RunDirectory(run, read_only=True)
+    directory = RunDirectory(run, read_only=True, reads_step=True)
 
     def attempt(committed: CommittedStep) -> RestoreReport:
         # Tensors that are made in inference mode could not be trained.

@@ -68,7 +68,7 @@ class StorageReader(dcp.StorageReader):
         step: int | None = None,
         prefix: str | Mapping[str, str] = "",
     ) -> None:
-        self._run = RunDirectory(run, read_only=True)
+        self._run = RunDirectory(run, read_only=True, reads_step=True)
         self._step, self._prefix = step, prefix
         self._told: set[str] = set()  # components that a warning about other ranks may have named
         self.reset()

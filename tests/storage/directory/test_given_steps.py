@@ -28,7 +28,7 @@ from torchax_ckpt import (
     load_torch_state_dict,
     warm_start,
 )
-from torchax_ckpt.cli.exit_codes import USAGE
+from torchax_ckpt.cli.exit_codes import UNAVAILABLE, USAGE
 from torchax_ckpt.errors import CorruptCheckpointError, DirectoryError, StepNotFoundError
 from torchax_ckpt.publishing.folder_form import FolderForm
 from torchax_ckpt.publishing.follower import Follower
@@ -172,12 +172,81 @@ def test_no_run_is_started_in_a_step(
     if given in (moved, linked):  # the step does not store its number
         assert "found 'best'. Rename it" in run("copy", path, tmp_path / "new", code=USAGE)
     else:
-        assert re.search(
-            f"{re.escape(said)}|nothing was copied", run("copy", directory, path, code=3)
-        )
+        assert said in run("copy", directory, path, code=USAGE)
     assert sorted(tmp_path.rglob("*")) == before
     TorchaxCheckpointer(directory / "eval").close()  # no step's name
     TorchaxCheckpointer(tmp_path / "2026").close()  # beside no step
+
+
+READING = [
+    *("show PATH", "verify PATH --read-only", "diff PATH run", "copy PATH new"),
+    "export PATH out.safetensors",
+]
+NEEDING_A_RUN = [
+    *("ls PATH", "ls PATH --json", "plan --run PATH", "report PATH new.html"),
+    *("prune PATH --policy LatestN(1)", "follow PATH out --once", "follow run PATH --once"),
+    *("prune PATH --abandoned --delete", "import weights.safetensors PATH", "copy run PATH"),
+]
+WRITING = ["report run PATH", "export run PATH"]
+
+
+@pytest.mark.parametrize("command", [*READING, *NEEDING_A_RUN, *WRITING])
+def test_each_command_refuses_a_wrong_place_with_the_code_of_wrong_usage(
+    command: str, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(directory, mlp(), step=3)
+    monkeypatch.chdir(tmp_path)
+    run("export", "run", "weights.safetensors")
+    before = sorted(tmp_path.rglob("*"))
+    for place in ("weights.safetensors", "run/7", "run/3", "run/3/state"):
+        words = [place if word == "PATH" else word for word in command.split()]
+        if command in READING and place.startswith("run/3"):
+            run(*words)
+            for new in (tmp_path / "new", tmp_path / "out.safetensors"):
+                shutil.rmtree(new) if new.is_dir() else new.unlink(missing_ok=True)
+            continue
+        exists_already = command in WRITING and place == "weights.safetensors"
+        said = run(*words, code=UNAVAILABLE if exists_already else USAGE)
+        assert re.search("is not a dir|expected|no checkpoint at|exists already", said), said
+        assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # of DCP, in one process
+@pytest.mark.parametrize("read", READERS)
+def test_readers_read_the_step_that_they_are_given_although_it_has_a_run_inside(
+    read: Callable[..., Any],
+    three: dict[int, Any],
+    directory: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    shutil.copytree(directory / "1", directory / "2" / "5")
+    (tmp_path / "link").symlink_to(directory / "2")
+    for path in (directory / "2", tmp_path / "link"):
+        caplog.clear()
+        assert content(read(path)) == three[2]
+        (told,) = (r.getMessage() for r in caplog.records if r.levelno == logging.WARNING)
+        said = "reading this step, and none of the steps 5 of another run inside, which a deletion"
+        assert told.startswith(f"{path}: {said}")
+    with pytest.raises((StepNotFoundError, dcp.api.CheckpointException), match="there are: 2"):
+        read(directory / "2", step=5)
+    assert content(read(directory / "2" / "5")) == three[1]
+    shutil.copytree(directory, tmp_path / "inner")
+    (tmp_path / "inner").rename(directory / "2" / "inner")  # a run of its own, in a step's folder
+    assert content(read(directory / "2" / "inner")) == three[3]
+
+
+def test_commands_read_the_step_that_they_are_given_although_it_has_a_run_inside(
+    directory: Path, tmp_path: Path
+) -> None:
+    save(directory, mlp(), step=2)
+    shutil.copytree(directory / "2", tmp_path / "5")
+    (tmp_path / "5").rename(directory / "2" / "5")
+    path = directory / "2"
+    assert [step["step"] for step in run_json("ls", path)["steps"]] == [5]
+    assert run_json("show", path)["step"] == 2
+    assert [step["step"] for step in run_json("verify", path, "--read-only")["steps"]] == [2]
+    assert run_json("copy", path, tmp_path / "new")["steps"] == [2]
 
 
 def test_a_run_that_was_started_in_a_step_goes_on_and_is_told_how_to_get_out(

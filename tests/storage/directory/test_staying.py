@@ -16,8 +16,11 @@ import numpy as np
 import pytest
 from support.compare import entries
 from support.processes import run_processes
+from typer.testing import CliRunner
 
 from torchax_ckpt import LocalTier, TorchaxCheckpointer, policies
+from torchax_ckpt.cli import exit_codes
+from torchax_ckpt.cli.app import app
 from torchax_ckpt.errors import DirectoryError
 
 ALWAYS = policies.FixedIntervalPolicy(1)
@@ -153,6 +156,45 @@ def test_a_local_tier_says_what_helps_there(
         assert text.startswith(f"{directory}: steps 1 can be neither")
         assert text.endswith("Give LocalTier a folder on a disk of its own")
         assert ckpt.all_steps("local") == [1, 3]
+
+
+def test_a_step_whose_rename_failed_once_is_deleted_after_the_next_save(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rename, failures = os.rename, [OSError(errno.EIO, os.strerror(errno.EIO))]
+
+    def failing(source: Any, target: Any, **kwargs: Any) -> None:
+        if Path(source) == directory / "1" and failures:
+            raise failures.pop()
+        rename(source, target, **kwargs)
+
+    monkeypatch.setattr(os, "rename", failing)
+    with TorchaxCheckpointer(directory, preservation_policy=KEEP_ONE) as ckpt:
+        save(ckpt, 1, 2)
+        assert ckpt.all_steps() == [1, 2]
+        save(ckpt, 3)
+        assert ckpt.all_steps() == [3]
+    (text,) = said(caplog)
+    assert "bytes stay. The next save tries again. The medium reports an I/O error" in text
+    assert "overlayfs" not in text
+
+
+def test_prune_deletes_the_others_and_says_what_stays(
+    directory: Path, refuse: Refuse, caplog: pytest.LogCaptureFixture
+) -> None:
+    with TorchaxCheckpointer(directory, preservation_policy=KEEP_ALL) as ckpt:
+        save(ckpt, 2, 3)
+        refuse()
+        save(ckpt, 4, 5)
+    before, words = files(directory, 2, 3), ("prune", directory, "--policy", "LatestN(1)")
+    told = CliRunner().invoke(app, [*map(str, words), "--delete", "--json"])
+    assert told.exit_code == exit_codes.UNAVAILABLE
+    found = json.loads(told.stdout)
+    assert (found["deleted"], found["kept"]) == ([4], [2, 3, 5])
+    (text,) = said(caplog)
+    assert text.startswith(f"{directory}: steps 2, 3 can be neither deleted nor set aside")
+    assert files(directory, 2, 3) == before
+    assert entries(directory) == {"2", "3", "5"}
 
 
 def test_a_leftover_that_cannot_be_removed_stops_no_save(

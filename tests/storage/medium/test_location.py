@@ -53,6 +53,8 @@ NO_PATHS = {
     "a\0b": "remove the character",
     os.fsdecode(b"l\xe4ufe"): r"found 'l\udce4ufe', whose bytes are not UTF-8",
     "dangling/run": "the symbolic link",
+    "file/run": "found one that cannot: Not a directory",
+    "x" * 300: "found one that cannot: File name too long",
 }
 FORM = FolderForm(format="safetensors")
 
@@ -108,6 +110,7 @@ def test_every_door_refuses_what_is_no_path_and_creates_nothing(
     Path("run").mkdir()
     Path("weights").mkdir()
     Path("dangling").symlink_to("nowhere")
+    Path("file").touch()
     before = sorted(tmp_path.rglob("*"))
     for path, said in NO_PATHS.items():
         if " PATH " in f" {door} " and "\0" in path:
@@ -139,6 +142,18 @@ def test_paths_are_made_absolute_but_for_links(
     }.items():
         assert location.resolve(given) == epath.Path(tmp_path / found)
     assert str(location.resolve("gs://bucket//a b/%20?#[x]*\\")) == "gs://bucket/a b/%20?#[x]*\\"
+
+
+def test_a_relative_path_without_a_working_directory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(DirectoryError, match=r"^run: expected an absolute path, because the work"):
+        TorchaxCheckpointer("run")
+    assert "run: expected an absolute path" in run("ls", "run", code=USAGE)
+    TorchaxCheckpointer(tmp_path / "run").close()
 
 
 def content(state: Any) -> dict[str, Any]:

@@ -26,13 +26,18 @@ _OF_A_RUN = ("[0-9]*", "*-[0-9]*", "events", "run", "unchanged")
 
 
 def of(
-    path: epath.Path, steps: Callable[[], list[CommittedStep]], *, is_marked: bool
+    path: epath.Path,
+    steps: Callable[[], list[CommittedStep]],
+    *,
+    is_marked: bool,
+    reads_step: bool = False,
 ) -> epath.Path | None:
     """Returns the step that a directory is or lies in, or that it would be; None for a run.
 
     ``steps`` lists the steps in the directory. If there are some, it is a run that was started in a
-    step; a warning then says how to get it out. ``is_marked`` says whether a bucket has a commit
-    mark there. Raises DirectoryError for a file.
+    step; a warning then says how to get it out. With ``reads_step``, the directory names the step
+    all the same. ``is_marked`` says whether a bucket has a commit mark there. Raises
+    DirectoryError for a file.
     """
     is_there, step = path.exists(), path if is_marked else None
     if is_there and not path.is_dir():
@@ -42,8 +47,9 @@ def of(
         place = location.real(path)  # also a folder in a step, such as its state
         step = next(filter(commit_record.is_step, (place, *place.parents)), None)
     if step is not None and (inside := steps()):
-        _warn_of_steps_inside(path, step, inside)
-        return None
+        names_step = reads_step and step == location.real(path)
+        _warn_of_steps_inside(path, step, inside, names_step=names_step)
+        return step if names_step else None
     return path if step is None and _would_be_a_step(path, is_there=is_there) else step
 
 
@@ -83,18 +89,19 @@ def _would_be_a_step(path: epath.Path, *, is_there: bool) -> bool:
 
 
 def _warn_of_steps_inside(
-    path: epath.Path, step: epath.Path, steps: Sequence[CommittedStep]
+    path: epath.Path, step: epath.Path, steps: Sequence[CommittedStep], *, names_step: bool
 ) -> None:
     """Says how to get a run out of a step, which would be deleted with it."""
     new = f"{step.parent}-{step.name}"
     there = [child.name for child in path.iterdir()]
     moved = [p for p in _OF_A_RUN if p == _OF_A_RUN[0] or fnmatch.filter(there, p)]
     logger.warning(
-        "%s: expected the directory of a run, found a step, %s, with the steps %s of another run "
-        "inside, which a deletion of the step would delete. End the programs that write there, "
-        "then give that run a directory of its own: %s %s %s/",
+        "%s: %s the steps %s of another run inside, which a deletion of the step would delete. End "
+        "the programs that write there, then give that run a directory of its own: %s %s %s/",
         path,
-        step,
+        "reading this step, and none of"
+        if names_step
+        else f"expected the directory of a run, found a step, {step}, with",
         ", ".join(map(str, sorted({s.step for s in steps})[-5:])),
         "gcloud storage mv" if location.is_bucket(path) else f"mkdir {shlex.quote(new)} && mv",
         " ".join(f"{shlex.quote(str(path))}/{pattern}" for pattern in moved),

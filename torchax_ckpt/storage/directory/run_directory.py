@@ -97,13 +97,19 @@ def _warn_of_lost_tier(path: epath.Path, said: str) -> None:
 class RunDirectory:
     """The directory of one run: a local path, or ``gs://bucket/prefix``.
 
-    If ``directory`` is a step, this is its run, of which only that step is seen. ``durable`` is,
-    for a local tier, the run's durable directory. Raises DirectoryError if ``directory`` cannot be
-    used; a bucket need not grant permission to write if ``read_only``.
+    If ``directory`` is a step, this is its run, of which only that step is seen; a step in which a
+    run was started is that run, unless ``reads_step``. ``durable`` is, for a local tier, the run's
+    durable directory. Raises DirectoryError if ``directory`` cannot be used; a bucket need not
+    grant permission to write if ``read_only``.
     """
 
     def __init__(
-        self, directory: Any, *, read_only: bool = False, durable: RunDirectory | None = None
+        self,
+        directory: Any,
+        *,
+        read_only: bool = False,
+        reads_step: bool = False,
+        durable: RunDirectory | None = None,
     ) -> None:
         self._durable = durable
         self.path = location.resolve(directory)
@@ -114,8 +120,9 @@ class RunDirectory:
             name, for_writing = commit_record.MARK, not read_only
             is_marked = bucket.check(self.path, for_writing=for_writing, name=name)
         with self._translated("read"):
-            # The step that was given in place of its run.
-            self._step = given_step.of(self.path, self._visible, is_marked=is_marked)
+            self._step = given_step.of(
+                self.path, self._visible, is_marked=is_marked, reads_step=reads_step
+            )
         if self._step is not None:
             self.path = self._step.parent
         self._summaries = Summaries(is_spare=durable is not None)

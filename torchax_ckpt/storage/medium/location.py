@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import importlib.util
 import os
@@ -78,7 +79,13 @@ def _in_bucket(url: str) -> epath.Path:
 
 
 def _on_this_host(given: str) -> epath.Path:
-    text = _text(os.fspath(pathlib.Path(os.path.expanduser(given)).absolute()))
+    try:
+        text = _text(os.fspath(pathlib.Path(os.path.expanduser(given)).absolute()))
+    except FileNotFoundError:
+        raise DirectoryError(
+            f"{given}: expected an absolute path, because the working directory of this process "
+            "does not exist any more, found a relative one"
+        ) from None
     path = epath.Path(os.fsdecode(text.encode()))
     if ".." in path.parts or text.startswith("//"):  # TensorStore refuses both
         path = epath.Path("/" + os.path.realpath(path).lstrip("/"))
@@ -90,6 +97,15 @@ def _on_this_host(given: str) -> epath.Path:
                 "create what the link leads to, or remove the link",
                 path=path,
             )
+    try:
+        os.stat(path)
+    except OSError as error:
+        if error.errno in (errno.ENOTDIR, errno.ENAMETOOLONG):
+            raise DirectoryError(
+                f"{path}: expected a path that can exist, found one that cannot: {error.strerror}. "
+                "Give another path",
+                path=path,
+            ) from None
     return path
 
 

@@ -121,7 +121,8 @@ def root_cause(error: BaseException) -> BaseException:
                 return link
             continue  # its cause is what storage reported
         is_client = type(link).__module__.partition(".")[0] in _CLIENTS
-        if isinstance(link, OSError) or is_client or _status(link) is not None:
+        is_of_system = isinstance(link, OSError) or _errno(link) is not None
+        if is_of_system or is_client or _status(link) is not None:
             return link
     return error
 
@@ -247,6 +248,9 @@ def translated(action: str, directory: epath.Path) -> Iterator[None]:
         if not isinstance(error, OSError) and not is_unavailable(error):
             raise
         what_to_do = advice(error, directory) or _NO_ADVICE
-        raise DirectoryError(
+        failure = DirectoryError(
             f"cannot {action} {directory}: {said(error)}. {what_to_do}", path=directory
-        ) from error
+        )
+        if is_limit(error):
+            failure.errno = _errno(error)  # so that other processes learn it
+        raise failure from error
