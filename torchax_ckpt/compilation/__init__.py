@@ -1,0 +1,1 @@
+"""What JAX compiles, kept for the next start."""
