@@ -47,6 +47,37 @@ def test_what_the_user_has_set_stays(tmp_path: Path) -> None:
     assert any(own.iterdir())  # JAX's own folder gets the small programs too
 
 
+TRAVELS = """
+import sys
+import torchax_ckpt
+from torchax_ckpt.runtime import save_in_flight
+
+for _ in range(2):
+    torchax_ckpt.compilation_cache(travels_with=sys.argv[1])
+print(len(save_in_flight.on_durable))
+"""
+
+
+def test_a_cell_of_a_notebook_may_run_twice(tmp_path: Path) -> None:
+    env = {"XDG_CACHE_HOME": str(tmp_path)}
+    result = run_python(TRAVELS, str(tmp_path / "file"), env=env, fresh=True)
+    assert (result.stdout, result.stderr) == ("1\n", "")
+
+
+def test_jaxs_own_cache_in_a_bucket_travels_without_us(tmp_path: Path) -> None:
+    env = {"XDG_CACHE_HOME": str(tmp_path), "JAX_COMPILATION_CACHE_DIR": "gs://bucket/own"}
+    result = run_python(TRAVELS, str(tmp_path / "file"), env=env, fresh=True)
+    assert result.stdout == "0\n"
+    assert "in gs:/bucket/own, so they travel without" in result.stderr
+
+
+@pytest.mark.parametrize("place", ["s3://bucket/programs", ""])
+def test_what_can_be_no_file_is_refused(place: str, tmp_path: Path) -> None:
+    with pytest.raises(DirectoryError, match=r"s3://|empty"):
+        compilation_cache(tmp_path / "programs", travels_with=place)
+    assert not os.listdir(tmp_path)
+
+
 REFUSED = {
     "link": "found a link or a file",
     "file": "cannot be created: File exists",
