@@ -47,6 +47,28 @@ def test_what_the_user_has_set_stays(tmp_path: Path) -> None:
     assert any(own.iterdir())  # JAX's own folder gets the small programs too
 
 
+MIXED = """
+import sys, warnings
+warnings.simplefilter("error")
+import jax, jax.numpy as jnp
+import torchax_ckpt
+
+jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+if sys.argv[2] == "without a limit":
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+else:
+    torchax_ckpt.compilation_cache()
+jax.jit(lambda x: x + float(len(sys.argv[2])))(jnp.arange(5))
+"""
+
+
+def test_a_cache_that_had_no_limit_can_get_one(tmp_path: Path) -> None:
+    for how in ("without a limit", "with one"):
+        before = len(os.listdir(tmp_path))
+        run_python(MIXED, str(tmp_path), how, fresh=True)
+        assert len(os.listdir(tmp_path)) > before
+
+
 TRAVELS = """
 import sys
 import torchax_ckpt

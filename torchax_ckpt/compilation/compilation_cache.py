@@ -84,6 +84,8 @@ def compilation_cache(
         logger.warning("JAX keeps compiled programs in %s already, so not in %s", used, path)
     else:
         logger.info("compiled programs are kept in %s", used)
+    if _MAX_SIZE in unset:  # the user's own folder may be one that had no limit before
+        packed_programs.complete(used, packed_programs.programs_in(used))
     if place is not None and not location.is_bucket(getattr(jax.config, _FOLDER)):
         packed_programs.travel(used, place)
     elif place is not None:
