@@ -32,6 +32,7 @@ ROOMS: dict[str, set[str]] = {
     "storage/directory": {JAX},
     "storage/arrays": {JAX},
     "storage/writing": {JAX},
+    "compilation": {JAX},
     "stored": set(),
     "formats": {TORCH},
     "telemetry": {JAX},

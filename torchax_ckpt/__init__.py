@@ -11,9 +11,9 @@ from torchax_ckpt.runtime.lazily import attributes
 if TYPE_CHECKING:
     from torchax_ckpt import planning, policies
     from torchax_ckpt.checkpointer import TorchaxCheckpointer
+    from torchax_ckpt.compilation.compilation_cache import compilation_cache
     from torchax_ckpt.formats.state_dict import load_torch_state_dict
     from torchax_ckpt.restoring.warm_start import warm_start
-    from torchax_ckpt.runtime.compilation_cache import compilation_cache
     from torchax_ckpt.state.findings import RestoreReport
     from torchax_ckpt.state.random_state import RandomState
     from torchax_ckpt.telemetry.events import Event
@@ -44,7 +44,7 @@ _LAZY = {
     "RestoreReport": "state.findings",
     "Stats": "telemetry.stats",
     "TorchaxCheckpointer": "checkpointer",
-    "compilation_cache": "runtime.compilation_cache",
+    "compilation_cache": "compilation.compilation_cache",
     "load_torch_state_dict": "formats.state_dict",
     "planning": "planning",
     "policies": "policies",

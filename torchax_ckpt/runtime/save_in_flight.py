@@ -17,6 +17,9 @@ from torchax_ckpt.runtime.user_messages import fields
 
 logger = logging.getLogger(__name__)
 
+# Called on the thread of a save once its step is durable. They neither wait nor raise.
+on_durable: list[Callable[[], None]] = []
+
 
 @dataclasses.dataclass(frozen=True)
 class SaveCost:

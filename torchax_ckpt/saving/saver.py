@@ -30,7 +30,7 @@ from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.processes.call_log import Call, Kind
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.runtime import background, progress
-from torchax_ckpt.runtime.save_in_flight import FailureLog, SaveCost, SaveInFlight
+from torchax_ckpt.runtime.save_in_flight import FailureLog, SaveCost, SaveInFlight, on_durable
 from torchax_ckpt.runtime.user_messages import counted, fields
 from torchax_ckpt.saving.preserving import Preserving
 from torchax_ckpt.saving.unchanged.reuse import Reuse
@@ -288,6 +288,8 @@ class Saver:
                 self._unlogged.clear()
             steps = self._history.branches.committed
             self._telemetry.durable(cost, self._writer.reused_bytes, steps)
+            for notify in on_durable:
+                notify()
             self._tidy(durable, call)
             self.finished.append(cost)
         finally:

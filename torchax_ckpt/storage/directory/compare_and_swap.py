@@ -29,7 +29,7 @@ import fsspec
 
 from torchax_ckpt.storage.medium import bucket, fsync, location, permissions
 
-# The most bytes that are read of a record; no valid record is so long.
+# The most bytes that are read of a local record; no valid record is so long.
 _MAX_BYTES = 1 << 16
 _CLOSED = -1
 # The body of an upload in parts: metadata, of which there is none, and the content of a record.
@@ -58,8 +58,8 @@ class Seen:
 
 
 class _LocalRecord:
-    def __init__(self, path: pathlib.Path) -> None:
-        self._path = path
+    def __init__(self, path: pathlib.Path, max_bytes: int, mode: int) -> None:
+        self._path, self._max_bytes, self._mode = path, max_bytes, mode
         # Kept open to distinguish a removed directory from a removed record.
         self._directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
 
@@ -70,7 +70,7 @@ class _LocalRecord:
             if kind not in (stat.S_IFREG, stat.S_IFDIR):
                 return Seen(b"", kind)  # opening a pipe would block, and a link may lead elsewhere
             with open(self._path, "rb") as file:
-                content = file.read(_MAX_BYTES)
+                content = file.read(self._max_bytes)
         except FileNotFoundError:
             return None
         return Seen(content, content)
@@ -79,7 +79,7 @@ class _LocalRecord:
         """Replaces the record ``seen``, or creates it if None; Conflict if ``seen`` has changed."""
         name = f"{self._path.name}-{uuid.uuid4().hex}{permissions.DRAFT_SUFFIX}"
         draft = self._path.with_name(name)
-        permissions.write_file(draft, content)
+        permissions.write_file(draft, content, self._mode)
         try:
             fsync.sync(draft)
             with self._locked():
@@ -206,8 +206,11 @@ AtomicRecord = _LocalRecord | _BucketRecord
 """A small record at one path or URL, which programs replace by compare-and-swap."""
 
 
-def record_at(path: Any) -> AtomicRecord:
-    """Returns the record at a local path, whose directory must exist, or at a ``gs://`` URL."""
+def record_at(path: Any, *, max_bytes: int = _MAX_BYTES, mode: int = 0o664) -> AtomicRecord:
+    """Returns the record at a local path, whose directory must exist, or at a ``gs://`` URL.
+
+    Of a local record, at most ``max_bytes`` are read; a new one has this mode, less the umask.
+    """
     if location.is_bucket(path):
         return _BucketRecord(str(path))
-    return _LocalRecord(pathlib.Path(path))
+    return _LocalRecord(pathlib.Path(path), max_bytes, mode)

@@ -57,9 +57,9 @@ def make_folder(path: epath.Path) -> None:
             fsync.sync(parent)
 
 
-def write_file(path: pathlib.Path, content: bytes) -> None:
+def write_file(path: pathlib.Path, content: bytes, mode: int = 0o664) -> None:
     """Creates a new file that is never writable by everybody; follows no link of this name."""
-    with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o664)) as file:
+    with open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
         file.write(content)
 
 

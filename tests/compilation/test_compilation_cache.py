@@ -47,6 +47,59 @@ def test_what_the_user_has_set_stays(tmp_path: Path) -> None:
     assert any(own.iterdir())  # JAX's own folder gets the small programs too
 
 
+MIXED = """
+import sys, warnings
+warnings.simplefilter("error")
+import jax, jax.numpy as jnp
+import torchax_ckpt
+
+jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+if sys.argv[2] == "without a limit":
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+else:
+    torchax_ckpt.compilation_cache()
+jax.jit(lambda x: x + float(len(sys.argv[2])))(jnp.arange(5))
+"""
+
+
+def test_a_cache_that_had_no_limit_can_get_one(tmp_path: Path) -> None:
+    for how in ("without a limit", "with one"):
+        before = len(os.listdir(tmp_path))
+        run_python(MIXED, str(tmp_path), how, fresh=True)
+        assert len(os.listdir(tmp_path)) > before
+
+
+TRAVELS = """
+import sys
+import torchax_ckpt
+from torchax_ckpt.runtime import save_in_flight
+
+for _ in range(2):
+    torchax_ckpt.compilation_cache(travels_with=sys.argv[1])
+print(len(save_in_flight.on_durable))
+"""
+
+
+def test_a_cell_of_a_notebook_may_run_twice(tmp_path: Path) -> None:
+    env = {"XDG_CACHE_HOME": str(tmp_path)}
+    result = run_python(TRAVELS, str(tmp_path / "file"), env=env, fresh=True)
+    assert (result.stdout, result.stderr) == ("1\n", "")
+
+
+def test_jaxs_own_cache_in_a_bucket_travels_without_us(tmp_path: Path) -> None:
+    env = {"XDG_CACHE_HOME": str(tmp_path), "JAX_COMPILATION_CACHE_DIR": "gs://bucket/own"}
+    result = run_python(TRAVELS, str(tmp_path / "file"), env=env, fresh=True)
+    assert result.stdout == "0\n"
+    assert "in gs:/bucket/own, so they travel without" in result.stderr
+
+
+@pytest.mark.parametrize("place", ["s3://bucket/programs", ""])
+def test_what_can_be_no_file_is_refused(place: str, tmp_path: Path) -> None:
+    with pytest.raises(DirectoryError, match=r"s3://|empty"):
+        compilation_cache(tmp_path / "programs", travels_with=place)
+    assert not os.listdir(tmp_path)
+
+
 REFUSED = {
     "link": "found a link or a file",
     "file": "cannot be created: File exists",

@@ -13,21 +13,32 @@ from pathlib import Path
 
 import jax
 
+from torchax_ckpt.compilation import packed_programs
 from torchax_ckpt.errors import DirectoryError
+from torchax_ckpt.storage.medium import location
 
 logger = logging.getLogger(__name__)
 
-_FOLDER, _MIN_SECS, _MAX_SIZE = (
+_FOLDER, _MIN_SECS, _MAX_SIZE, _XLA_CACHES = (
     "jax_compilation_cache_dir",
     "jax_persistent_cache_min_compile_time_secs",
     "jax_compilation_cache_max_size",
+    "jax_persistent_cache_enable_xla_caches",
 )
 # What these are if nobody has set them.
-_DEFAULTS = {_FOLDER: None, _MIN_SECS: 1.0, _MAX_SIZE: -1}
+_DEFAULTS = {
+    _FOLDER: None,
+    _MIN_SECS: 1.0,
+    _MAX_SIZE: -1,
+    _XLA_CACHES: "xla_gpu_per_fusion_autotune_cache_dir",
+}
 
 
 def compilation_cache(
-    folder: str | os.PathLike[str] | None = None, *, max_bytes: int = 4 << 30
+    folder: str | os.PathLike[str] | None = None,
+    *,
+    travels_with: str | os.PathLike[str] | None = None,
+    max_bytes: int = 4 << 30,
 ) -> Path:
     """Has JAX keep compiled programs on this machine, and take them from there after a restart.
 
@@ -35,12 +46,17 @@ def compilation_cache(
     called before anything is compiled; it also works later, unless JAX has opened a cache by then.
     On several processes, JAX lets process 0 alone write, and each process read.
 
-    Whoever can write to the folder can have a program that uses the cache run any code. So the
-    folder must belong to the user alone. Do not share it, and do not put it into a run's directory.
+    Whoever can write to the folder, or to the file that ``travels_with`` names, can have a program
+    that uses the cache run any code. So both must belong to the user alone. Do not share them, and
+    do not put them into a run's directory.
 
     Args:
       folder: a local path; it is created if it does not exist, with mode 0700. The default is
         ``torchax_ckpt/programs`` in ``XDG_CACHE_HOME``, or in ``~/.cache``.
+      travels_with: one file, a path on another disk or ``gs://bucket/name``, for a machine whose
+        disk ends with the session. Its programs, at most 1 GiB, are fetched now, which takes at
+        most a minute. After a durable save, a thread adds what was compiled since; machines that
+        write at the same time add to each other's. What goes wrong is logged as a warning.
       max_bytes: JAX deletes the programs that were not used for the longest time above that.
 
     Returns:
@@ -48,11 +64,14 @@ def compilation_cache(
 
     Raises:
       DirectoryError: the folder is a URL, a link, or no folder; it belongs to somebody else, or
-        others may enter it; or it cannot be created.
+        others may enter it; or it cannot be created. ``travels_with`` is no path or ``gs://`` URL.
     """
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    place = None if travels_with is None else location.resolve(travels_with)
     path = _private(Path(home, "torchax_ckpt", "programs") if folder is None else folder)
     wanted = {_FOLDER: str(path), _MIN_SECS: 0.0, _MAX_SIZE: max_bytes}
+    if place is not None:  # the path of XLA's own caches, for GPUs, would be part of JAX's keys
+        wanted[_XLA_CACHES] = "none"
     unset = {
         name: value
         for name, value in wanted.items()
@@ -65,6 +84,12 @@ def compilation_cache(
         logger.warning("JAX keeps compiled programs in %s already, so not in %s", used, path)
     else:
         logger.info("compiled programs are kept in %s", used)
+    if _MAX_SIZE in unset:  # the user's own folder may be one that had no limit before
+        packed_programs.complete(used, packed_programs.programs_in(used))
+    if place is not None and not location.is_bucket(getattr(jax.config, _FOLDER)):
+        packed_programs.travel(used, place)
+    elif place is not None:
+        logger.warning("JAX keeps compiled programs in %s, so they travel without %s", used, place)
     return used
 
 

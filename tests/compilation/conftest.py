@@ -1,0 +1,23 @@
+"""Fixtures of the tests of compiled programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from torchax_ckpt.compilation import packed_programs
+from torchax_ckpt.runtime import save_in_flight
+
+
+@pytest.fixture(autouse=True)
+def _no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_programs, "_SETTLE_SECS", 0.01)
+
+
+@pytest.fixture
+def listening() -> Iterator[None]:
+    """Ends the listening that a test begins."""
+    before = [*save_in_flight.on_durable]
+    yield
+    save_in_flight.on_durable[:] = before

@@ -1,0 +1,1 @@
+"""What JAX compiles, kept on this machine and carried to the next."""
