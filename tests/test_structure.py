@@ -45,7 +45,7 @@ ROOMS: dict[str, set[str]] = {
     "integrations": {TOP, TORCH, JAX},
 }
 MAX_FILES, MAX_FILES_AT_THE_TOP, MAX_LINES = 13, 6, 500
-MAX_LINES_OF = {"checkpointer.py": 600, "run_directory.py": 515}
+MAX_LINES_OF = {"checkpointer.py": 600, "run_directory.py": 520}
 # Such a file makes a reader open a second file to understand the first.
 MAX_FILES_THAT_ONE_OTHER_IMPORTS = 28
 

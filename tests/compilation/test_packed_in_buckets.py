@@ -15,7 +15,8 @@ from support.waiting import wait_until
 from torchax_ckpt.compilation import packed_programs
 from torchax_ckpt.runtime import save_in_flight
 
-pytest_plugins = ("gcs_fixtures",)
+pytest_plugins = ("gcs_fixtures", "support.travelling_fixtures")
+pytestmark = pytest.mark.usefixtures("no_patience")
 
 
 def test_the_next_machine_compiles_nothing_even_after_a_kill(

@@ -27,6 +27,9 @@ from support.travelling import (
 from torchax_ckpt.compilation import packed_programs
 from torchax_ckpt.compilation.packed_programs import pack, unpack
 
+pytest_plugins = ("support.travelling_fixtures",)
+pytestmark = pytest.mark.usefixtures("no_patience")
+
 
 def test_the_next_machine_compiles_nothing_even_after_a_kill(tmp_path: Path) -> None:
     place = tmp_path / "disk" / "programs.zip"

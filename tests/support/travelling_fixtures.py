@@ -1,4 +1,4 @@
-"""Fixtures of the tests of compiled programs."""
+"""Fixtures of the tests of compiled programs; see ``pytest_plugins`` there."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torchax_ckpt.compilation import packed_programs
 from torchax_ckpt.runtime import save_in_flight
 
 
-@pytest.fixture(autouse=True)
-def _no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_programs, "_SETTLE_SECS", 0.01)
 
 
