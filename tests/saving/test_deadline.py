@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from support.group import Group
+from support.processes import Running
 from support.training import mlp
 from support.waiting import T0, Clock, wait_until
 
@@ -30,15 +31,9 @@ EXIT_CODE = 143
 IMPORTED_AT = time.time()
 
 
-class Time(Clock):
-    """What a module has as ``time``: a clock that only ``sleep`` turns, of all processes alike."""
-
-    time = monotonic = Clock.__call__
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Time:
-    monkeypatch.setattr(deadline, "time", made := Time())
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    monkeypatch.setattr(deadline, "time", made := Clock())
     return made
 
 
@@ -49,7 +44,7 @@ def ckpt(directory: Path) -> Iterator[TorchaxCheckpointer]:
         yield made
 
 
-def train(ckpt: TorchaxCheckpointer, clock: Time, total: int = 100, until: Any = END) -> list[int]:
+def train(ckpt: TorchaxCheckpointer, clock: Clock, total: int = 100, until: Any = END) -> list[int]:
     """Trains steps of 100 s; returns which."""
     trained = []
     for step in ckpt.steps(total, until=until):
@@ -72,7 +67,7 @@ def train(ckpt: TorchaxCheckpointer, clock: Time, total: int = 100, until: Any =
     ],
 )
 def test_the_run_ends_while_the_longest_step_and_a_save_still_fit(
-    secs: list[float], save_secs: float | None, last: int, clock: Time, ckpt: TorchaxCheckpointer
+    secs: list[float], save_secs: float | None, last: int, clock: Clock, ckpt: TorchaxCheckpointer
 ) -> None:
     ckpt._tiers.deadline._longest_save_secs = lambda: save_secs
     trained = []
@@ -87,7 +82,7 @@ def test_the_run_ends_while_the_longest_step_and_a_save_still_fit(
 
 @pytest.mark.parametrize("num_failures", [0, 2])
 def test_a_save_is_due_after_half_of_the_time_until_a_step_is_durable(
-    num_failures: int, clock: Time, ckpt: TorchaxCheckpointer, monkeypatch: pytest.MonkeyPatch
+    num_failures: int, clock: Clock, ckpt: TorchaxCheckpointer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write, failures = array_writer.write_arrays, [None] * num_failures
 
@@ -104,7 +99,7 @@ def test_a_save_is_due_after_half_of_the_time_until_a_step_is_durable(
 
 
 def test_no_save_is_due_if_a_step_is_durable_or_no_deadline_is_known(
-    clock: Time, ckpt: TorchaxCheckpointer
+    clock: Clock, ckpt: TorchaxCheckpointer
 ) -> None:
     ckpt.save(1, force=True)
     train(ckpt, clock)
@@ -116,7 +111,7 @@ def test_no_save_is_due_if_a_step_is_durable_or_no_deadline_is_known(
     assert ckpt.all_steps() == [1, 10, 13]
 
 
-def test_a_restore_within_the_loop_is_no_long_step(clock: Time, ckpt: TorchaxCheckpointer) -> None:
+def test_a_restore_within_the_loop_is_no_long_step(clock: Clock, ckpt: TorchaxCheckpointer) -> None:
     trained = []
     for step in ckpt.steps(100, until=END):
         clock.sleep(50)
@@ -135,7 +130,7 @@ def test_a_restore_within_the_loop_is_no_long_step(clock: Time, ckpt: TorchaxChe
 
 
 def test_a_run_that_ends_before_its_deadline_exits_for_a_restart_which_finishes_it(
-    clock: Time, directory: Path
+    clock: Clock, directory: Path
 ) -> None:
     with TorchaxCheckpointer(directory, save_decision_policy=NEVER) as ckpt:
         ckpt.attach(mlp())
@@ -154,7 +149,7 @@ def test_a_run_that_ends_before_its_deadline_exits_for_a_restart_which_finishes_
 
 @pytest.mark.parametrize("left_secs", [-70, 29])
 def test_without_time_for_a_step_there_is_none_and_a_warning(
-    left_secs: float, clock: Time, ckpt: TorchaxCheckpointer, caplog: pytest.LogCaptureFixture
+    left_secs: float, clock: Clock, ckpt: TorchaxCheckpointer, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert train(ckpt, clock, until=clock.now + left_secs) == []
     (warned,) = [record for record in caplog.records if record.levelname == "WARNING"]
@@ -167,7 +162,7 @@ def test_without_time_for_a_step_there_is_none_and_a_warning(
 
 
 def test_a_loop_of_ones_own_ends_by_the_deadline_of_the_options(
-    clock: Time, directory: Path
+    clock: Clock, directory: Path
 ) -> None:
     options = CheckpointOptions(deadline=END, deadline_margin_secs=230)
     ckpt = TorchaxCheckpointer(directory, save_decision_policy=NEVER, options=options)
@@ -188,7 +183,7 @@ def test_a_loop_of_ones_own_ends_by_the_deadline_of_the_options(
 def test_the_earlier_of_a_sigterm_and_the_deadline_ends_the_run(
     noticed_at: int,
     last: int,
-    clock: Time,
+    clock: Clock,
     ckpt: TorchaxCheckpointer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -250,7 +245,7 @@ def test_other_times_are_refused_with_what_to_give(
 class Members:
     """Three processes as threads. Process 0 alone knows the time, which ends at its step 30."""
 
-    def __init__(self, clock: Time) -> None:
+    def __init__(self, clock: Clock) -> None:
         self.group, self.asked, self.is_over = Group(timeout_secs=20), [0] * 3, [False] * 3
         self._clock = clock
 
@@ -276,7 +271,7 @@ class Members:
 
 
 @pytest.fixture
-def members(clock: Time) -> Members:
+def members(clock: Clock) -> Members:
     return Members(clock)
 
 
@@ -371,7 +366,7 @@ def test_training_threads_send_no_messages_until_the_end(members: Members) -> No
     assert set(speaking) == {"last-step"}
 
 
-def test_the_last_step_may_come_after_going_back(clock: Time) -> None:
+def test_the_last_step_may_come_after_going_back(clock: Clock) -> None:
     together = threading.Barrier(3)
 
     def act(member: Processes) -> tuple[int, int]:
@@ -390,3 +385,52 @@ def test_the_last_step_may_come_after_going_back(clock: Time) -> None:
     first, *others = Group()(act)
     assert others == [first, first]
     assert first in ((1, 2), (1, 3)), "the run has come to (0, 4)"
+
+
+TWO = """
+    import os, signal, sys, time
+    from processes_program import INDEX, report
+    import torchax
+    from support.waiting import Clock
+    from torchax_ckpt import TorchaxCheckpointer, policies
+    from torchax_ckpt.saving import deadline
+
+    class Counted:
+        def state_dict(self): return {"step": step}
+        def load_state_dict(self, state): pass
+
+    torchax.enable_globally()
+    place, told_at, secs = sys.argv[4], int(sys.argv[5]), int(sys.argv[6])
+    deadline.time = clock = Clock()
+    until = clock.now + secs
+    clock.now += 1e8 * INDEX
+    with TorchaxCheckpointer(place, save_decision_policy=policies.SpecificStepsPolicy(())) as ckpt:
+        ckpt.attach(stateful={"counted": Counted()})
+        for step in ckpt.steps(100_000, until=until):
+            clock.sleep(10)
+            time.sleep(0.002 if INDEX else 0.01)
+            if step == told_at and INDEX == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+        ended = [ckpt.reached_deadline(), ckpt.reached_preemption()]
+        report(step=step, steps=ckpt.all_steps(), ended=ended)
+    ckpt.exit_if_preempted()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("told_at", "secs", "ended"), [(0, 1000, [True, False]), (3, 200_000, [False, True])]
+)
+def test_two_processes_end_after_the_same_durable_step_at_a_sigterm_or_the_deadline_if_earlier(
+    told_at: int, secs: int, ended: list[bool], directory: Path
+) -> None:
+    with Running(TWO, 2, directory, told_at, secs) as running:
+        assert running.wait() == [EXIT_CODE] * 2, running.output(0)
+        (first,), (second,) = running.reports(0), running.reports(1)
+    assert first == second
+    assert first["ended"] == ended
+    assert first["steps"][-1] == first["step"]
+    if not told_at:  # process 0, whose clock counts, looks at step 94
+        assert first["step"] >= 95
+        assert first["steps"][0] >= 50
+        assert len(first["steps"]) == 2

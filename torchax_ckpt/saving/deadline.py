@@ -116,9 +116,10 @@ class Deadline:
 
     @property
     def _needed_secs(self) -> float:
-        # Several processes train at least one step after the one at which process 0 looks.
-        step_secs = min(self._processes.count, 2) * self._longest_step_secs
-        return step_secs + 1.5 * (self._longest_save_secs() or 0.0) + self._margin_secs
+        # The last step of several processes lies one step ahead of process 0, or two.
+        num_steps = 1 if self._processes.count == 1 else 3
+        save_secs = 1.5 * (self._longest_save_secs() or 0.0)
+        return num_steps * self._longest_step_secs + save_secs + self._margin_secs
 
     @property
     def has_begun(self) -> bool:
