@@ -20,8 +20,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torchax_ckpt.errors import ArgumentError, CheckpointError, ClosedError
+from torchax_ckpt.errors import ArgumentError, CheckpointError, ClosedError, ProcessError
 from torchax_ckpt.processes.coordination import Processes
+from torchax_ckpt.processes.messages import POLL_SECS
 from torchax_ckpt.runtime.background import Flag, Task
 from torchax_ckpt.runtime.user_messages import fields, tell
 
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 Until = datetime.datetime | datetime.timedelta | float
 # The years 2001 to 5138: durations in seconds are below, times in milliseconds are above.
-_UNIX_TIMES = 1e9, 1e11
+_FIRST_SECS, _END_SECS = 1e9, 1e11
 
 
 class Deadline:
@@ -127,7 +128,7 @@ class Deadline:
         return self._last_step is not None
 
     def close(self) -> None:
-        """Ends the thread. The others train to the end of their loops if they do not agree yet."""
+        """Ends the thread. The others go on to the ends of their loops, unless all have agreed."""
         if self._last_step is not None:
             self._last_step.close()
 
@@ -164,7 +165,7 @@ class _LastStep:
         return self._last is not None and position >= self._last
 
     def close(self) -> None:
-        """Ends the thread; the round of processes that have not chosen the last step fails."""
+        """Ends the thread. If the last step is not chosen yet, it never will be."""
         self._is_closing = True
         self._is_near.set()
         self._task.ended.wait()
@@ -189,32 +190,32 @@ class _LastStep:
 
     def _wait_until_near(self) -> bool:
         """Returns True once process 0 has the last step chosen; False if this loop has ended."""
-        has_come = False
-        while not (has_come or self._is_closing):
-            if self._processes.is_first:
-                has_come = self._is_near.wait(1.0) and not self._is_closing
-            else:
-                has_come = self._processes.wait_for_note(self._note) is not None
-        self._is_near.set()
-        return has_come
+        if self._processes.is_first:
+            self._is_near.wait()
+        while not self._is_closing and not self._is_near.is_set:
+            try:
+                if self._processes.wait_for_note(self._note) is not None:
+                    self._is_near.set()
+                    return True
+            except ProcessError as error:  # unless the service comes back, JAX ends this process
+                logger.debug("waiting for the last step: %s", error)
+                time.sleep(POLL_SECS)
+        return not self._is_closing
 
 
 def _unix_time(argument: str, until: Any) -> float:
     """Returns a time as seconds since 1970; a timedelta counts from the start of this process."""
     if isinstance(until, datetime.timedelta) and until > datetime.timedelta():
         return _process_start() + until.total_seconds()
-    advice = "from Slurm give int(os.environ['SLURM_JOB_END_TIME'])"
-    if isinstance(until, datetime.datetime):
-        if until.utcoffset() is not None:
-            return until.timestamp()
-        advice = "it has no time zone: if it is local time, give its astimezone()"
-    elif isinstance(until, numbers.Real):
-        if _UNIX_TIMES[0] <= (secs := float(until)) < _UNIX_TIMES[1]:
-            return secs
-        advice = "for a duration give datetime.timedelta(seconds=...); divide milliseconds by 1000"
+    if isinstance(until, datetime.datetime) and until.utcoffset() is not None:
+        return until.timestamp()
+    if isinstance(until, numbers.Real) and _FIRST_SECS <= (secs := float(until)) < _END_SECS:
+        return secs
     raise ArgumentError(
         f"{argument}: expected a datetime with a time zone, a Unix time in seconds, or a positive "
-        f"timedelta from the start of this process, found {until!r:.80}; {advice}"
+        f"timedelta from the start of this process, found {until!r:.80}. For a local time give "
+        "its astimezone(), for a duration datetime.timedelta(seconds=...), and in a job of Slurm "
+        "int(os.environ['SLURM_JOB_END_TIME'])"
     )
 
 
