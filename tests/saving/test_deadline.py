@@ -192,7 +192,7 @@ def test_the_earlier_of_a_sigterm_and_the_deadline_ends_the_run(
     for step in steps:
         clock.sleep(100)
         if step == noticed_at:
-            monkeypatch.setattr(preemption._watch, "noticed_at", 0.0)
+            monkeypatch.setattr(preemption._watch, "noticed_at", time.monotonic())
     assert (step, max(ckpt.all_steps())) == (last, last)
     assert ckpt.reached_preemption()
     assert ckpt.reached_deadline() is (last == 9)
