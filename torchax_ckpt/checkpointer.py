@@ -20,6 +20,7 @@ from torchax_ckpt.runtime.call_guard import NO_COPY, Calls, as_step, guarded
 from torchax_ckpt.runtime.preemption import Preemption
 from torchax_ckpt.runtime.user_messages import brief, fields
 from torchax_ckpt.saving import closing
+from torchax_ckpt.saving.deadline import Until
 from torchax_ckpt.saving.loop import Loop
 from torchax_ckpt.saving.save_calls import SaveCalls
 from torchax_ckpt.saving.tiers import Tiers
@@ -352,17 +353,24 @@ class TorchaxCheckpointer:
     # --- saving --------------------------------------------------------------------------------
 
     @guarded(trains=True)
-    def steps(self, total: int) -> Iterator[int]:
+    def steps(self, total: int, *, until: Until | None = None) -> Iterator[int]:
         """Yields the remaining steps, from the first after the restored step to ``total``.
 
         After each loop body, saves the step with its recorded metrics if the policy says so; the
         last step is always saved. If a body calls ``restore``, the loop continues after the
         restored step, without saving that of the body. ``break`` and exceptions leave the loop
-        without a save. At a preemption, saves the step, waits for it and ends the loop.
+        without a save. At a preemption, and before the session ends, saves the step, waits for it
+        and ends the loop; see ``reached_deadline``. ``until`` says when the session ends, in place
+        of ``CheckpointOptions.deadline``; if it is too late for a step, warns and yields none.
+
+        Raises:
+          ArgumentError: ``until`` is none of the times that ``CheckpointOptions.deadline`` takes.
         """
         self._require_open()
         self._require_attached("steps")
-        return self._loop.steps(as_step(total), self.save, self.reached_preemption)
+        last = as_step(total)
+        self._tiers.deadline.begin(until, self._loop.position or 0, last)
+        return self._loop.steps(last, self.save, self.reached_preemption, self.reached_deadline)
 
     @brief
     def record(self, **metrics: Any) -> None:
@@ -437,16 +445,27 @@ class TorchaxCheckpointer:
         return self._preemption.reached(None if step is None else as_step(step))
 
     @brief
+    def reached_deadline(self, step: int | None = None) -> bool:
+        """Returns whether this run ends after ``step`` because the session ends soon.
+
+        That is so if the time until the deadline is too short for the longest step so far, 1.5
+        times the longest save until its step was durable, and ``deadline_margin_secs``. Then
+        ``save`` does the same as after a preemption notice. Call it like ``reached_preemption``.
+        """
+        return self._tiers.deadline.reached(None if step is None else as_step(step))
+
+    @brief
     def exit_if_preempted(self, step: int | None = None) -> None:
-        """Ends the program with exit code 143, for a restart, if it got a preemption notice.
+        """Ends the program with exit code 143, for a restart, at a preemption or a deadline.
 
         Call it after the loop, within ``with`` or after it; or after each ``save``, with its step.
 
         Raises:
-          SystemExit: after a preemption notice, once ``close``, which may raise, has returned.
+          SystemExit: once ``close``, which may raise, has returned.
           CallError: called on another thread than the main thread.
         """
-        self._preemption.exit_if_reached(None if step is None else as_step(step), self.close)
+        is_over = self.reached_preemption(step) or self.reached_deadline(step)
+        self._preemption.exit_if(is_over, self.close)
 
     # --- listing and deleting steps -----------------------------------------------------------
 

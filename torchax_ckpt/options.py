@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import math
 import os
 from typing import Any, Literal, TypeVar, get_args
@@ -90,6 +91,10 @@ class CheckpointOptions:
         does. Give the time that the scheduler waits before it kills the process: Kubernetes and
         Google's spot machines wait 30 s. None leaves SIGTERM alone. Without effect under
         ``jax.distributed``, where JAX handles SIGTERM.
+      deadline: when the session ends: a datetime with a time zone, a Unix time in seconds, or a
+        timedelta from the start of this process. The run saves a step in time and ends, see
+        ``reached_deadline``. None: it is not known. ``steps(until=)`` comes before it.
+      deadline_margin_secs: what must be left at the deadline when the last step is durable.
       single_replica_restore: with data-parallel replicas over slices, whether the devices of the
         first replica read from storage and send the values over the device network to those of the
         others. By default each replica reads. Meant for state sizes and slice counts for which
@@ -118,6 +123,8 @@ class CheckpointOptions:
     read_only: bool = False
     max_host_bytes: int | None = None
     preemption_grace_secs: float | None = 30.0
+    deadline: datetime.datetime | datetime.timedelta | float | None = None
+    deadline_margin_secs: float = 30.0
     single_replica_restore: bool = False
     process_timeout_secs: float = 600.0
     min_read_bytes_per_sec: float = 1e6
@@ -143,6 +150,7 @@ class CheckpointOptions:
                 )
         for name, kinds, expected in (
             ("preemption_grace_secs", (int, float), "None or a positive number of seconds"),
+            ("deadline_margin_secs", (int, float), "a positive number of seconds"),
             ("save_timeout_secs", (int, float), "None or a positive number of seconds"),
             ("process_timeout_secs", (int, float), "a positive number of seconds"),
             ("min_read_bytes_per_sec", (int, float), "a positive number of bytes"),

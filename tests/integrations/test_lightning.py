@@ -26,12 +26,14 @@ from lightning_program import Run, train
 from support import PROGRAMS, forked
 from support.processes import Started, run_python
 from support.training import fsdp_mesh, fsdp_rule
+from support.waiting import Clock
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from torchax_ckpt import TorchaxCheckpointer, policies, torchax_backend
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies, torchax_backend
 from torchax_ckpt.errors import DirectoryError, PolicyError
 from torchax_ckpt.integrations.lightning import TorchaxCheckpoint, TorchaxStrategy
+from torchax_ckpt.saving import deadline
 
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{warning}")
@@ -320,6 +322,26 @@ def fit_losses(checkpoint: TorchaxCheckpoint, losses: list[float]) -> TorchaxChe
     trainer.fit(Losses(losses), numbers(6, batch_size=2), numbers(2))
     assert checkpoint.checkpointer is not None
     return checkpoint.checkpointer
+
+
+@pytest.mark.parametrize(("num_batches", "is_finished"), [(12, False), (9, True)])
+def test_a_fit_ends_by_the_deadline_and_asks_for_a_restart_unless_it_is_finished(
+    num_batches: int, is_finished: bool, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deadline, "time", clock := Clock())
+    slow = LambdaCallback(on_train_batch_start=lambda *_: clock.sleep(100))
+    options = CheckpointOptions(deadline=clock.now + 1000)
+    checkpoint = TorchaxCheckpoint(
+        directory, save_decision_policy=policies.SpecificStepsPolicy([2]), options=options
+    )
+    trainer = trainer_with(slow, checkpoint)
+    code: Any = None
+    try:
+        trainer.fit(Losses([1.0]), numbers(num_batches), numbers(2))
+    except SystemExit as exited:
+        code = exited.code
+    assert code == (None if is_finished else 143)
+    assert steps_of(directory) == [2, 9]
 
 
 def test_the_best_steps_by_a_monitored_metric_are_kept(directory: Path) -> None:

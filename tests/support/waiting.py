@@ -18,7 +18,10 @@ def wait_until(is_true: Callable[[], object], timeout_secs: float = 60) -> None:
 
 
 class Clock:
-    """Time that passes only in ``sleep``; what is scheduled happens on the way."""
+    """Time that passes only in ``sleep``; what is scheduled happens on the way.
+
+    May stand in a module for Python's ``time``.
+    """
 
     def __init__(self) -> None:
         self.now = T0
@@ -26,6 +29,8 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+    time = monotonic = __call__
 
     def sleep(self, secs: float) -> None:
         assert secs > 0

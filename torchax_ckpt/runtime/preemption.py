@@ -88,7 +88,8 @@ class Preemption:
         self._decided = step
         return answer
 
-    def exit_if_reached(self, step: int | None, close: Callable[[], None]) -> None:
+    @staticmethod
+    def exit_if(is_over: bool, close: Callable[[], None]) -> None:
         """Implements ``TorchaxCheckpointer.exit_if_preempted``."""
         thread = threading.current_thread()
         if thread is not threading.main_thread():
@@ -97,7 +98,7 @@ class Preemption:
                 "only the thread, and the exit code of the program would be 0. Call it on the main "
                 "thread; on other threads call reached_preemption, and tell the main thread."
             )
-        if self.reached(step):
+        if is_over:
             close()
             raise SystemExit(EXIT_CODE)
 

@@ -20,6 +20,7 @@ from torchax_ckpt.errors import ClosedError, SaveTimeoutError
 from torchax_ckpt.processes.decision_windows import DecisionWindows
 from torchax_ckpt.runtime import background
 from torchax_ckpt.runtime.call_guard import Calls
+from torchax_ckpt.saving.deadline import Deadline
 from torchax_ckpt.saving.saver import Saver, unmended
 from torchax_ckpt.telemetry.recorder import Hook
 
@@ -37,7 +38,7 @@ class Closing:
     def __init__(
         self,
         savers: Sequence[Saver],
-        windows: Sequence[DecisionWindows],
+        windows: Sequence[DecisionWindows | Deadline],
         calls: Calls,
         last: Callable[[], None],
     ) -> None:
@@ -90,7 +91,7 @@ class Closing:
     @property
     def has_work(self) -> bool:
         """Whether this process may have to end saves and threads, or to release leases."""
-        parts: list[Saver | DecisionWindows] = [*self._savers, *self._windows]
+        parts: list[Saver | DecisionWindows | Deadline] = [*self._savers, *self._windows]
         return self._pid == os.getpid() and any(part.has_begun for part in parts)
 
     def running_saves(self) -> list[str]:

@@ -98,17 +98,21 @@ class Loop:
             )
 
     def steps(
-        self, total: int, save: Callable[..., bool], reached_preemption: Callable[[], bool]
+        self,
+        total: int,
+        save: Callable[..., bool],
+        reached_preemption: Callable[[], bool],
+        reached_deadline: Callable[[], bool],
     ) -> Iterator[int]:
         """Yields the steps after ``position`` up to ``total``, and saves each after the loop body.
 
         A body that restored a step is not saved; the restored step's successor is next. After a
-        preemption notice, the iteration ends with the save.
+        preemption notice or before a deadline, the iteration ends with the save.
         """
         step = self.position or 0
         if step >= total:
             logger.info("steps(%d) has nothing to do: step %d is completed", total, step)
-        while step < total:
+        while step < total and not reached_deadline():
             step = (self.position or 0) + 1
             self._recorded = {}
             num_restores = self._num_restores

@@ -48,7 +48,7 @@ class SaveCalls:
         self._is_alone = tiers.processes.count == 1
         self._log = tiers.call_log
         self._loop = loop
-        self._preemption = preemption
+        self._preemption, self._deadline = preemption, tiers.deadline
         self.snapshotter = snapshotter
         self._is_first = tiers.processes.is_first
         self._ranked = [rule.metric for rule in preservation.best_rules(keep_policy)]
@@ -62,7 +62,7 @@ class SaveCalls:
         self._log.step = step
         with self._log.calling(f"save({step})", Kind.SAVE), self._failing_at_limits(step):
             # Decided, so that no program ends at this step because of a later notice.
-            if self._preemption.decide(step):
+            if self._is_last(step):
                 return bool(self._required(step))
             is_due = self._loop.is_due(step, self._loop.metrics(step), self._ranked)
             return bool(self._wanted(step, is_due=is_due))
@@ -90,8 +90,8 @@ class SaveCalls:
             raise
         with self._log.calling(f"save({number})", Kind.SAVE), self._failing_at_limits(number):
             self._preemption.listen()
-            is_preempted = self._preemption.decide(number)
-            must_save = force or is_preempted
+            is_last = self._is_last(number)
+            must_save = force or is_last
             # Several processes could notice a failure at different steps here, so they check it
             # after prepare().
             if self._raises and self._is_alone:
@@ -116,7 +116,7 @@ class SaveCalls:
             for tier in due:
                 if not must_save:
                     tier.saver.announce(number)
-            if is_preempted and not self._has_told_preemption:
+            if self._preemption.reached() and not self._has_told_preemption:
                 self._has_told_preemption = True
                 self._durable.tell_preemption(number)
             began = time.perf_counter()
@@ -149,15 +149,15 @@ class SaveCalls:
             except BaseException as error:
                 if not self._is_alone:
                     self._loop.position = number  # the processes that begin the save do the same
-                    # At a preemption, those processes save to the durable tier a second time.
-                    again = [self._durable] if is_preempted else []
+                    # At the last step, those processes save to the durable tier a second time.
+                    again = [self._durable] if is_last else []
                     _abstain(number, [*due, *again], error)
                     if storage_errors.is_limit(error):
                         return False
                 raise
             self._loop.position = number  # set first, because the rest may raise or be interrupted
             has_begun = self._begin(captures, due)
-            return self._finish(captures[0]) if is_preempted else has_begun
+            return self._finish(captures[0]) if is_last else has_begun
         return False
 
     @contextlib.contextmanager
@@ -182,6 +182,11 @@ class SaveCalls:
                     path=failure.path,
                 ) from error
             self._loop.position = step
+
+    def _is_last(self, step: int) -> bool:
+        """Returns whether the run ends after this step, preempted or before its deadline."""
+        is_preempted = self._preemption.decide(step)  # all processes ask this at each step
+        return self._deadline.reached(step) or is_preempted
 
     def _required(self, step: int) -> list[RunTier]:
         """Returns the tiers to save to whatever the policies say: the durable one, or none."""

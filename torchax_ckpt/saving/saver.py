@@ -91,6 +91,7 @@ class Saver:
         self.newest_failure: SaveError | None = None
         # The costs of durable saves, for the save policy; not asked, it removes none of them.
         self.finished: collections.deque[SaveCost] = collections.deque(maxlen=64)
+        self.longest_secs: float | None = None  # until a step was durable; None if none is
         self._unlogged: list[SaveCost] = []
 
     @property
@@ -288,6 +289,7 @@ class Saver:
                 self._unlogged.clear()
             steps = self._history.branches.committed
             self._telemetry.durable(cost, self._writer.reused_bytes, steps)
+            self.longest_secs = max(self.longest_secs or 0.0, durable_secs)
             for notify in on_durable:
                 notify()
             self._tidy(durable, call)

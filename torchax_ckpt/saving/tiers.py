@@ -26,6 +26,7 @@ from torchax_ckpt.processes.per_host import PerHostProcesses
 from torchax_ckpt.runtime.call_guard import Calls
 from torchax_ckpt.runtime.lazily import root_logger_left_alone
 from torchax_ckpt.saving.closing import Closing, close_others
+from torchax_ckpt.saving.deadline import Deadline
 from torchax_ckpt.saving.preserving import Preserving
 from torchax_ckpt.saving.saver import Saver
 from torchax_ckpt.saving.unchanged.reuse import Reuse
@@ -55,6 +56,7 @@ class RunTier:
     reuse: Reuse
     policy: policies.SaveDecisionPolicy
     decisions: Processes  # a channel for save decisions only
+    deadline: Deadline | None  # None: no save is due because of it
 
     @functools.cached_property
     def windows(self) -> DecisionWindows:
@@ -99,6 +101,9 @@ class RunTier:
             is_saving_in_progress=bool(coming) or self.saver.is_saving,
             reached_preemption=reached_preemption,
         )
+        is_due = self.deadline is not None and self.deadline.needs_save
+        if is_due and not reached_preemption:
+            return not context.is_saving_in_progress
         with root_logger_left_alone():  # Orbax's policies log
             return self.policy.should_save(
                 asked, (*known, *decided) if decided else known, context=context
@@ -143,6 +148,12 @@ class Tiers:
         self.processes.liveness.add(self.call_log)
         saves = self._connect(f"saves {durable.path}")
         self._tiers: list[RunTier] = []
+        self.deadline = Deadline(
+            self._connect(f"deadline {durable.path}"),
+            options.deadline,
+            options.deadline_margin_secs,
+            lambda: self.durable.saver.longest_secs,
+        )
         self.durable = self._tier(
             "durable", durable, save_decision_policy, preservation_policy, self.processes, saves
         )
@@ -209,8 +220,9 @@ class Tiers:
         saver = Saver(*parts, reuse, self._on_donated)
         durable = self._tiers[0].directory if self._tiers else directory
         decisions = self._connect(f"{name} decisions {durable.path}")
+        deadline = self.deadline if name == "durable" else None
         parts_of_tier = directory, history, saver, telemetry, calls, reuse, save_policy, decisions
-        return RunTier(name, *parts_of_tier)
+        return RunTier(name, *parts_of_tier, deadline)
 
     def __iter__(self) -> Iterator[RunTier]:
         return iter(self._tiers)
@@ -383,7 +395,7 @@ class Tiers:
             watch.remove(log)
 
         savers, windows = [t.saver for t in self._tiers], [t.windows for t in self._tiers]
-        return Closing(savers, windows, calls, end)
+        return Closing(savers, [*windows, self.deadline], calls, end)
 
 
 def _require_apart(local: epath.Path, durable: epath.Path) -> None:

@@ -221,7 +221,7 @@ class TorchaxCheckpoint(Checkpoint):
             )
         if moment is Moment.AFTER_EPOCH:
             self._require_monitored(trainer)
-        if ckpt.reached_preemption():
+        if ckpt.reached_preemption() or (ckpt.reached_deadline() and not position.is_over):
             raise SIGTERMException
 
     def _save_recorded(self) -> None:
