@@ -1,6 +1,6 @@
 """The programs of ``starting.py --restarts``: each restores what there is, and trains one step.
 
-    python benchmarks/restarted.py STYLE DIRECTORY [--cache FOLDER] [--slow]
+    python benchmarks/restarted.py STYLE DIRECTORY [--cache FOLDER] [--compiling] [--slow]
 
 ``eager`` is a GPT of 12 layers whose gradients are jitted, and whose AdamW steps eagerly.
 ``jitted`` is the same GPT with the whole step jitted and donated. ``large`` is ``jitted`` with 2 GB
@@ -155,6 +155,7 @@ def main() -> None:
     parser.add_argument("style", choices=STYLES)
     parser.add_argument("directory")
     parser.add_argument("--cache")
+    parser.add_argument("--compiling", action="store_true")
     parser.add_argument("--slow", action="store_true")
     args = parser.parse_args()
     compiled: list[float] = []
@@ -174,7 +175,10 @@ def main() -> None:
     @contextlib.contextmanager
     def ahead(step: Any, *arguments: Any) -> Iterator[None]:
         began = time.monotonic()
-        yield
+        with contextlib.ExitStack() as stack:
+            if args.compiling:
+                stack.enter_context(torchax_ckpt.compiling(step, *arguments))
+            yield
         block.append(time.monotonic() - began)
 
     with TorchaxCheckpointer(args.directory) as ckpt:

@@ -35,8 +35,11 @@ TARGET = 1.3
 RESTARTS = {
     "nothing": [],
     "warm cache": ["--cache", "CACHE"],
+    "warm cache, compiling beside the restore": ["--cache", "CACHE", "--compiling"],
 }
 RESTART_TARGET = 0.35
+# With 2 GB at 100 MB/s: the target is the longer of reading and compiling, and as many seconds.
+LARGE_TARGET_SECS = 2.0
 
 
 # --- the program ---------------------------------------------------------------------------------
@@ -186,11 +189,25 @@ def restarts(rounds: int, root: Path) -> None:
             print(f"| {' | '.join(columns)} |")
     sys.stdout.flush()
     restarted("large", root / "large")
-    runs = [restarted("large", root / "large", "--slow") for _ in range(rounds)]
+    sums, besides = [], []
+    for _ in range(rounds):
+        sums.append(restarted("large", root / "large", "--slow"))
+        besides.append(restarted("large", root / "large", "--slow", "--compiling"))
+    reading = statistics.median(read for _, read, *_ in sums)
+    compiling = statistics.median(secs for _, _, secs, _ in sums)
+    last = statistics.median(secs for secs, *_ in sums)
+    target = last - min(reading, compiling) + LARGE_TARGET_SECS
+    beside = statistics.median(secs for secs, *_ in besides)
     print()
-    print("| 2 GB at 100 MB/s | reading | compiling | end of the first step |")
-    print("|---|---|---|---|")
-    columns = [brief([run[i] for run in runs]) for i in (1, 2, 0)]
+    print("| 2 GB at 100 MB/s | reading | compiling | one after the other | beside | target |")
+    print("|---|---|---|---|---|---|")
+    columns = [
+        brief([read for _, read, *_ in sums]),
+        brief([secs for _, _, secs, _ in sums]),
+        brief([secs for secs, *_ in sums]),
+        brief([secs for secs, *_ in besides]),
+        f"{target:.2f} s: {'met' if beside <= target else 'missed'}",
+    ]
     print(f"| large | {' | '.join(columns)} |", flush=True)
 
 
