@@ -1,6 +1,7 @@
 """Measures how long a program takes from its start to the end of its first step, with a restore.
 
     python benchmarks/starting.py [--models digits,gpt2] [--rounds 5]
+    python benchmarks/starting.py --restarts [--rounds 3]
 
 Starts a program that trains a model with AdamW on one CPU device in three ways, in turn, each in a
 process of its own: ``without`` checkpoints; with an ``empty`` directory, so that nothing is
@@ -8,6 +9,9 @@ restored; and with a directory from which it ``restores`` parameters and optimiz
 counts from the start of the process: imports, building the model, compiling the step, the restore,
 the first step. The target for ``restores`` is 1.3 x the time of ``without``, plus the time to read
 as many bytes from one file, which like the checkpoint comes from the page cache.
+
+``--restarts`` prints how long the programs of ``restarted.py`` take from a checkpoint, in the ways
+of ``RESTARTS``, and what installing the package would change in Colab's image.
 """
 
 from __future__ import annotations
@@ -20,11 +24,22 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from pathlib import Path
 from typing import Any
 
 WAYS = ("without", "empty", "restores")
 TARGET = 1.3
+
+# How the programs of restarted.py start, and their target as a share of the time of the first way.
+RESTARTS = {
+    "nothing": [],
+    "warm cache": ["--cache", "CACHE"],
+    "warm cache, compiling beside the restore": ["--cache", "CACHE", "--compiling"],
+}
+RESTART_TARGET = 0.35
+# With 2 GB at 100 MB/s: the target is the longer of reading and compiling, and as many seconds.
+LARGE_TARGET_SECS = 2.0
 
 
 # --- the program ---------------------------------------------------------------------------------
@@ -134,15 +149,114 @@ def brief(secs: list[float]) -> str:
     return f"{statistics.median(secs):.2f} s ({min(secs):.2f} - {max(secs):.2f})"
 
 
+def restarted(style: str, directory: Path, *flags: str) -> tuple[float, ...]:
+    """Runs a program of restarted.py; returns the numbers that it prints."""
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("restarted.py")), style, directory, *flags],
+        env={**os.environ, "JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "cpu")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("AT ")]
+    if done.returncode or not lines or "WARNING" in done.stderr:
+        raise RuntimeError(f"{style} failed:\n{done.stderr[-3000:]}")
+    return tuple(map(float, lines[0].split()[1:]))
+
+
+def restarts(rounds: int, root: Path) -> None:
+    """Prints the table of the programs that restart from a checkpoint."""
+    print("| program | way | end of the first step | compilations | share of the first way |")
+    print("|---|---|---|---|---|", flush=True)
+    for style in ("eager", "jitted"):
+        ways = {
+            way: [flag.replace("CACHE", str(root / f"{style}-cache")) for flag in flags]
+            for way, flags in RESTARTS.items()
+        }
+        restarted(style, root / style)  # saves
+        restarted(style, root / style, *ways["warm cache"])  # fills the cache
+        found: dict[str, list[tuple[float, ...]]] = {way: [] for way in ways}
+        for _ in range(rounds):
+            for way, flags in ways.items():
+                found[way].append(restarted(style, root / style, *flags))
+        first = statistics.median(secs for secs, *_ in found["nothing"])
+        for way, runs in found.items():
+            secs = [secs for secs, *_ in runs]
+            share = statistics.median(secs) / first
+            verdict = "met" if share <= RESTART_TARGET else "missed"
+            against = f" (x {RESTART_TARGET}: {verdict})" if way != "nothing" else ""
+            columns = [style, way, brief(secs), f"{runs[0][3]:.0f}", f"x {share:.2f}{against}"]
+            print(f"| {' | '.join(columns)} |")
+    sys.stdout.flush()
+    restarted("large", root / "large")
+    sums, besides = [], []
+    for _ in range(rounds):
+        sums.append(restarted("large", root / "large", "--slow"))
+        besides.append(restarted("large", root / "large", "--slow", "--compiling"))
+    reading = statistics.median(read for _, read, *_ in sums)
+    compiling = statistics.median(secs for _, _, secs, _ in sums)
+    last = statistics.median(secs for secs, *_ in sums)
+    target = last - min(reading, compiling) + LARGE_TARGET_SECS
+    beside = statistics.median(secs for secs, *_ in besides)
+    print()
+    print("| 2 GB at 100 MB/s | reading | compiling | one after the other | beside | target |")
+    print("|---|---|---|---|---|---|")
+    columns = [
+        brief([read for _, read, *_ in sums]),
+        brief([secs for _, _, secs, _ in sums]),
+        brief([secs for secs, *_ in sums]),
+        brief([secs for secs, *_ in besides]),
+        f"{target:.2f} s: {'met' if beside <= target else 'missed'}",
+    ]
+    print(f"| large | {' | '.join(columns)} |", flush=True)
+
+
+def in_colab(root: Path) -> None:
+    """Prints what installing the package would add to, or replace in, the packages of Colab.
+
+    The packages of Colab's set in tests/versions.toml only seem to be installed.
+    """
+    repository = Path(__file__).parent.parent
+    colab = tomllib.loads((repository / "tests/versions.toml").read_text())["sets"]["colab"]
+    uv = [sys.executable, "-m", "uv"]
+    subprocess.run([*uv, "venv", "-q", str(root)], check=True)
+    (packages,) = (root / "lib").glob("python*/site-packages")
+    for pin in (f"torch=={colab['torch']}", *colab["pins"]):
+        name, _, version = pin.partition("==")
+        described = packages / f"{name.replace('-', '_')}-{version}.dist-info"
+        described.mkdir()
+        (described / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        )
+        (described / "RECORD").touch()
+        (described / "INSTALLER").write_text("pip")
+    command = [*uv, "pip", "install", "--dry-run", "--python-version", colab["python"]]
+    told = subprocess.run(
+        [*command, "--python", str(root), str(repository)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    lines = told.stderr.splitlines()
+    changes = [line.strip() for line in lines if line[:3] in (" + ", " - ", " ~ ")]
+    print(f"\nInstalling into Colab's list: {', '.join(changes) or told.stderr[-1000:]}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--restarts", action="store_true")
     parser.add_argument("--train", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.train:
         model, directory, saves = args.train
         train(model, directory, saves == "1")
+        return
+    if args.restarts:
+        with tempfile.TemporaryDirectory() as temporary:
+            restarts(args.rounds, Path(temporary))
+            in_colab(Path(temporary, "colab"))
         return
     print("| model | without | empty | restores | reading the bytes | restores, less reading |")
     print("|---|---|---|---|---|---|")

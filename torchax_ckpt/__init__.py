@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torchax_ckpt.checkpointer import TorchaxCheckpointer
     from torchax_ckpt.compilation.compilation_cache import compilation_cache
     from torchax_ckpt.formats.state_dict import load_torch_state_dict
+    from torchax_ckpt.restoring.compiling import compiling
     from torchax_ckpt.restoring.warm_start import warm_start
     from torchax_ckpt.state.findings import RestoreReport
     from torchax_ckpt.state.random_state import RandomState
@@ -30,6 +31,7 @@ __all__ = [
     "Stats",
     "TorchaxCheckpointer",
     "compilation_cache",
+    "compiling",
     "errors",
     "load_torch_state_dict",
     "planning",
@@ -45,6 +47,7 @@ _LAZY = {
     "Stats": "telemetry.stats",
     "TorchaxCheckpointer": "checkpointer",
     "compilation_cache": "compilation.compilation_cache",
+    "compiling": "restoring.compiling",
     "load_torch_state_dict": "formats.state_dict",
     "planning": "planning",
     "policies": "policies",
