@@ -17,6 +17,8 @@ sys.path.insert(0, str(ROOT / "notebooks"))
 
 import execute
 
+pytest_plugins = ("gcs_fixtures",)
+
 MAX_BYTES = 150_000
 OF_EVERY_CHANGE = ("4-inspect",)
 
@@ -54,13 +56,16 @@ def outputs(notebook: nbformat.NotebookNode) -> list[dict[str, str]]:
     ],
 )
 def test_a_notebook_runs_and_keeps_what_that_gives(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
+    kept = nbformat.read(path, as_version=4)
+    if any("BUCKET" in cell.source for cell in kept.cells):
+        request.getfixturevalue("gcs")
+        monkeypatch.setenv("BUCKET", request.getfixturevalue("url"))
     for name in ("XLA_FLAGS", "PYTHONWARNINGS"):
         monkeypatch.delenv(name, raising=False)  # a notebook sets what it needs
     for name, value in COMPILED_ONCE.items():
         monkeypatch.setenv(name, value)  # its programs compile the same again
-    kept = nbformat.read(path, as_version=4)
     assert outputs(execute.run(path, tmp_path)) == outputs(kept)
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from support.compare import bits
+from support.jax_releases import set_mesh
 from support.training import (
     P,
     adamw,
@@ -271,7 +272,7 @@ def test_torchax_sharders_and_meshes_are_accepted(directory: Path) -> None:
 def test_a_partition_spec_uses_the_ambient_mesh(directory: Path) -> None:
     net = torch.nn.Linear(16, 24).to("jax")
     mesh = grid(2, 4)
-    with jax.set_mesh(mesh):
+    with set_mesh(mesh):
         TorchaxCheckpointer(directory).attach(net, shardings=lambda n, a: P(*["y"][: len(a.shape)]))
     assert torchax_backend.buffer(net.weight).sharding == NamedSharding(mesh, P("y"))
 

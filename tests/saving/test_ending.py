@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import _thread
+import re
+import sys
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -17,6 +19,8 @@ from torchax_ckpt.errors import ClosedError, SaveError
 from torchax_ckpt.runtime import background
 
 STATE = {"w": np.arange(3)}
+# What docs/guarantees.md says of Python 3.12.0 and 3.12.1.
+STARTS_THREADS = not (3, 12, 0) <= sys.version_info < (3, 12, 2)
 
 
 def ended(scenario: str, place: Path) -> CompletedProcess[str]:
@@ -28,9 +32,21 @@ def steps(path: Path) -> list[int]:
     return TorchaxCheckpointer(path).all_steps()
 
 
+def is_refused(result: CompletedProcess[str], step: int) -> bool:
+    """Returns whether this Python starts no thread for a save; asserts that it is said then."""
+    if not STARTS_THREADS:
+        assert result.returncode == 120, result.stderr
+        said = rf"its newest save failed: saving step {step} .*This Python starts no thread"
+        assert re.search(said, result.stderr)
+    return not STARTS_THREADS
+
+
 @pytest.mark.parametrize("on", ["thread", pytest.param("executor", marks=pytest.mark.slow)])
 def test_a_training_thread_that_outlives_the_main_thread_saves(on: str, tmp_path: Path) -> None:
     result = ended(on, tmp_path)
+    if is_refused(result, 1):
+        assert steps(tmp_path / "run") == []
+        return
     assert result.returncode == 0, result.stderr
     assert "ERROR" not in result.stderr
     assert result.stderr.count("ending without close(): finishing") == 1
@@ -70,12 +86,19 @@ TWO = """
 
 @pytest.mark.slow
 def test_training_threads_of_two_processes_outlive_the_main_threads(tmp_path: Path) -> None:
+    if not STARTS_THREADS:
+        with pytest.raises(AssertionError, match="This Python starts no thread"):
+            run_processes(TWO, 2, str(tmp_path), devices=2)
+        return
     for (found,) in run_processes(TWO, 2, str(tmp_path), devices=2):
         assert found == {"steps": [10, 11, 12], "local": [11, 12]}
 
 
 def test_an_exit_handler_saves(tmp_path: Path) -> None:
     result = ended("handler", tmp_path)
+    if is_refused(result, 2):
+        assert steps(tmp_path / "left") == [1]
+        return
     assert result.returncode == 0, result.stderr
     assert steps(tmp_path / "left") == [1, 2]
     first = ["started None", "saving 1", "durable 1", "closed 1"]
@@ -92,7 +115,8 @@ def test_a_finalizer_is_refused(tmp_path: Path) -> None:
 def test_failures_that_nothing_mends_are_all_said_and_fail_the_exit_code(tmp_path: Path) -> None:
     result = ended("failing", tmp_path)
     assert result.returncode == 120, result.stderr
-    for name, step in (("left", 1), ("run", 1), ("run", 2)):
+    tried = [("left", 1)] if is_refused(result, 1) else [("left", 1), ("run", 1), ("run", 2)]
+    for name, step in tried:
         assert f"saving step {step} to {tmp_path / name} failed: OSError" in result.stderr
     for name in ("left", "run"):
         path = tmp_path / name
@@ -105,6 +129,8 @@ def test_failures_that_nothing_mends_are_all_said_and_fail_the_exit_code(tmp_pat
 @pytest.mark.slow
 def test_a_failure_that_a_later_save_mends_fails_nothing(tmp_path: Path) -> None:
     result = ended("mended", tmp_path)
+    if is_refused(result, 1):
+        return
     assert result.returncode == 0, result.stderr
     assert steps(tmp_path / "run") == [2]
 

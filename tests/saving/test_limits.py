@@ -37,7 +37,10 @@ def no_thread(patch: pytest.MonkeyPatch) -> None:
     """As pthread_create fails: every start of a thread, in this library and in all others."""
     refuse = raising(RuntimeError("can't start new thread"))
     patch.setattr(_thread, "start_new_thread", refuse)
-    patch.setattr(threading, "_start_new_thread", refuse)
+    # threading keeps a reference, whose name is another one since Python 3.13.
+    names = {"_start_new_thread", "_start_joinable_thread"} & set(vars(threading))
+    for name in names:
+        patch.setattr(threading, name, refuse)
 
 
 def no_file(patch: pytest.MonkeyPatch) -> None:

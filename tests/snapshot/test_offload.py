@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from support import PROGRAMS
 from support.compare import assert_trees_identical
 from support.device_memory import donated, exhausted, limited
+from support.jax_releases import set_mesh
 from support.processes import run_processes, run_python
 from support.strategies import JAX_DTYPES
 from support.training import P, fsdp_mesh
@@ -136,7 +137,7 @@ def test_a_mesh_that_the_program_set_does_not_matter(mode: Any, directory: Path)
     """JAX refuses jitted functions of arrays on other devices within ``jax.set_mesh``."""
     options = CheckpointOptions(snapshot=mode)
     state = {name: value for name, value in state_of().items() if not name.startswith("dtypes")}
-    with jax.set_mesh(fsdp_mesh(4)), TorchaxCheckpointer(directory, options=options) as ckpt:
+    with set_mesh(fsdp_mesh(4)), TorchaxCheckpointer(directory, options=options) as ckpt:
         ckpt.save(1, state=state)
         ckpt.wait_until_finished()
         loaded = ckpt.load(1, state)

@@ -24,3 +24,13 @@ def enable_x64() -> Any:
     import jax.experimental
 
     return getattr(jax.experimental, "enable_x64")()  # noqa: B009 - mypy knows a newer JAX
+
+
+def set_mesh(mesh: Any) -> Any:
+    """Returns a context in which the program's mesh is ``mesh``."""
+    import jax
+    import jax.sharding
+
+    if hasattr(jax, "set_mesh"):  # since 0.7.1
+        return jax.set_mesh(mesh)
+    return getattr(jax.sharding, "use_mesh")(mesh)  # noqa: B009 - mypy knows a newer JAX

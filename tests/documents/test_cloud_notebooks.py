@@ -1,0 +1,42 @@
+"""The notebooks for Colab and Kaggle run as programs, also with the packages of these platforms.
+
+The sets of tests/versions.toml have no Jupyter; test_notebooks.py runs the notebooks in it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support import ROOT
+from support.processes import run_python
+
+MAGIC = "%%writefile "
+
+
+def program(notebook: Path) -> str:
+    """Returns the code of a notebook, whose only magic writes a file."""
+    cells = json.loads(notebook.read_text())["cells"]
+    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    lines = []
+    for source in sources:
+        if source.startswith(MAGIC):
+            first, _, text = source.partition("\n")
+            source = f"open({first.removeprefix(MAGIC)!r}, 'w').write({text!r})"
+        lines.append(source)
+    return "\n".join(lines)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(540)  # a minute alone
+@pytest.mark.parametrize("name", ["6-colab", "7-kaggle"])
+def test_a_run_outlives_its_sessions(name: str, tmp_path: Path) -> None:
+    code = f"import os; os.chdir({str(tmp_path)!r})\n{program(ROOT / f'notebooks/{name}.ipynb')}"
+    result = run_python(code, devices=1, env={"BUCKET": "bucket"}, timeout_secs=500, fresh=True)
+    killed, ended, anew = result.stdout.split("first step after ")[1:]
+    assert "killed" in killed
+    assert "the session ends soon" in ended
+    assert "all steps are done" in anew
+    (run,) = (tmp_path / "bucket" / "runs").iterdir()
+    assert run.name == name[2:]
