@@ -9,6 +9,7 @@ import shutil
 import signal
 import tempfile
 import threading
+import weakref
 
 from support.jax_releases import xla_flags
 
@@ -109,9 +110,11 @@ def _forgotten_checkpointers_end() -> Iterator[None]:
     """Ends what a test's checkpointers without ``close`` still do, so that no later test sees it.
 
     The collector may come at any time: in a later test, whose log would then have their messages.
+    Those of fixtures that several tests share stay.
     """
+    earlier = weakref.WeakSet(closing._unfinished)
     yield
-    if any(each._savers and not each._has_ended for each in closing._unfinished):
+    if any(e._savers and not e._has_ended for e in closing._unfinished if e not in earlier):
         gc.collect()
     for each in list(closing._dropped):
         if each._task is not None:
