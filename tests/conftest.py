@@ -38,10 +38,11 @@ import jax
 import pytest
 import torch
 import torchax
-from support import compiled
+from support import compiled, forked
 
 from torchax_ckpt.saving import closing
 
+os.environ.setdefault(forked.OWNER, str(os.getpid()))  # the workers of pytest-xdist inherit it
 compiled.share(Path(os.environ["TORCHAX_CKPT_TESTS_COMPILED"], "by-tests"))
 
 hypothesis.settings.register_profile(

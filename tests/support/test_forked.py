@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from support import PROGRAMS, TESTS
+from support import PROGRAMS, TESTS, forked
 from support.processes import COMPILED_ONCE, run_python
 from support.waiting import wait_until
 
@@ -65,6 +65,7 @@ time.sleep(600)
 """
     with tempfile.TemporaryFile("w+") as told:
         env = {**os.environ, "PYTHONPATH": str(TESTS)}
+        del env[forked.OWNER]
         with subprocess.Popen([sys.executable, "-c", tester], stdout=told, env=env) as process:
             try:
                 wait_until(lambda: os.pread(told.fileno(), 9, 0) == b"ready\n", timeout_secs=120)
