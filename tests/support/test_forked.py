@@ -54,6 +54,22 @@ def test_what_is_left_to_chance_differs() -> None:
 
 
 @pytest.mark.slow
+def test_another_process_of_the_run_uses_the_same_servers() -> None:
+    source = "import os; print(os.getppid())"
+    worker = f"""
+        import sys
+        sys.path.insert(0, {str(TESTS)!r})
+        from support.processes import run_python
+        print(run_python({source!r}).stdout)
+    """
+    path = os.environ.get("PYTHONPATH", "")
+    env = {"PYTHONPATH": path, "PYTEST_XDIST_WORKER": "another"}
+    here = {run_python(source).stdout.strip() for _ in range(2)}
+    assert len(here) == 2
+    assert run_python(worker, env=env, fresh=True).stdout.strip() in here
+
+
+@pytest.mark.slow
 def test_server_and_programs_end_with_who_started_them() -> None:
     tester = f"""
 import os, sys, time
