@@ -13,9 +13,18 @@ BIN := $(VENV)/bin
 # As many processes as tests/conftest.py says; tests that share a module's fixture stay together.
 PYTEST_FLAGS ?= -n auto --dist loadgroup --no-loadscope-reorder
 
-.PHONY: demo test test-slow test-long test-tpu test-versions test-all lint docs notebooks bench bench-accelerator torture torture-kill torture-hosts \
+.PHONY: compiled demo test test-slow test-long test-tpu test-versions test-all lint docs notebooks bench bench-accelerator torture torture-kill torture-hosts \
     torture-flips torture-gcs torture-fuzz torture-endurance torture-power torture-lease clean
 .DEFAULT_GOAL := test
+
+# What JAX compiles for tests on this machine, for a week: the next run takes it from there.
+COMPILED := $(CURDIR)/build/compiled-$(shell uname -n)
+test test-slow test-long test-all: export TORCHAX_CKPT_TESTS_COMPILED := $(COMPILED)
+test test-slow test-long test-all: compiled
+
+compiled:
+	@mkdir -p $(COMPILED)
+	@find $(COMPILED) -type f -mtime +6 -delete
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/python examples/demo.py

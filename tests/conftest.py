@@ -9,6 +9,7 @@ import shutil
 import signal
 import tempfile
 import threading
+import weakref
 
 from support.jax_releases import xla_flags
 
@@ -37,12 +38,13 @@ import jax
 import pytest
 import torch
 import torchax
-from support import compiled
+from support import compiled, forked
 from support.stages import Gate
 
 from torchax_ckpt.runtime import stages
 from torchax_ckpt.saving import closing
 
+os.environ.setdefault(forked.OWNER, str(os.getpid()))  # the workers of pytest-xdist inherit it
 compiled.share(Path(os.environ["TORCHAX_CKPT_TESTS_COMPILED"], "by-tests"))
 
 hypothesis.settings.register_profile(
@@ -111,9 +113,11 @@ def _forgotten_checkpointers_end() -> Iterator[None]:
     """Ends what a test's checkpointers without ``close`` still do, so that no later test sees it.
 
     The collector may come at any time: in a later test, whose log would then have their messages.
+    Those of fixtures that several tests share stay.
     """
+    earlier = weakref.WeakSet(closing._unfinished)
     yield
-    if any(each._savers and not each._has_ended for each in closing._unfinished):
+    if any(e._savers and not e._has_ended for e in closing._unfinished if e not in earlier):
         gc.collect()
     for each in list(closing._dropped):
         if each._task is not None:

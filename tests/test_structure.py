@@ -50,7 +50,12 @@ MAX_LINES_OF = {"checkpointer.py": 600, "run_directory.py": 520}
 MAX_FILES_THAT_ONE_OTHER_IMPORTS = 28
 
 FILES = sorted(PACKAGE.rglob("*.py"))
-TREES = {path: ast.parse(path.read_text()) for path in FILES}
+
+
+@functools.cache
+def trees() -> dict[Path, ast.Module]:
+    """The files' syntax, which a process that only collects the tests does not parse."""
+    return {path: ast.parse(path.read_text()) for path in FILES}
 
 
 def module_of(path: Path) -> str:
@@ -71,7 +76,7 @@ def room_of(module: str) -> str:
 def imports(path: Path) -> tuple[str, ...]:
     """What a file imports, also inside functions; modules of this package by their full names."""
     found = []
-    for node in ast.walk(TREES[path]):
+    for node in ast.walk(trees()[path]):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -127,7 +132,7 @@ def test_a_room_knows_only_its_own_libraries() -> None:
 
 
 def test_a_file_is_read_in_one_sitting_and_says_what_it_is() -> None:
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         assert path.read_text().count("\n") <= MAX_LINES_OF.get(path.name, MAX_LINES), path
         assert ast.get_docstring(tree), f"{path}: no module docstring"
 
@@ -144,7 +149,7 @@ def test_few_files_are_imported_by_one_other() -> None:
 
 
 def test_no_two_classes_have_one_name() -> None:
-    nodes = [node for tree in TREES.values() for node in ast.walk(tree)]
+    nodes = [node for tree in trees().values() for node in ast.walk(tree)]
     classes = collections.Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
     twice = [name for name, count in classes.items() if count > 1]
     assert twice == []
@@ -156,7 +161,7 @@ def test_no_two_files_have_one_name() -> None:
 
 
 def imported_from_here(path: Path) -> Iterator[tuple[str, ast.alias]]:
-    for node in ast.walk(TREES[path]):
+    for node in ast.walk(trees()[path]):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torchax_ckpt"):
             yield from ((f"{node.module}.{alias.name}", alias) for alias in node.names)
 
@@ -202,7 +207,7 @@ ANSWERED = {"issubdtype", "iinfo", "finfo", "dtype", "key_data", "wrap_key_data"
 def test_programs_on_devices_are_registered() -> None:
     """Whatever the package jits is a program that ``make test-tpu`` compiles."""
     found = set()
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         for function in tree.body:
             name = getattr(function, "name", "")
             marks = [ast.unparse(mark) for mark in getattr(function, "decorator_list", [])]
@@ -228,7 +233,7 @@ PICKLING = {"state_dict.py torch.save", "torch_files.py torch.load", "flattened_
 
 def test_nothing_is_pickled_or_evaluated() -> None:
     found = set()
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.Call):
                 called = ast.unparse(node.func)

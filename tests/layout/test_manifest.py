@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import operator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from torchax_ckpt.layout.unchanged import Database, Digests
 EMPTY: dict[str, Any] = {"format": FORMAT, "version": VERSION, "empty": []}
 EMPTY |= {part: {} for part in ("versions", "document", "stacks", "digests")}
 PARTS = ("document", "stacks", "empty")
+Change = Callable[[Any], object]
 LEAF: dict[str, Any] = {"array": "model/w", "kind": "jax", "dtype": "float32", "shape": [2]}
 
 
@@ -74,6 +77,71 @@ def test_a_malformed_leaf_is_refused_by_path_and_name(change: dict[str, Any]) ->
         read({**EMPTY, "document": {"model": {"dict": [["w", leaf]]}}})
     assert caught.value.path == "runs/5/manifest"
     assert caught.value.key_path == str(leaf["array"])
+
+
+WHOLE: dict[str, Any] = {
+    **EMPTY,
+    "document": {
+        "model": {
+            "dict": [
+                [name, LEAF | {"array": f"model/{name}", "shape": shape}]
+                for name, shape in {"w": [2, 8], "x": [2], "y": [2], "z": [2]}.items()
+            ]
+        }
+    },
+    "stacks": {"model/[xy]": ["model/x", "model/y"]},
+}
+OUTSIDE = {"../x": {"copy": 0, "xxh3_128": {}}}  # a database
+FUTURE = {"version": VERSION + 1, "versions": {"torchax_ckpt": "9.1"}}
+INSTALL = "Install the release of torchax_ckpt that wrote it, '9.1', or a newer one"
+
+
+def leaf_with(**changes: Any) -> Change:
+    return lambda raw: raw["document"]["model"]["dict"][0][1].update(changes)
+
+
+def members_with(change: Callable[[list[str]], object]) -> Change:
+    return lambda raw: change(raw["stacks"]["model/[xy]"])
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (leaf_with(shape=[2**40, 2**40]), "at most"),
+        (leaf_with(shape=[1] * 33), "at most"),
+        (leaf_with(shape=[2] * 1_000_000), "at most"),
+        (leaf_with(shape=[float("nan")]), "malformed leaf"),
+        (leaf_with(dtype="object"), "malformed leaf"),
+        (leaf_with(kind="pickle"), "malformed leaf"),
+        (leaf_with(kind="numpy_scalar"), "malformed leaf"),
+        (leaf_with(array="model/\ud800"), "malformed leaf"),
+        (leaf_with(array=""), "malformed leaf"),
+        (leaf_with(array="model/z"), "one leaf of this name, found two"),
+        (lambda raw: raw["empty"].append("model/nowhere"), "model/nowhere.* listed in 'empty'"),
+        (lambda raw: raw["empty"].append("model/w"), "no entry in 'empty'"),
+        (leaf_with(shape=[0, 8]), "an entry in 'empty'"),
+        (members_with(lambda names: names.append("model/nowhere")), "a leaf in stack"),
+        (members_with(lambda names: names.append(names[0])), "stored in one place"),
+        (members_with(lambda names: names.append("model/w")), "one dtype and shape"),
+        (members_with(lambda names: names.clear()), "a stack of leaves"),
+        (lambda raw: raw["stacks"].update({"model/w": ["model/x"]}), "a valid stack name"),
+        (lambda raw: raw["versions"].update(torch=5), "in another form"),
+        (lambda raw: raw.update(unchanged=OUTSIDE), "'unchanged' to list databases"),
+        (
+            lambda raw: raw.update(FUTURE),
+            f"expected manifest version {VERSION}, found {VERSION + 1}.*{INSTALL}",
+        ),
+        (lambda raw: raw.update(version=10**30), "expected manifest version"),
+        (lambda raw: raw.update(version=0.0), "expected manifest version"),
+    ],
+)
+def test_a_manifest_with_a_contradiction_is_refused(change: Change, match: str) -> None:
+    raw = copy.deepcopy(WHOLE)
+    assert len(read(raw).leaves) == 4
+    change(raw)
+    with pytest.raises(CorruptCheckpointError, match=f"^runs/5/manifest: .*{match}") as caught:
+        read(raw)
+    assert caught.value.path == "runs/5/manifest"
 
 
 _json = st.recursive(

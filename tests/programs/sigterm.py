@@ -87,7 +87,7 @@ def compile_for_long(operations: int) -> None:
     def function(x: Any) -> Any:
         for i in range(operations):
             x = jnp.sin(x @ x + i)
-        return x
+        return x + os.getpid()  # another program, which no run before has compiled
 
     lowered = jax.jit(function).lower(jnp.ones((8, 8)))
     say("working")  # from here on in C++

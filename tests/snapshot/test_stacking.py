@@ -69,14 +69,17 @@ def stored_names(directory: Path, step: int = 2) -> set[str]:
     return {f"{component}/{rest}" for component, tree in metadata.items() for rest in tree}
 
 
-@pytest.mark.parametrize("spec", [P("fsdp"), P(None, "fsdp"), P()])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_off_the_training_thread_no_program_spans_cpu_devices(
-    spec: Any, dtype: str, directory: Path, monkeypatch: pytest.MonkeyPatch
+    directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two threads that start such programs can hang in XLA."""
-    sharding, values = NamedSharding(fsdp_mesh(4), spec), np.arange(4096).reshape(128, 8, 4)
-    state = {f"layers.{i}": jax.device_put(v.astype(dtype), sharding) for i, v in enumerate(values)}
+    mesh, values = fsdp_mesh(4), np.arange(4096).reshape(128, 8, 4)
+    specs = {"rows": P("fsdp"), "columns": P(None, "fsdp"), "whole": P()}
+    state = {
+        f"{name}.{dtype}.{i}": jax.device_put(value.astype(dtype), NamedSharding(mesh, spec))
+        for (name, spec), dtype in itertools.product(specs.items(), ("float32", "bfloat16"))
+        for i, value in enumerate(values)
+    }
     options = CheckpointOptions(snapshot="reference")
     run = Mock(side_effect=AssertionError("a program of a save"))
     defaults: Any = stacking.execute.__kwdefaults__
@@ -85,7 +88,8 @@ def test_off_the_training_thread_no_program_spans_cpu_devices(
         ckpt.save(1, state=state)
         ckpt.wait_until_finished()
         assert_trees_identical(ckpt.load(1, state), dict(sorted(state.items())))
-    assert any("*" in name for name in stored_names(directory, 1))
+    stacks = {f"state/{name}.{dtype}.*" for name in specs for dtype in ("float32", "bfloat16")}
+    assert stacks <= stored_names(directory, 1)
 
 
 def test_layers_are_stored_as_one_array_under_their_pattern_or_each_by_itself(

@@ -1,7 +1,8 @@
 """Shares compiled programs between tests, and between all processes that run tests or programs.
 
 A test makes functions of its own, so that JAX compiles equal programs once for each test. A program
-that tests start several times would compile everything each time.
+that tests start several times would compile everything each time. Make keeps the folder, so that a
+later run finds it: what a test compiles on purpose must differ in each run.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ modules. The processes of :mod:`multiprocessing`'s fork server would end in ``os
 Programs share a server only if their environments agree except in :data:`READ_LATER`, because an
 interpreter reads the other variables at start-up or at an import. The hash seed is also read then.
 Two servers therefore take turns, so that programs started one after the other iterate over a set
-in different orders.
+in different orders. All workers of a run of pytest share the servers, which end with the run.
 
 test_forked.py tests that a program cannot detect the fork, with these exceptions: modules that it
 never imported are loaded, in the order of :data:`MODULES` (Lightning's logging depends on loaded
@@ -25,8 +25,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import functools
 import gc
+import hashlib
 import importlib
 import itertools
 import json
@@ -34,8 +36,10 @@ import os
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import CodeType
@@ -53,6 +57,7 @@ READ_LATER = {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES",
     "PYTEST_CURRENT_TEST",
+    "PYTEST_XDIST_WORKER",
     "XLA_FLAGS",
     # Of gcsfs and TensorStore. The server does not import gcsfs.
     "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT",
@@ -62,6 +67,8 @@ READ_LATER = {
     "TENSORSTORE_GCS_HTTP_URL",
 }
 MAX_REQUEST_BYTES = 1 << 20
+# The process whose end ends the servers: that of the run, also in its workers.
+OWNER = "TORCHAX_CKPT_TESTS_OWNER"
 
 
 class Process(Protocol):
@@ -94,31 +101,43 @@ def start(
 @functools.cache
 def _servers(env: frozenset[tuple[str, str]], modules: tuple[str, ...]) -> Iterator[_Server]:
     def two() -> Iterator[_Server]:  # Starts the second server only when it is needed.
-        yield (first := _Server(dict(env), modules))
-        yield (second := _Server(dict(env), modules))
+        yield (first := _Server(0, dict(env), modules))
+        yield (second := _Server(1, dict(env), modules))
         yield from itertools.cycle([first, second])
 
     return two()
 
 
 class _Server:
-    """A server, seen from the test process. It ends when the test process ends, in any way."""
+    """A server, seen from a test process. It ends when its owner ends, in any way."""
 
-    def __init__(self, env: Mapping[str, str], modules: Sequence[str]) -> None:
-        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        call = f"serve({theirs.fileno()}, {list(modules)!r})"
-        lines = f"exec(__import__('support.forked').forked.{call})"
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", lines],
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                # Ctrl-C then reaches only the test process, which ends the server.
-                process_group=0,
-            )
-        atexit.register(self._end)
+    def __init__(self, number: int, env: Mapping[str, str], modules: Sequence[str]) -> None:
+        owner = int(env.get(OWNER, os.getpid()))
+        form = json.dumps([owner, number, sorted(env.items()), *modules])
+        address = f"\0torchax_ckpt-tests-{hashlib.sha256(form.encode()).hexdigest()}"
+        self._requests = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        while self._requests.connect_ex(address):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+                try:
+                    listener.bind(address)
+                except OSError as error:
+                    if error.errno != errno.EADDRINUSE:  # another worker starts the server
+                        raise
+                    time.sleep(0.01)
+                    continue
+                listener.listen(64)
+                call = f"serve({listener.fileno()}, {owner}, {list(modules)!r})"
+                process = subprocess.Popen(
+                    [sys.executable, "-c", f"exec(__import__('support.forked').forked.{call})"],
+                    env=env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    pass_fds=[listener.fileno()],
+                    # Ctrl-C then reaches only the test process, which ends the server.
+                    process_group=0,
+                )
+                process.returncode = 0  # no warning that it still runs when this process ends
+        atexit.register(self._requests.close)
 
     def start(
         self, arguments: Sequence[str], env: Mapping[str, str], stdout: IO[Any], stderr: IO[Any]
@@ -129,10 +148,6 @@ class _Server:
             files = [theirs.fileno(), stdout.fileno(), stderr.fileno()]
             socket.send_fds(self._requests, [json.dumps(request).encode()], files)
         return _Forked(ours)
-
-    def _end(self) -> None:
-        self._requests.close()
-        self._process.wait()
 
 
 class _Forked:
@@ -209,12 +224,13 @@ class _Child:
         self.reports.close()
 
 
-def serve(requests_fd: int, modules: Sequence[str]) -> CodeType:
+def serve(listener_fd: int, owner: int, modules: Sequence[str]) -> CodeType:
     """Forks for each request; returns in each fork, with the code to run.
 
-    When the test process has closed its end, kills the programs that still run and exits.
+    Kills the programs of a test process that has closed its end; ends when the owner does.
     """
     before = set(os.environ)
+    end_of_owner = os.pidfd_open(owner)
     for module in modules:
         importlib.import_module(module)
     # Every optimizer of torch imports this, which takes a second of CPU. It changes how the
@@ -223,38 +239,53 @@ def serve(requests_fd: int, modules: Sequence[str]) -> CodeType:
         importlib.import_module("torch._dynamo")
     added = {name: value for name, value in os.environ.items() if name not in before}
     gc.freeze()  # Garbage collection in a fork would copy the memory that it shares.
-    requests = socket.socket(fileno=requests_fd)
+    listener = socket.socket(fileno=listener_fd)
+    clients: list[socket.socket] = []
     children: list[_Child] = []
     while True:
         ends = [child.end for child in children if child.is_running]
-        files: list[Any] = [requests, *ends, *(child.reports for child in children)]
-        ready, _, _ = select.select(files, [], [])
+        files: list[Any] = [listener, end_of_owner, *clients, *ends]
+        ready, _, _ = select.select([*files, *(child.reports for child in children)], [], [])
         for child in list(children):
             if child.is_running and child.end in ready:
                 child.report()
             if child.reports in ready:  # The test process has closed its end.
                 child.close()
                 children.remove(child)
-        if requests not in ready:
-            continue
-        message, fds, _, _ = socket.recv_fds(requests, MAX_REQUEST_BYTES, 3)
-        if not message:
+        if end_of_owner in ready:
             for child in children:
                 child.close()
-            sys.exit()
-        reports = socket.socket(fileno=fds[0])
-        pid = os.fork()
-        if pid == 0:
-            for child in children:
-                child.forget()
-            requests.close()
-            reports.close()
-            return _become(fds[1:], added, **json.loads(message))
-        for fd in fds[1:]:
-            os.close(fd)
-        children.append(_Child(pid, reports))
-        # OpenBLAS ends its thread at the first fork.
-        assert len(os.listdir("/proc/self/task")) == 1, "a module has started a thread"
+            os._exit(0)
+        if listener in ready:
+            clients.append(_accepted(listener))
+        for requests in [client for client in clients if client in ready]:
+            message, fds, _, _ = socket.recv_fds(requests, MAX_REQUEST_BYTES, 3)
+            if not message:
+                requests.close()
+                clients.remove(requests)
+                continue
+            reports = socket.socket(fileno=fds[0])
+            pid = os.fork()
+            if pid == 0:
+                for child in children:
+                    child.forget()
+                for file in (listener, *clients, reports):
+                    file.close()
+                os.close(end_of_owner)
+                return _become(fds[1:], added, **json.loads(message))
+            for fd in fds[1:]:
+                os.close(fd)
+            children.append(_Child(pid, reports))
+            # OpenBLAS ends its thread at the first fork.
+            assert len(os.listdir("/proc/self/task")) == 1, "a module has started a thread"
+
+
+def _accepted(listener: socket.socket) -> socket.socket:
+    """Returns the connection of a test process; any user of the machine can see the address."""
+    client, _ = listener.accept()
+    peer = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    assert struct.unpack("3i", peer)[1] == os.getuid(), "another user"
+    return client
 
 
 def _become(

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from support import PROGRAMS, TESTS
+from support import PROGRAMS, TESTS, forked
 from support.processes import COMPILED_ONCE, run_python
 from support.waiting import wait_until
 
@@ -54,6 +54,22 @@ def test_what_is_left_to_chance_differs() -> None:
 
 
 @pytest.mark.slow
+def test_another_process_of_the_run_uses_the_same_servers() -> None:
+    source = "import os; print(os.getppid())"
+    worker = f"""
+        import sys
+        sys.path.insert(0, {str(TESTS)!r})
+        from support.processes import run_python
+        print(run_python({source!r}).stdout)
+    """
+    path = os.environ.get("PYTHONPATH", "")
+    env = {"PYTHONPATH": path, "PYTEST_XDIST_WORKER": "another"}
+    here = {run_python(source).stdout.strip() for _ in range(2)}
+    assert len(here) == 2
+    assert run_python(worker, env=env, fresh=True).stdout.strip() in here
+
+
+@pytest.mark.slow
 def test_server_and_programs_end_with_who_started_them() -> None:
     tester = f"""
 import os, sys, time
@@ -65,6 +81,7 @@ time.sleep(600)
 """
     with tempfile.TemporaryFile("w+") as told:
         env = {**os.environ, "PYTHONPATH": str(TESTS)}
+        del env[forked.OWNER]
         with subprocess.Popen([sys.executable, "-c", tester], stdout=told, env=env) as process:
             try:
                 wait_until(lambda: os.pread(told.fileno(), 9, 0) == b"ready\n", timeout_secs=120)
