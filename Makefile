@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 # As many processes as tests/conftest.py says; tests that share a module's fixture stay together.
 PYTEST_FLAGS ?= -n auto --dist loadgroup --no-loadscope-reorder
 
-.PHONY: compiled demo test test-slow test-long test-tpu test-versions test-all lint docs notebooks bench bench-accelerator torture torture-kill torture-hosts \
+.PHONY: compiled demo test test-mutations test-slow test-long test-tpu test-versions test-all lint docs notebooks bench bench-accelerator torture torture-kill torture-hosts \
     torture-flips torture-gcs torture-fuzz torture-endurance torture-power torture-lease clean
 .DEFAULT_GOAL := test
 
@@ -50,6 +50,10 @@ test-tpu: $(INSTALLED) $(VENV)/.installed-tpu-check
 # third of it from an index with PyTorch's CPU builds. SETS="oldest tpu-inference" tries some.
 test-versions:
 	$(PYTHON) tests/run_versions.py $(SETS)
+
+# Whether a test fails if a promise is broken, for each; MUTATIONS="--row NAME" tries one.
+test-mutations: $(INSTALLED)
+	$(BIN)/python tests/mutations.py $(MUTATIONS)
 
 test-all: $(INSTALLED)
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m "not tpu"

@@ -132,6 +132,23 @@ def test_a_step_that_cannot_be_taken_back_is_not_listed_and_goes_before_the_next
     assert names(directory) == {"3", "4"}
 
 
+def test_no_reader_lists_a_step_before_its_commit(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of its files are there by then; only the name of its folder tells."""
+    sync_tree, listed = fsync.sync_tree, list[Any]()
+    reading = CheckpointOptions(read_only=True)
+
+    def looking(*args: Any, **kwargs: Any) -> None:
+        sync_tree(*args, **kwargs)
+        listed.append(TorchaxCheckpointer(directory, options=reading).all_steps())
+
+    monkeypatch.setattr(fsync, "sync_tree", looking)
+    with TorchaxCheckpointer(directory) as ckpt:
+        save(ckpt, 1, 2)
+    assert listed == [[], [1]]
+
+
 def test_nothing_is_taken_back_unleased(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another program may have resumed from the step by then."""
     disk = Disk(directory, 4)
