@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -85,11 +86,15 @@ def _are_steps(steps: Any) -> bool:
     return not isinstance(steps, Iterator) and all(int(step) == step for step in steps)
 
 
+def _is_interval(steps: Any) -> bool:
+    return steps >= 1 and (steps % 1 == 0 or steps == math.inf)  # infinite: only step 0
+
+
 # The values that Orbax's policies take unchecked, what is expected of each, and its check.
 _VALUES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "n": ("an int or None", lambda n: n is None or operator.index(n) >= 0),
-    "interval": ("an int of at least 1", lambda n: n >= 1 and n % 1 == 0),
-    "interval_steps": ("an int of at least 1", lambda n: n >= 1 and n % 1 == 0),
+    "interval": ("an int of at least 1", _is_interval),
+    "interval_steps": ("an int of at least 1", _is_interval),
     "steps": ("a list, set or range of ints", _are_steps),
 }
 
