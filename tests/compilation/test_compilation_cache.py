@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from support.processes import run_python
 
 from torchax_ckpt import compilation_cache
+from torchax_ckpt.compilation import packed_programs
 from torchax_ckpt.errors import DirectoryError
 
 PROGRAM = """
@@ -129,3 +131,21 @@ def test_a_folder_to_which_others_may_write_is_refused(
 def test_a_bucket_is_refused_with_the_reason() -> None:
     with pytest.raises(DirectoryError, match="one program after the other"):
         compilation_cache("gs://bucket/programs")
+
+
+def test_a_folder_that_others_fill_may_be_readable_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / f"jit_f-{1:064x}-cache").write_bytes(b"1")
+
+    def refuse(path: Path, content: bytes) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr(Path, "write_bytes", refuse)
+    packed_programs.complete(tmp_path, packed_programs.programs_in(tmp_path))
+
+
+@pytest.mark.parametrize("url", ["gs://bucket", "gs://bucket/"])
+def test_a_bucket_alone_is_no_file_with_which_programs_travel(url: str, tmp_path: Path) -> None:
+    with pytest.raises(DirectoryError, match="expected gs://bucket/name, found gs://bucket"):
+        compilation_cache(tmp_path / "programs", travels_with=url)

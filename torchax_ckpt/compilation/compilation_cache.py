@@ -64,10 +64,17 @@ def compilation_cache(
 
     Raises:
       DirectoryError: the folder is a URL, a link, or no folder; it belongs to somebody else, or
-        others may enter it; or it cannot be created. ``travels_with`` is no path or ``gs://`` URL.
+        others may enter it; or it cannot be created. ``travels_with`` is no path, and no
+        ``gs://`` URL with a name.
     """
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     place = None if travels_with is None else location.resolve(travels_with)
+    if place is not None and "/" not in str(place).removeprefix("gs://"):
+        raise DirectoryError(
+            f"compilation_cache: travels_with: expected gs://bucket/name, found {place}, which "
+            "names no file. Give a name in the bucket",
+            path=travels_with,
+        )
     path = _private(Path(home, "torchax_ckpt", "programs") if folder is None else folder)
     wanted = {_FOLDER: str(path), _MIN_SECS: 0.0, _MAX_SIZE: max_bytes}
     if place is not None:  # the path of XLA's own caches, for GPUs, would be part of JAX's keys

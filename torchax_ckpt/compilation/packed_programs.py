@@ -94,7 +94,11 @@ def complete(folder: pathlib.Path, names: Iterable[str]) -> None:
     """Gives programs the time of their last use; without it, JAX until 0.11 keeps no more."""
     for name in names:
         if not _last_use(folder / name).exists():
-            _last_use(folder / name).write_bytes(time.time_ns().to_bytes(8, "little"))
+            try:
+                _last_use(folder / name).write_bytes(time.time_ns().to_bytes(8, "little"))
+            except OSError as error:  # a folder that others fill, from which JAX reads
+                logger.info("%s: JAX keeps no more programs there: %s", folder, error)
+                return
 
 
 def _last_use(program: pathlib.Path) -> pathlib.Path:
