@@ -93,7 +93,10 @@ def compilation_cache(
         logger.info("compiled programs are kept in %s", used)
     if _MAX_SIZE in unset:  # the user's own folder may be one that had no limit before
         packed_programs.complete(used, packed_programs.programs_in(used))
-    if place is not None and not location.is_bucket(getattr(jax.config, _FOLDER)):
+    kept_in = getattr(jax.config, _FOLDER)
+    if place is not None and not kept_in:  # an empty JAX_COMPILATION_CACHE_DIR turns the cache off
+        logger.warning("JAX's cache of compiled programs is off, so none travel with %s", place)
+    elif place is not None and not location.is_bucket(kept_in):
         packed_programs.travel(used, place)
     elif place is not None:
         logger.warning("JAX keeps compiled programs in %s, so they travel without %s", used, place)
