@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from support.processes import run_python
 
 from torchax_ckpt import compilation_cache
+from torchax_ckpt.compilation import packed_programs
 from torchax_ckpt.errors import DirectoryError
 
 PROGRAM = """
@@ -129,3 +131,42 @@ def test_a_folder_to_which_others_may_write_is_refused(
 def test_a_bucket_is_refused_with_the_reason() -> None:
     with pytest.raises(DirectoryError, match="one program after the other"):
         compilation_cache("gs://bucket/programs")
+
+
+def test_a_folder_that_others_fill_may_be_readable_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / f"jit_f-{1:064x}-cache").write_bytes(b"1")
+
+    def refuse(path: Path, content: bytes) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr(Path, "write_bytes", refuse)
+    packed_programs.complete(tmp_path, packed_programs.programs_in(tmp_path))
+
+
+@pytest.mark.parametrize("url", ["gs://bucket", "gs://bucket/"])
+def test_a_bucket_alone_is_no_file_with_which_programs_travel(url: str, tmp_path: Path) -> None:
+    with pytest.raises(DirectoryError, match="expected gs://bucket/name, found gs://bucket"):
+        compilation_cache(tmp_path / "programs", travels_with=url)
+
+
+OFF = """
+import os, sys
+import torchax_ckpt
+
+os.chdir(sys.argv[1])
+torchax_ckpt.compilation_cache(travels_with=sys.argv[2])
+print(len(os.listdir()))
+"""
+
+
+def test_no_programs_travel_if_the_environment_turns_the_cache_off(tmp_path: Path) -> None:
+    place, folder = tmp_path / "programs.zip", tmp_path / "working"
+    folder.mkdir()
+    place.write_bytes(packed_programs.pack({f"jit_f-{1:064x}-cache": b"1"}))
+    place.chmod(0o600)
+    env = {"JAX_COMPILATION_CACHE_DIR": "", "XDG_CACHE_HOME": str(tmp_path)}
+    result = run_python(OFF, str(folder), str(place), env=env, fresh=True)
+    assert result.stdout.split() == ["0"]
+    assert f"is off, so none travel with {place}" in result.stderr

@@ -280,3 +280,15 @@ def test_a_file_that_cannot_be_used_gives_one_warning(
     assert f"cannot fetch from {place}" in text
     assert SPOILT[name] in text
     assert before == (place.lstat().st_mtime_ns if name != "missing" else None)
+
+
+def test_drafts_that_killed_programs_left_are_removed(tmp_path: Path) -> None:
+    drafts = [tmp_path / f"programs.zip-{n:032x}.draft" for n in range(2)]
+    others = [tmp_path / f"programs.zip-{'0' * 31}.draft", tmp_path / f"p-{'0' * 32}.draft"]
+    for draft in (*drafts, *others):
+        draft.write_bytes(b"1")
+    for old in (drafts[0], *others):
+        os.utime(old, (0, 0))
+    machine(tmp_path, "first", NAMES[0]).write()
+    left = {path for path in tmp_path.iterdir() if path.is_file()}
+    assert left == {tmp_path / "programs.zip", drafts[1], *others}

@@ -64,10 +64,17 @@ def compilation_cache(
 
     Raises:
       DirectoryError: the folder is a URL, a link, or no folder; it belongs to somebody else, or
-        others may enter it; or it cannot be created. ``travels_with`` is no path or ``gs://`` URL.
+        others may enter it; or it cannot be created. ``travels_with`` is no path, and no
+        ``gs://`` URL with a name.
     """
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     place = None if travels_with is None else location.resolve(travels_with)
+    if place is not None and "/" not in str(place).removeprefix("gs://"):
+        raise DirectoryError(
+            f"compilation_cache: travels_with: expected gs://bucket/name, found {place}, which "
+            "names no file. Give a name in the bucket",
+            path=travels_with,
+        )
     path = _private(Path(home, "torchax_ckpt", "programs") if folder is None else folder)
     wanted = {_FOLDER: str(path), _MIN_SECS: 0.0, _MAX_SIZE: max_bytes}
     if place is not None:  # the path of XLA's own caches, for GPUs, would be part of JAX's keys
@@ -86,7 +93,10 @@ def compilation_cache(
         logger.info("compiled programs are kept in %s", used)
     if _MAX_SIZE in unset:  # the user's own folder may be one that had no limit before
         packed_programs.complete(used, packed_programs.programs_in(used))
-    if place is not None and not location.is_bucket(getattr(jax.config, _FOLDER)):
+    kept_in = getattr(jax.config, _FOLDER)
+    if place is not None and not kept_in:  # an empty JAX_COMPILATION_CACHE_DIR turns the cache off
+        logger.warning("JAX's cache of compiled programs is off, so none travel with %s", place)
+    elif place is not None and not location.is_bucket(kept_in):
         packed_programs.travel(used, place)
     elif place is not None:
         logger.warning("JAX keeps compiled programs in %s, so they travel without %s", used, place)

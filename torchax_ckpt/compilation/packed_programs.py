@@ -10,6 +10,7 @@ import atexit
 import concurrent.futures
 import contextlib
 import functools
+import glob
 import io
 import logging
 import os
@@ -42,6 +43,8 @@ _FETCH_SECS, _END_SECS = 60.0, 10.0
 # JAX writes a program in place. One that does not change for so long is taken to be whole.
 _SETTLE_SECS = 1.0
 _ATTEMPTS = 3
+# A draft beside the packed file that is older was left by a program that was killed.
+_DRAFT_SECS = 3600.0
 
 
 def pack(programs: Mapping[str, bytes]) -> bytes:
@@ -94,7 +97,11 @@ def complete(folder: pathlib.Path, names: Iterable[str]) -> None:
     """Gives programs the time of their last use; without it, JAX until 0.11 keeps no more."""
     for name in names:
         if not _last_use(folder / name).exists():
-            _last_use(folder / name).write_bytes(time.time_ns().to_bytes(8, "little"))
+            try:
+                _last_use(folder / name).write_bytes(time.time_ns().to_bytes(8, "little"))
+            except OSError as error:  # a folder that others fill, from which JAX reads
+                logger.info("%s: JAX keeps no more programs there: %s", folder, error)
+                return
 
 
 def _last_use(program: pathlib.Path) -> pathlib.Path:
@@ -179,6 +186,7 @@ class PackedPrograms:
     def _record(self) -> contextlib.closing[AtomicRecord]:
         if not location.is_bucket(self._place):
             self._require_own()
+            self._remove_drafts()
         else:
             found = bucket.contents(self._place.parent, self._place.name)
             if (num_bytes := found.get(self._place.name, (0, ""))[0]) > MAX_BYTES:
@@ -200,6 +208,17 @@ class PackedPrograms:
                     f"expected a file that only user {own} may write, since what is in it runs as "
                     f"code; found {stat.filemode(found.st_mode)} of user {found.st_uid}"
                 )
+
+    def _remove_drafts(self) -> None:
+        """Removes what this user's killed programs left beside the file, each as long as it."""
+        path = pathlib.Path(self._place)
+        name = f"{glob.escape(path.name)}-{'[0-9a-f]' * 32}{permissions.DRAFT_SUFFIX}"
+        for draft in path.parent.glob(name):
+            with contextlib.suppress(FileNotFoundError):  # another machine has removed it
+                found = draft.lstat()
+                is_old = time.time() - found.st_mtime > _DRAFT_SECS
+                if is_old and stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
+                    draft.unlink()
 
     def _take(self, record: AtomicRecord) -> Seen | None:
         """Does what ``fetch`` does; returns what the file holds, None if there is no file."""

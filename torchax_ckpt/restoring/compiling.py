@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 import xxhash
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import Sharding
 
 from torchax_ckpt import torchax_backend
@@ -41,8 +43,7 @@ def compiling(step: Callable[..., Any], *arguments: Any, **keywords: Any) -> Ite
         ``jax.ShapeDtypeStruct``, with its sharding if the array will be committed to devices.
 
     Raises:
-      CallError: ``step`` is not jitted, has static arguments, or calls a jitted function that uses
-        arrays which are not its arguments.
+      CallError: ``step`` is not jitted, or has static arguments.
       UnsupportedLeafError: ``step`` draws from torchax's own random key.
       Exception: what ``step`` raises when it is traced.
     """
@@ -61,29 +62,22 @@ def compiling(step: Callable[..., Any], *arguments: Any, **keywords: Any) -> Ite
             f"compiling: expected a function without static arguments, found {step!r}; bind them "
             "by functools.partial before it is jitted"
         )
-    for value, is_inner in _values(traced.jaxpr):
-        if is_inner and isinstance(value, jax.Array):
-            jax.clear_caches()  # JAX would reuse the trace of the inner function
-            raise CallError(
-                "compiling: expected the jitted functions in the step to use their arguments only, "
-                f"found one that uses {_described(value)} as it is before the restore; pass it as "
-                "an argument, or jit nothing but the whole step"
-            )
     before = _digests(traced.jaxpr)  # the restore may free the arrays
     # Python waits at its end for the thread of this executor. A daemon thread would abort there.
     executor = ThreadPoolExecutor(1, "torchax_ckpt.compiling")
     compiled = executor.submit(traced.lower().compile)
     executor.shutdown(wait=False)
-    yield
-    with _without_draws():
-        # Through a new function, because JAX keeps the traces of a function.
-        again = jax.make_jaxpr(lambda *args, **kwargs: program.__wrapped__(*args, **kwargs))
-        after = again(*arguments, **keywords)
+    try:
+        yield
+        after = _traced_anew(program.__wrapped__, arguments, keywords)
+    except BaseException:
+        jax.clear_caches()  # else the first call would use what the step had before the block
+        raise
     changed = [
         old for (old, bits), (_, new) in zip(before, _digests(after), strict=False) if bits != new
     ]
     if changed or _text(traced.jaxpr) != _text(after):
-        program.clear_cache()
+        jax.clear_caches()  # also those of functions that the step calls
         logger.warning(
             "compiling: %s in the step has changed since it was compiled, so the first call "
             "compiles it again. Pass what a restore changes as an argument of the step.",
@@ -110,20 +104,32 @@ def _without_draws() -> Iterator[None]:
         random_state.RandomStateComponent().capture()
 
 
-def _values(jaxpr: Any, is_inner: bool = False) -> Iterator[tuple[Any, bool]]:
-    """Yields each array and number in a traced function, and whether a jitted one in it has it."""
-    literals = (v.val for equation in jaxpr.eqns for v in equation.invars if hasattr(v, "val"))
-    yield from ((value, is_inner) for value in (*getattr(jaxpr, "consts", ()), *literals))
+def _traced_anew(function: Callable[..., Any], arguments: Any, keywords: Any) -> Any:
+    """Traces a function, and the functions that it calls, without the traces that JAX keeps.
+
+    JAX keeps the trace of a function that is jitted, scanned or checkpointed. Metadata is part of
+    the key of such a trace, and changes no operation.
+    """
+    with _without_draws(), set_xla_metadata(torchax_ckpt=uuid.uuid4().hex):
+        return jax.make_jaxpr(lambda *args, **kwargs: function(*args, **kwargs))(
+            *arguments, **keywords
+        )
+
+
+def _values(jaxpr: Any) -> Iterator[Any]:
+    """Yields each array and number in a traced function, and in the functions that it calls."""
+    yield from getattr(jaxpr, "consts", ())
     for equation in jaxpr.eqns:
+        yield from (v.val for v in equation.invars if hasattr(v, "val"))
         for inner in jax.tree_util.tree_leaves(equation.params):
             if hasattr(inner, "eqns"):
-                yield from _values(inner, is_inner or equation.primitive.name in ("jit", "pjit"))
+                yield from _values(inner)
 
 
 def _digests(jaxpr: Any) -> list[tuple[str, bytes]]:
     """Returns each value of a traced function in words, and the digest of its bytes."""
     found = []
-    for value, _ in _values(jaxpr):
+    for value in _values(jaxpr):
         is_key = hasattr(value, "dtype") and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
         array = np.asarray(jax.random.key_data(value) if is_key else value)
         found.append((_described(value), xxhash.xxh3_128_digest(array.tobytes())))
