@@ -243,6 +243,7 @@ SPOILT = {
     "folder": "found drw",
     "link": "found lrw",
     "open": "since what is in it runs as code; found -rw--w----",
+    "exchangeable": "a folder in which others cannot exchange files",
     "foreign": "expected a file that only user",
     "damaged": "or it is damaged",
 }
@@ -259,6 +260,8 @@ def spoil(name: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     else:
         place.write_bytes(GOOD[:-1] if name == "damaged" else GOOD)
         place.chmod(0o620 if name == "open" else 0o600)
+    if name == "exchangeable":
+        place.parent.chmod(0o777)
     if name == "foreign":
         another = os.geteuid() + 1
         monkeypatch.setattr(os, "geteuid", lambda: another)

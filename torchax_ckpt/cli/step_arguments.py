@@ -116,15 +116,18 @@ def folder_path(text: str) -> epath.Path:
 
 
 def output_path(text: str) -> Path:
-    """Returns the local path of a file or folder to write; UsageError within a run's steps."""
-    place = epath.Path(local_path(text))
+    """Returns the local path of a file or folder to write; UsageError for one within a step."""
+    path = local_path(text)
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise UsageError(f"{text}: is neither a file nor a directory")
+    place = epath.Path(path)
     step = given_step.of(place.parent if place.is_file() else place, list, is_marked=False)
     if step is not None:
         raise UsageError(
             f"{text}: expected a path outside of the steps of a run, found {step}: give another "
             "name, because a deletion of the step would delete what is written there"
         )
-    return Path(place)
+    return path
 
 
 def local_path(text: str) -> Path:

@@ -196,10 +196,16 @@ class PackedPrograms:
         return contextlib.closing(record)
 
     def _require_own(self) -> None:
-        """Raises DirectoryError if others may write the file."""
+        """Raises DirectoryError if others may write the file, or exchange it."""
         path = pathlib.Path(self._place)
         if not path.parent.is_dir():
             raise DirectoryError(f"there is no folder {path.parent}: mount its disk, or create it")
+        mode = path.parent.stat().st_mode
+        if mode & 0o022 and not mode & stat.S_ISVTX:
+            raise DirectoryError(
+                f"expected a folder in which others cannot exchange files, since what is in them "
+                f"runs as code; found {path.parent} with {stat.filemode(mode)}: run chmod go-w"
+            )
         with contextlib.suppress(FileNotFoundError):
             found, own = path.lstat(), os.geteuid()
             is_own = stat.S_ISREG(found.st_mode) and found.st_uid == own

@@ -1,4 +1,4 @@
-"""Ends a run shortly before a known time, after the same step on all processes.
+"""The end of a run shortly before a known time, after the same step on all processes.
 
 Only the clock of process 0 counts. Once the time is nearly over, a thread of each process reports
 the newest step that its training asked about. The last step is the one after the newest of all, so
@@ -73,7 +73,7 @@ class Deadline:
         end = self._default if until is None else _unix_time("until", until)
         if end is None or step >= total:
             return
-        with self._processes.round("sharing the deadline"):
+        with self._processes.round("sharing the deadline, which all processes must give"):
             left, needed = self._processes.first(lambda: [end - time.time(), self._needed_secs])
         self._is_reached = left < needed
         if self._is_reached:
@@ -152,7 +152,7 @@ class _LastStep:
     def is_reached(self, position: tuple[int, int], *, is_near: bool) -> bool:
         """Returns whether the last step is at or before ``position``; waits if it is being chosen.
 
-        ``is_near``, on process 0, has the processes choose the last step, one after ``position``.
+        ``is_near``, on process 0, has the processes choose the last step, after ``position``.
         """
         if not self._is_near.is_set:
             self._asked = position
@@ -186,7 +186,8 @@ class _LastStep:
         except ClosedError as error:
             logger.info("the run goes on to the end of the loop, whatever the deadline: %s", error)
         except (CheckpointError, RuntimeError) as error:
-            logger.warning("the run goes on without its deadline: %s", error)
+            level = logging.DEBUG if self._is_closing else logging.WARNING
+            logger.log(level, "the run goes on without its deadline: %s", error)
 
     def _wait_until_near(self) -> bool:
         """Returns True once process 0 has the last step chosen; False if this loop has ended."""
