@@ -619,13 +619,14 @@ def test_a_lost_lease_commits_nothing_and_one_of_a_dead_host_is_taken_over(url: 
     first._directory._lease.renew()
     lease = epath.Path(url) / "lease"
     other = LeaseHolder("t", "tpu-vm-7", 4711, "another kernel", 1, 0.0, time.time())
-    at("write the arrays", lambda: lease.write_bytes(other.to_bytes()))
+    mend = at("write the arrays", lambda: lease.write_bytes(other.to_bytes()))
     with pytest.raises(SaveError, match="held by host tpu-vm-7"):
         save(first, 2)
     assert (epath.Path(url) / "2" / "state").exists()
     assert first.all_steps() == [1]
     with pytest.raises(LeaseError):
         first.save(3, state=state(3), force=True)
+    mend()
     with pytest.raises(SaveError):
         first.close()
     second.close()

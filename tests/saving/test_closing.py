@@ -310,7 +310,7 @@ TWO = """
     torchax.enable_globally()
     from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
     from torchax_ckpt.errors import SaveTimeoutError
-    from torchax_ckpt.storage.writing import array_writer
+    from support.stages import at
 
     place = sys.argv[4]
     ALWAYS = policies.FixedIntervalPolicy(1)

@@ -38,7 +38,7 @@ def compiling(step: Callable[..., Any], *arguments: Any, **keywords: Any) -> Ite
 
     Args:
       step: what ``jax.jit`` or ``torchax.interop.jax_jit`` returned, without static arguments.
-      *arguments, **keywords: what the first call will take. Only shapes, dtypes and placements of
+      arguments, keywords: what the first call will take. Only shapes, dtypes and placements of
         arrays and torchax tensors count. For an array that does not exist yet, give
         ``jax.ShapeDtypeStruct``, with its sharding if the array will be committed to devices.
 

@@ -81,11 +81,14 @@ def refused(step: epath.Path) -> DirectoryError:
 
 def _would_be_a_step(path: epath.Path, *, is_there: bool) -> bool:
     """Returns whether an empty folder, or none, has a step's name, and lies in a run."""
-    if not NUMBER.fullmatch(path.name) or (is_there and any(path.iterdir())):
+    if not NUMBER.fullmatch(path.name) or (is_there and location.is_bucket(path)):
         return False
     if location.is_bucket(path):  # one request shows the journal, many the steps
         return any(n.endswith(".jsonl") for n in bucket.contents(path.parent, "events/"))
-    return commit_record.newest_in(path.parent) is not None
+    beside = path.parent.iterdir() if path.parent.is_dir() else ()
+    if not any(NUMBER.fullmatch(c.name) and commit_record.is_step(c) for c in beside):
+        return False
+    return not (is_there and any(path.iterdir()))
 
 
 def _warn_of_steps_inside(
