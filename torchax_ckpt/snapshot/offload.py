@@ -49,11 +49,15 @@ _MIN_BYTES_TO_SELECT = 1 << 20
 
 def is_supported(arrays: Iterable[AnyArray]) -> bool:
     """Returns whether the devices of all arrays can copy to pinned memory."""
-    shardings: set[Any] = {a.sharding for a in arrays if not isinstance(a, np.ndarray)}
+    on_devices = [array for array in arrays if not isinstance(array, np.ndarray)]
+    shardings: set[Any] = {array.sharding for array in on_devices}
     devices = {device for sharding in shardings for device in sharding.addressable_devices}
     if not all(PINNED in {m.kind for m in d.addressable_memories()} for d in devices):
         return False
-    one_of_each = {(d.platform, d.device_kind): d for d in devices}
+    # A device of a topology, which abstract arrays may have, compiles programs and runs none.
+    ours: set[Any] = {a.sharding for a in on_devices if isinstance(a, jax.Array)}
+    held = {device for sharding in ours for device in sharding.addressable_devices}
+    one_of_each = {(d.platform, d.device_kind): d for d in held}
     return all(_can_offload(platform, device) for (platform, _), device in one_of_each.items())
 
 
