@@ -68,13 +68,14 @@ def compilation_cache(
         ``gs://`` URL with a name.
     """
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    place = None if travels_with is None else location.resolve(travels_with)
-    if place is not None and "/" not in str(place).removeprefix("gs://"):
+    url = str(travels_with).rstrip("/")
+    if url.startswith("gs://") and "/" not in url.removeprefix("gs://"):
         raise DirectoryError(
-            f"compilation_cache: travels_with: expected gs://bucket/name, found {place}, which "
+            f"compilation_cache: travels_with: expected gs://bucket/name, found {url}, which "
             "names no file. Give a name in the bucket",
             path=travels_with,
         )
+    place = None if travels_with is None else location.resolve(travels_with)
     path = _private(Path(home, "torchax_ckpt", "programs") if folder is None else folder)
     wanted = {_FOLDER: str(path), _MIN_SECS: 0.0, _MAX_SIZE: max_bytes}
     if place is not None:  # the path of XLA's own caches, for GPUs, would be part of JAX's keys
