@@ -17,7 +17,7 @@ from torchax_ckpt.policies import preservation
 from torchax_ckpt.processes.call_log import Kind
 from torchax_ckpt.restoring.read_calls import ReadCalls
 from torchax_ckpt.runtime.call_guard import NO_COPY, Calls, as_step, guarded
-from torchax_ckpt.runtime.preemption import Preemption
+from torchax_ckpt.runtime.preemption import Preemption, exit_if
 from torchax_ckpt.runtime.user_messages import brief, fields
 from torchax_ckpt.saving import closing
 from torchax_ckpt.saving.deadline import Until
@@ -465,7 +465,7 @@ class TorchaxCheckpointer:
           CallError: called on another thread than the main thread.
         """
         is_over = self.reached_preemption(step) or self.reached_deadline(step)
-        self._preemption.exit_if(is_over, self.close)
+        exit_if(is_over, self.close)
 
     # --- listing and deleting steps -----------------------------------------------------------
 

@@ -182,3 +182,10 @@ def test_an_executor_is_one_of_pythons() -> None:
             cancelled.result()
         tasks = pool._tasks
     assert all(task.ended.is_set for task in tasks)
+
+
+def test_an_executor_that_is_shut_takes_no_function_that_nobody_would_run() -> None:
+    with Executor(2) as pool:
+        assert pool.submit(int, "3").result(60) == 3
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        pool.submit(int, "4")

@@ -12,6 +12,7 @@ import stat
 from pathlib import Path
 
 import jax
+from etils import epath
 
 from torchax_ckpt.compilation import packed_programs
 from torchax_ckpt.errors import DirectoryError
@@ -94,14 +95,19 @@ def compilation_cache(
         logger.info("compiled programs are kept in %s", used)
     if _MAX_SIZE in unset:  # the user's own folder may be one that had no limit before
         packed_programs.complete(used, packed_programs.programs_in(used))
-    kept_in = getattr(jax.config, _FOLDER)
-    if place is not None and not kept_in:  # an empty JAX_COMPILATION_CACHE_DIR turns the cache off
-        logger.warning("JAX's cache of compiled programs is off, so none travel with %s", place)
-    elif place is not None and not location.is_bucket(kept_in):
-        packed_programs.travel(used, place)
-    elif place is not None:
-        logger.warning("JAX keeps compiled programs in %s, so they travel without %s", used, place)
+    if place is not None:
+        _begin_to_travel(place)
     return used
+
+
+def _begin_to_travel(place: epath.Path) -> None:
+    used = getattr(jax.config, _FOLDER)
+    if not used:  # an empty JAX_COMPILATION_CACHE_DIR turns the cache off
+        logger.warning("JAX's cache of compiled programs is off, so none travel with %s", place)
+    elif location.is_bucket(used):
+        logger.warning("JAX keeps compiled programs in %s, so they travel without %s", used, place)
+    else:
+        packed_programs.travel(Path(used), place)
 
 
 def _private(folder: str | os.PathLike[str]) -> Path:

@@ -127,9 +127,12 @@ class Executor(ThreadPoolExecutor):
         self._name = name
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._tasks: list[Task] = []
+        self._is_shut = False
 
     def submit(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-        """Returns the future of ``fn(*args, **kwargs)``."""
+        """Returns the future of ``fn(*args, **kwargs)``; RuntimeError after ``shutdown``."""
+        if self._is_shut:  # no thread would come to it
+            raise RuntimeError("cannot schedule new futures after shutdown")
         future: Future[R] = Future()
 
         def call() -> None:
@@ -153,6 +156,7 @@ class Executor(ThreadPoolExecutor):
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Ends the threads once all functions have run; none are cancelled."""
+        self._is_shut = True
         for _ in self._tasks:
             self._calls.put(None)
         for task in self._tasks if wait else ():

@@ -88,23 +88,23 @@ class Preemption:
         self._decided = step
         return answer
 
-    @staticmethod
-    def exit_if(is_over: bool, close: Callable[[], None]) -> None:
-        """Implements ``TorchaxCheckpointer.exit_if_preempted``."""
-        thread = threading.current_thread()
-        if thread is not threading.main_thread():
-            raise CallError(
-                f"exit_if_preempted was called on thread {thread.name!r}, where SystemExit ends "
-                "only the thread, and the exit code of the program would be 0. Call it on the main "
-                "thread; on other threads call reached_preemption, and tell the main thread."
-            )
-        if is_over:
-            close()
-            raise SystemExit(EXIT_CODE)
-
     def close(self) -> None:
         """Undoes ``listen``, on the main thread; not if others listen, or a SIGTERM has arrived."""
         _watch.remove(self)
+
+
+def exit_if(is_over: bool, close: Callable[[], None]) -> None:
+    """Implements ``TorchaxCheckpointer.exit_if_preempted``."""
+    thread = threading.current_thread()
+    if thread is not threading.main_thread():
+        raise CallError(
+            f"exit_if_preempted was called on thread {thread.name!r}, where SystemExit ends "
+            "only the thread, and the exit code of the program would be 0. Call it on the main "
+            "thread; on other threads call reached_preemption, and tell the main thread."
+        )
+    if is_over:
+        close()
+        raise SystemExit(EXIT_CODE)
 
 
 def _jax_has_sigterm() -> bool:
