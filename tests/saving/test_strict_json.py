@@ -60,6 +60,8 @@ def test_a_strict_parser_reads_all_json_of_a_run(directory: Path) -> None:
         ckpt.save(2, metrics={"device": np.float32("nan")}, force=True)
     names = set()
     for path in directory.rglob("*"):
+        if path.parent.name == "d":  # array data, whose first byte may be that of JSON
+            continue
         if path.is_file() and (content := path.read_bytes()).startswith(b"{"):
             names.add(path.name if path.suffix != ".jsonl" else "events")
             lines = content.decode().splitlines()

@@ -318,12 +318,15 @@ def _brief(value: Any) -> str:
     return _REPR.repr(value)
 
 
+@functools.cache  # the metadata of torch alone takes milliseconds to parse
+def _installed_version(library: str) -> str:
+    try:
+        return importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
 def installed_versions() -> dict[str, str]:
     """Returns library -> installed version, or "unknown" if the library is not installed."""
-    found = {}
-    for library in ("torchax_ckpt", "torch", "torchax", "jax", "orbax-checkpoint"):
-        try:
-            found[library] = importlib.metadata.version(library)
-        except importlib.metadata.PackageNotFoundError:
-            found[library] = "unknown"
-    return found
+    libraries = ("torchax_ckpt", "torch", "torchax", "jax", "orbax-checkpoint")
+    return {library: _installed_version(library) for library in libraries}
