@@ -19,6 +19,7 @@ from support.commands import run, run_json
 from support.damage import damage, edit_json
 from support.models import Plain, Tied, WithExtraState, live, plain, values
 from support.processes import run_python
+from support.steps import save_states
 from support.training import before_enabling, resume, save
 
 from torchax_ckpt import TorchaxCheckpointer, load_torch_state_dict, torchax_backend
@@ -103,8 +104,7 @@ def test_every_dtype_that_safetensors_has_comes_through(directory: Path, tmp_pat
     numbers = np.arange(12, dtype=np.float32).reshape(3, 4)
     state = {name: numbers.astype(np.dtype(name)) for name in safetensors_io.NAMES_OF_DTYPES}
     state |= {"empty": np.zeros((0, 3), np.float32), "scalar": np.array(7, np.int64)}
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.save(1, state=state, force=True)
+    save_states(directory, {1: state})
     out = tmp_path / "x.safetensors"
     run("export", directory, 1, out, "--at", "state")
     with before_enabling():
@@ -122,9 +122,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A step of 256 MiB."""
     directory = tmp_path_factory.mktemp("large") / "run"
     values = np.random.default_rng(0).standard_normal(2 << 20).astype(np.float32)
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.save(1, state={f"w{i}": values + i for i in range(32)}, force=True)
-    return directory
+    return save_states(directory, {1: {f"w{i}": values + i for i in range(32)}})
 
 
 @pytest.mark.slow
@@ -173,8 +171,7 @@ def test_nothing_is_overwritten_and_nothing_left_behind(
 
 def test_a_damaged_step_is_not_exported(directory: Path, tmp_path: Path) -> None:
     state = {"w": np.random.default_rng(0).standard_normal((64, 64))}
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.save(1, state=state, force=True)
+    save_states(directory, {1: state})
     damage(directory / "1", state["w"].tobytes()[:64])
     for name in ("x.safetensors", "x.pt"):
         form = name.rpartition(".")[2]
@@ -257,8 +254,7 @@ def test_names_and_dtypes_that_a_form_lacks_are_refused(directory: Path, tmp_pat
         "i": np.zeros(2, ml_dtypes.int4),
         "reserved": {"__metadata__": np.zeros(1)},
     }
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.save(1, state=state, force=True)
+    save_states(directory, {1: state})
     with pytest.raises(UnsupportedLeafError, match=r"two leaves would be called 'b\.c'"):
         load_torch_state_dict(directory, at="state/a")
     with pytest.raises(UnsupportedLeafError, match="state/i: torch has no dtype int4"):

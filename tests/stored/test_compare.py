@@ -12,9 +12,10 @@ import pytest
 from support import TESTS
 from support.commands import run, run_json
 from support.damage import damage
+from support.steps import save_states
 from typer.testing import CliRunner
 
-from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
+from torchax_ckpt import CheckpointOptions
 from torchax_ckpt.cli import exit_codes
 from torchax_ckpt.cli.app import app
 from torchax_ckpt.storage.arrays import read_arrays
@@ -26,12 +27,7 @@ GOLDEN = TESTS / "golden/v1"
 
 
 def save(directory: Path, state: Any, step: int = 1, **options: Any) -> Path:
-    with TorchaxCheckpointer(
-        directory, options=CheckpointOptions(**options), preservation_policy=policies.PreserveAll()
-    ) as ckpt:
-        ckpt.attach()
-        ckpt.save(step, state=state, force=True)
-    return directory / str(step)
+    return save_states(directory, {step: state}, options=CheckpointOptions(**options)) / str(step)
 
 
 def found(a: Any, b: Any) -> tuple[Any, ...] | None:
