@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -258,33 +257,31 @@ def write_v0_named_item(directory: Path, tree: Any) -> None:
         manager.wait_until_finished()
 
 
-writers = pytest.mark.parametrize(
-    "write",
-    [write_v1_checkpointer, write_v1_save, write_v0_manager, write_v0_named_item],
-    ids=lambda w: w.__name__.removeprefix("write_"),
-)
-Writer = Callable[[Path, Any], None]
+WRITERS = (write_v1_checkpointer, write_v1_save, write_v0_manager, write_v0_named_item)
+
+
+@pytest.fixture(scope="module", params=WRITERS, ids=lambda w: w.__name__.removeprefix("write_"))
+def foreign(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run whose only step is bare Orbax's; no test changes it."""
+    directory = tmp_path_factory.mktemp("foreign")
+    request.param(directory, foreign_tree())
+    return directory
 
 
 def host(tree: Any) -> Any:
     return jax.tree.map(lambda x: np.array(x) if isinstance(x, jax.Array) else x, tree)
 
 
-@writers
-def test_a_step_of_bare_orbax_is_read_as_host_arrays(directory: Path, write: Writer) -> None:
-    tree = foreign_tree()
-    write(directory, tree)
-    ckpt = TorchaxCheckpointer(directory)
+def test_a_step_of_bare_orbax_is_read_as_host_arrays(foreign: Path) -> None:
+    tree, ckpt = foreign_tree(), TorchaxCheckpointer(foreign)
     assert ckpt.all_steps() == [STEP]
     assert ckpt.metrics(STEP) == {}
     assert_trees_identical(ckpt.load(), host(tree))
     assert_trees_identical(ckpt.load(STEP), host(tree))
 
 
-@writers
-def test_a_step_of_bare_orbax_is_read_onto_another_layout(directory: Path, write: Writer) -> None:
+def test_a_step_of_bare_orbax_is_read_onto_another_layout(foreign: Path) -> None:
     tree = foreign_tree()
-    write(directory, tree)
     grid = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
     for sharding in (NamedSharding(grid, P()), SingleDeviceSharding(jax.devices()[7]), None):
 
@@ -293,19 +290,16 @@ def test_a_step_of_bare_orbax_is_read_onto_another_layout(directory: Path, write
             return jax.device_put(np.asarray(leaf), where) if is_array else leaf
 
         def asked(leaf: Any, where: Any = sharding) -> Any:
-            is_array = isinstance(leaf, jax.Array)
-            return (
-                jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where) if is_array else leaf
-            )
+            if not isinstance(leaf, jax.Array):
+                return leaf
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
 
-        loaded = TorchaxCheckpointer(directory).load(STEP, jax.tree.map(asked, tree))
+        loaded = TorchaxCheckpointer(foreign).load(STEP, jax.tree.map(asked, tree))
         assert_trees_identical(loaded, jax.tree.map(moved, tree))
 
 
-@writers
-def test_a_step_of_bare_orbax_is_read_as_torch_tensors(directory: Path, write: Writer) -> None:
+def test_a_step_of_bare_orbax_is_read_as_torch_tensors(foreign: Path) -> None:
     tree = foreign_tree()
-    write(directory, tree)
     rows = NamedSharding(fsdp_mesh(2), P("fsdp"))
 
     def tensors(host: Any, bias: Any, weight: Any) -> dict[str, Any]:
@@ -315,11 +309,11 @@ def test_a_step_of_bare_orbax_is_read_as_torch_tensors(directory: Path, write: W
 
     arrays = tree["host"], tree["weights"]["0.bias"], tree["weights"]["0.weight"]
     blank = tensors(*(np.zeros(array.shape, array.dtype) for array in arrays))
-    assert_trees_identical(TorchaxCheckpointer(directory).load(STEP, blank), tensors(*arrays))
+    assert_trees_identical(TorchaxCheckpointer(foreign).load(STEP, blank), tensors(*arrays))
 
 
 @pytest.mark.parametrize("write", [write_v1_checkpointer, write_v0_manager])
-def test_what_a_step_of_bare_orbax_lacks_is_a_mismatch(directory: Path, write: Writer) -> None:
+def test_what_a_step_of_bare_orbax_lacks_is_a_mismatch(directory: Path, write: Any) -> None:
     """Bare Orbax would give zeros, another shape, or cast."""
     write(directory, {"w": np.arange(4.0, dtype=np.float32), "z": np.ones(1)})
     for name, length, dtype in (
@@ -336,16 +330,14 @@ def test_what_a_step_of_bare_orbax_lacks_is_a_mismatch(directory: Path, write: W
             assert caught.value.step == STEP
 
 
-@writers
-def test_a_step_of_bare_orbax_is_refused_by_attach(directory: Path, write: Writer) -> None:
-    write(directory, foreign_tree())
+def test_a_step_of_bare_orbax_is_refused_by_attach(foreign: Path) -> None:
     model = mlp()
     before = {name: bits(p) for name, p in model.named_parameters()}
-    with TorchaxCheckpointer(directory) as ckpt:
+    with TorchaxCheckpointer(foreign) as ckpt:
         with pytest.raises(ForeignCheckpointError, match="load") as caught:
             ckpt.attach(model)
         assert caught.value.step == STEP
-        assert caught.value.path == str(directory / str(STEP))
+        assert caught.value.path == str(foreign / str(STEP))
         ckpt.attach(model, resume=False)
         for step in (None, STEP):
             with pytest.raises(ForeignCheckpointError, match="load"):
