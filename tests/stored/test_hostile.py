@@ -755,7 +755,8 @@ def test_a_hostile_summary_hides_no_step_and_breaks_no_policy(run: Path, summari
 
 
 def test_hostile_functional_state_is_refused(directory: Path) -> None:
-    save_states(directory, dict.fromkeys((1, DAMAGED), {"w": jnp.ones((2, 3)), "n": [1, 2.5]}))
+    state = {"w": jnp.ones((2, 3)), "n": [1, 2.5]}
+    save_states(directory, {1: state, DAMAGED: state})
     manifest = directory / str(DAMAGED) / MANIFEST
     sound = manifest.read_bytes()
     changes: tuple[Change, ...] = (
