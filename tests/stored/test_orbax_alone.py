@@ -58,10 +58,10 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     layers = [torch.nn.Linear(n, m) for n, m in itertools.pairwise(sizes)]
     model = torch.nn.Sequential(*layers).to("jax")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    train_step(model, optimizer, 0)  # on one device, because a step on eight takes longer
     options = CheckpointOptions(**request.param)
     with TorchaxCheckpointer(directory, options=options) as ckpt:
         ckpt.attach(model, optimizer, shardings=fsdp_rule(fsdp_mesh()))
-        train_step(model, optimizer, 0)
         ckpt.save(1, force=True)
     return Run(model, optimizer, directory / "1", options)
 
