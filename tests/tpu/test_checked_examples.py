@@ -1,4 +1,4 @@
-"""The examples compile their steps for a TPU topology, and what they print is in the guide."""
+"""The examples compile their steps for a TPU topology."""
 
 from __future__ import annotations
 
@@ -45,9 +45,6 @@ def test_the_step_of_gpt_donates_its_state(tmp_path: Path) -> None:
     assert step > arguments
     assert together == step + copies < usable
     assert "nothing was measured" in rows["compiled"]
-    page = (ROOT / "docs/tpu.md").read_text()
-    for name in ("chips", "donated", "a snapshot", 'snapshot="auto"'):
-        assert f"    {f'{name}:':<17}{rows[name]}\n" in page
 
 
 @pytest.mark.parametrize(
