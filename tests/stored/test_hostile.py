@@ -14,6 +14,7 @@ import os
 import shutil
 import stat
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -26,11 +27,9 @@ import pytest
 import tensorstore as ts
 import torch
 from orbax.checkpoint import v1 as ocp
-from support import PROGRAMS
 from support.compare import assert_trees_identical, training_state
 from support.damage import edit_json
 from support.models import Box
-from support.processes import run_python
 from support.steps import save_states
 from support.training import adamw, mlp, resume, save, train_step
 
@@ -51,6 +50,7 @@ from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import location, permissions, seals
 from torchax_ckpt.storage.writing import array_writer
 from torchax_ckpt.stored.stored_step import StoredStep
+from torchax_ckpt.telemetry.journal import FOLDER
 
 DAMAGED = 2
 Change = Callable[[Any], None]
@@ -848,13 +848,43 @@ def test_a_save_writes_and_removes_through_no_link(directory: Path, tmp_path: Pa
     assert {path.read_text() for path in kept.iterdir()} == {"precious"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("umask", [0o000, 0o077])
-def test_nothing_created_is_world_writable(tmp_path: Path, directory: Path, umask: int) -> None:
-    target = directory / "deep" / "er"
-    run_python(PROGRAMS / "saves.py", "under_umask", str(target), f"{umask:o}")
+def test_nothing_created_is_world_writable_at_any_moment(directory: Path, umask: int) -> None:
+    """A thread looks for what another user could reach and write while steps are saved."""
+    target, seen, done = directory / "deep" / "er", set[str](), threading.Event()
+
+    def mode_of(folder: str, name: str) -> int:
+        try:
+            return os.lstat(os.path.join(folder, name)).st_mode
+        except FileNotFoundError:
+            return 0
+
+    def watch() -> None:
+        while not done.is_set():
+            for folder, folders, files in os.walk(target):
+                folders[:] = [f for f in folders if mode_of(folder, f) & 0o001]
+                found = [n for n in (*folders, *files) if mode_of(folder, n) & 0o002]
+                seen.update(os.path.join(folder, name) for name in found)
+
+    watcher, before = threading.Thread(target=watch), os.umask(umask)
+    watcher.start()
+    try:
+        with TorchaxCheckpointer(target, preservation_policy=policies.PreserveAll()) as ckpt:
+            ckpt.attach(mlp())
+            for step in range(1, 6):
+                ckpt.save(step, force=True)
+            ckpt.wait_until_finished()
+            ckpt.restore(2)
+            ckpt.save(3, force=True)
+    finally:
+        done.set()
+        watcher.join()
+        os.umask(before)
+    assert not seen
     expected = {True: 0o777 & ~umask & ~0o002, False: 0o666 & ~umask & ~0o002}
-    for path in (directory, *directory.rglob("*")):
+    paths = [directory, *directory.rglob("*")]
+    assert target / FOLDER in paths  # the events are written, too
+    for path in paths:
         mode = stat.S_IMODE(path.lstat().st_mode)
         assert mode == expected[path.is_dir()], f"{path}: {mode:o}"
     assert not list(target.glob("*.draft"))
