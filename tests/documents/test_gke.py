@@ -20,6 +20,8 @@ import yaml
 from support import ROOT, TESTS
 from support.processes import Running
 
+from torchax_ckpt import LocalTier, planning
+
 EXAMPLE = ROOT / "examples" / "gke"
 SCHEMAS = TESTS / "schemas"
 
@@ -82,13 +84,16 @@ def test_the_queue_admits_the_jobset_and_no_more() -> None:
     assert offered["resources"][0]["nominalQuota"] == num_chips
 
 
-def test_the_block_that_sizes_the_ramdisk_runs() -> None:
+def test_the_block_that_sizes_the_ramdisk_runs_and_counts_what_the_tier_keeps() -> None:
     (block,) = re.findall(r"```python\n(.*?)```", (EXAMPLE / "README.md").read_text(), re.DOTALL)
     *before, answer = ast.parse(block).body
     named: dict[str, Any] = {}
     exec(compile(ast.Module(before, []), "README.md", "exec"), named)
     assert isinstance(answer, ast.Expr)
-    assert eval(compile(ast.Expression(answer.value), "README.md", "eval"), named) > 0
+    found = eval(compile(ast.Expression(answer.value), "README.md", "eval"), named)
+    assert found == planning.ramdisk_bytes_per_host(
+        12 * 70_000_000_000, hosts_per_slice=32, num_copies=LocalTier("ramdisk").keep + 1
+    )
 
 
 def pod(jobset: dict[str, Any]) -> dict[str, Any]:
@@ -126,10 +131,18 @@ def test_the_slices_are_as_large_as_their_hosts_say() -> None:
     topology = node["cloud.google.com/gke-tpu-topology"]
     assert math.prod(map(int, topology.split("x"))) == spec["parallelism"] * per_host
     selector = manifest("checkpoint-configuration")["spec"]["nodeSelector"]
-    assert selector["node.kubernetes.io/instance-type"].endswith(f"-{per_host}t")
+    machine = selector["node.kubernetes.io/instance-type"]
+    assert machine.endswith(f"-{per_host}t")
+    text = (EXAMPLE / "README.md").read_text().replace("\\\n", " ")
+    pools = r"for slice in (.*); do\n *(gcloud container node-pools create .*)\n"
+    ((slices, command),) = re.findall(pools, text)
+    given = dict(re.findall(r"--([a-z-]+)=(\S+)", command))
+    assert len(slices.split()) == job["replicas"]
+    assert (given["tpu-topology"], given["machine-type"]) == (topology, machine)
+    assert int(given["num-nodes"]) == spec["parallelism"]
     # On the network of their host, pods have their node's rights, which default to reading.
     assert pod(manifest("jobset"))["hostNetwork"]
-    assert "--scopes=cloud-platform" in (EXAMPLE / "README.md").read_text()
+    assert given["scopes"] == "cloud-platform"
 
 
 @pytest.mark.slow
