@@ -37,8 +37,8 @@ test: $(INSTALLED)
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m "slow and not long"
 
-# Longer variants of what those tests show; before a release.
-test-long: $(INSTALLED)
+# Longer variants of what those tests show, the notebooks and a browser; before a release.
+test-long: $(INSTALLED) $(VENV)/.installed-browser
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m long
 
 # Compiles what runs on devices with the TPU compiler, which PyPI's libtpu has; needs no TPU. In one
@@ -55,7 +55,7 @@ test-versions:
 test-mutations: $(INSTALLED)
 	$(BIN)/python tests/mutations.py $(MUTATIONS)
 
-test-all: $(INSTALLED)
+test-all: $(INSTALLED) $(VENV)/.installed-browser
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m "not tpu"
 	$(MAKE) test-tpu
 

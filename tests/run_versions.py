@@ -92,8 +92,8 @@ def try_set(name: str, chosen: dict[str, Any], python: str) -> bool:
     installed = time.monotonic()
     python = str(venv / "bin/python")
     flags = ["-q", "-n", "auto", "--dist", "loadgroup", "--durations=5"]
-    for marks, tests in (("not slow", PLAN["everyday"]), ("not long", PLAN["slow"])):
-        if run(python, "-m", "pytest", *flags, "-m", marks, *tests).returncode:
+    for marks, key in (("not slow", "everyday"), ("not long", "slow"), ("long", "long")):
+        if run(python, "-m", "pytest", *flags, "-m", marks, *PLAN[key]).returncode:
             return False
     tested = time.monotonic()
     step = VENVS / "steps" / name

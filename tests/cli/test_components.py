@@ -5,36 +5,24 @@ from __future__ import annotations
 import random
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from support.commands import run, run_json
+from support.models import Box
+from support.steps import save_states
 from support.training import adamw, mlp, train_step
 
 from torchax_ckpt import TorchaxCheckpointer
 from torchax_ckpt.cli import exit_codes
 
 
-class Average:
-    """An object that a program attaches with others; its list is long."""
-
-    def __init__(self) -> None:
-        self.state: dict[str, Any] = {"n": 0, "order": list(range(100)), "worst": float("-inf")}
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state = state
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two steps, between which everything changes."""
     directory = tmp_path_factory.mktemp("saved") / "run"
-    model, average = mlp(), Average()
+    model, average = mlp(), Box()
     optimizer = adamw(model)
     schedulers = {"decay": torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)}
     with TorchaxCheckpointer(directory) as ckpt:
@@ -100,9 +88,7 @@ def test_diff_has_a_line_for_each_generator_and_each_list(saved: Path) -> None:
 
 def test_diff_tells_equal_values_with_other_bits_apart(tmp_path: Path) -> None:
     for name, zero in (("a", 0.0), ("b", -0.0)):
-        with TorchaxCheckpointer(tmp_path / name) as ckpt:
-            ckpt.attach(rng=False)
-            ckpt.save(1, state={"zero": zero, "nan": float("nan")}, force=True)
+        save_states(tmp_path / name, {1: {"zero": zero, "nan": float("nan")}})
     words = ("diff", tmp_path / "a", tmp_path / "b")
     assert (
         line(run(*words, code=exit_codes.FOUND), "state/zero") == "state/zero content 0.0 -> -0.0"

@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.commands import run
+from support.commands import run, run_main
 from support.processes import run_python
+from support.steps import save_states
 
-from torchax_ckpt import TorchaxCheckpointer
-from torchax_ckpt.__main__ import main
 from torchax_ckpt.cli import exit_codes
 
 NAME = "größe/名"
@@ -34,37 +33,26 @@ COMMANDS = (
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("saved") / "run"
-    with TorchaxCheckpointer(directory) as ckpt:
-        for step in (1, 2):
-            state = {"größe": np.full(3, step), "名": "größer" * step, "n": np.nan}
-            metrics = {"größe": step, "nan": np.nan, "inf": -np.inf}
-            ckpt.save(step, state=state, metrics=metrics, force=True)
-            ckpt.wait_until_finished()
-    return directory
+    states = {
+        step: {"größe": np.full(3, step), "名": "größer" * step, "n": np.nan} for step in (1, 2)
+    }
+    metrics = {step: {"größe": step, "nan": np.nan, "inf": -np.inf} for step in (1, 2)}
+    return save_states(tmp_path_factory.mktemp("saved") / "run", states, metrics)
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
 @pytest.mark.parametrize("words", COMMANDS, ids=lambda words: words[0])
 def test_characters_that_the_output_lacks_are_escaped(
-    words: tuple[str, ...],
-    encoding: str,
-    saved: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...], saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    printed = io.BytesIO()
-    arguments = [word.format(run=saved, out=tmp_path) for word in words]
-    monkeypatch.setattr(sys, "argv", ["torchax-ckpt", *arguments])
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding=encoding))
-    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # which main replaces
-    for name in ("JAX_PLATFORMS", "TPU_ACCELERATOR_TYPE", "TPU_WORKER_HOSTNAMES"):
-        monkeypatch.setenv(name, "cpu")
-    with pytest.raises(SystemExit) as end:
-        main()
-    assert end.value.code in (exit_codes.OK, exit_codes.FOUND if words[0] == "diff" else 0)
-    sys.stdout.flush()
-    assert printed.getvalue().decode(encoding)
+    for encoding in ("ascii", "cp1252"):
+        printed = io.BytesIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding=encoding))
+        out = tmp_path / encoding
+        out.mkdir()
+        code = run_main(monkeypatch, *(word.format(run=saved, out=out) for word in words))
+        assert code == (exit_codes.FOUND if words[0] == "diff" else exit_codes.OK)
+        sys.stdout.flush()
+        assert printed.getvalue().decode(encoding)
 
 
 @pytest.mark.slow
@@ -99,15 +87,6 @@ def test_json_has_no_nan(saved: Path, tmp_path: Path) -> None:
     for step in strict(run("ls", saved, "--json"))["steps"]:
         assert (step["metrics"]["nan"], step["metrics"]["inf"]) == ("NaN", "-Infinity")
     assert strict(run("show", saved, "--json"))["metrics"]["nan"] == "NaN"
-    published = run(
-        "follow",
-        saved,
-        tmp_path / "out",
-        "--format",
-        "safetensors",
-        "--at",
-        "state",
-        "--once",
-        "--json",
-    )
+    weights = ("--format", "safetensors", "--at", "state")
+    published = run("follow", saved, tmp_path / "out", *weights, "--once", "--json")
     assert strict(published)["metrics"]["inf"] == "-Infinity"

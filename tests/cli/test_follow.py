@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from support.commands import run, run_json
 from support.processes import Started
+from support.steps import save_states
 from support.waiting import wait_until
 
-from torchax_ckpt import TorchaxCheckpointer, policies
 from torchax_ckpt.cli import exit_codes
 from torchax_ckpt.publishing.published_folders import CONTROL
 
@@ -22,12 +22,11 @@ WEIGHTS = ("--format", "safetensors", "--at", "state")
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("saved") / "run"
-    with TorchaxCheckpointer(directory, preservation_policy=policies.PreserveAll()) as ckpt:
-        for step, loss in ((10, 0.1), (20, 0.2)):
-            state = {name: np.full((300 + name, 99), step) for name in range(3)}
-            ckpt.save(step, state=state, metrics={"loss": loss}, force=True)
-    return directory
+    states = {
+        step: {name: np.full((300 + name, 99), step) for name in range(3)} for step in (10, 20)
+    }
+    metrics = {10: {"loss": 0.1}, 20: {"loss": 0.2}}
+    return save_states(tmp_path_factory.mktemp("saved") / "run", states, metrics)
 
 
 def test_once_publishes_what_is_due(saved: Path, tmp_path: Path) -> None:

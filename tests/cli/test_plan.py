@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from support import synthetic
 from support.commands import run, run_json
+from support.steps import save_states
 from typer.testing import CliRunner
 
-from torchax_ckpt import LocalTier, TorchaxCheckpointer, planning
+from torchax_ckpt import LocalTier, planning
 from torchax_ckpt.cli import exit_codes
 from torchax_ckpt.cli.app import app
 from torchax_ckpt.cli.exit_codes import UsageError
@@ -96,14 +97,15 @@ def test_what_saves_did_not_write_is_not_counted_as_written(directory: Path) -> 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run whose newest step has arrays on devices and on the host."""
-    path = tmp_path_factory.mktemp("run") / "a"
-    with TorchaxCheckpointer(path) as ckpt:
-        for step in (10, 20):
-            weights = jax.numpy.ones((64, 16 * step // 10), jax.numpy.bfloat16)
-            state = {"weights": weights, "on_host": np.ones((1024, 1024)), "count": step}
-            ckpt.save(step, state=state, force=True)
-            ckpt.wait_until_finished()
-    return path
+    states = {
+        step: {
+            "weights": jax.numpy.ones((64, 16 * step // 10), jax.numpy.bfloat16),
+            "on_host": np.ones((1024, 1024)),
+            "count": step,
+        }
+        for step in (10, 20)
+    }
+    return save_states(tmp_path_factory.mktemp("run") / "a", states)
 
 
 def test_a_plan_from_a_real_run(saved: Path) -> None:

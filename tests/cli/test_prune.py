@@ -13,6 +13,7 @@ import pytest
 from support.commands import run, run_json
 from support.compare import assert_trees_identical, entries
 from support.damage import damage
+from support.steps import save_states
 
 from torchax_ckpt import TorchaxCheckpointer, policies
 from torchax_ckpt.cli import exit_codes
@@ -28,12 +29,9 @@ def state(step: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    metrics = {step: {"loss": loss} for step, loss in LOSSES.items()}
     directory = tmp_path_factory.mktemp("saved") / "run"
-    with TorchaxCheckpointer(directory, preservation_policy=policies.PreserveAll()) as ckpt:
-        for step, loss in LOSSES.items():
-            ckpt.save(step, state=state(step), metrics={"loss": loss}, force=True)
-            ckpt.wait_until_finished()
-    return directory
+    return save_states(directory, {step: state(step) for step in LOSSES}, metrics)
 
 
 @pytest.fixture

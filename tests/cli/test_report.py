@@ -1,8 +1,7 @@
-"""The page of a run: what it says, in a real browser, of hostile and of very long runs."""
+"""The page of a run: what it says, its form, and, with `make test-long`, how a browser shows it."""
 
 from __future__ import annotations
 
-import functools
 import html.parser
 import itertools
 import json
@@ -178,6 +177,7 @@ def test_the_page_says_in_words_what_it_draws_and_changes_nothing(
     assert any("3 programs, 122 saves, 119 durable, 3 failed or cut off" in x for x in labels if x)
     assert document.attributes.count(("role", "img")) == len(labels) == 3
     assert ("lang", "en") in document.attributes
+    assert "prefers-color-scheme: dark" in out.read_text()
     assert document.tags.count("title") > 6
     said = ("done again 50 steps", "deleted: step 25", "restored: step 975", "No space left on dev")
     assert [text for text in said if text not in document.text] == []
@@ -239,6 +239,7 @@ def test_whatever_a_directory_holds_is_text(hostile: Path) -> None:
     document = Document(out.read_text())
     assert not {"script", "img", "iframe", "a", "link"} & set(document.tags)
     assert document.tags.count("style") == 1
+    assert not re.search(r"url\(|@import", out.read_text())  # nothing is loaded
     assert not [name for name, _ in document.attributes if name.startswith("on") or name == "src"]
     for text in HOSTILE[:6]:
         assert text in document.text
@@ -315,24 +316,10 @@ def test_odd_events_are_drawn_too(tmp_path: Path) -> None:
         assert not [v for _, v in document.attributes if v and re.search(r"\b(nan|inf)\b", v)]
 
 
-# --- in a browser ---
-
-
-@functools.cache
-def browser() -> str | None:
-    """Why no browser can be started here; None where one can."""
-    try:
-        import PySide6.QtWebEngineCore  # noqa: F401 - it loads the system's libraries
-    except ImportError as error:
-        return str(error)
-    return None
+# --- in a browser, with `make test-long` ---
 
 
 def looked_at(page: Path, **settings: Any) -> dict[str, Any]:
-    if (missing := browser()) is not None:
-        # Where tests decide what is merged, what they do not look at must not pass.
-        end = pytest.fail if os.environ.get("CI") == "true" else pytest.skip
-        end(f"no browser: {missing}")
     program = TESTS / "support" / "browser.py"
     result = subprocess.run(
         [sys.executable, str(program), json.dumps({"page": str(page), **settings})],
@@ -352,9 +339,8 @@ def luminance(color: str) -> float:
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("width", [360, 1100])
+@pytest.mark.long
+@pytest.mark.parametrize(("width", "dark"), [(360, True), (1100, False)])
 def test_it_looks_right_in_a_browser(width: int, dark: bool, three_runs: Path) -> None:
     page, _ = reported(three_runs)
     seen = looked_at(page, width=width, dark=dark)
@@ -377,6 +363,7 @@ def test_it_looks_right_in_a_browser(width: int, dark: bool, three_runs: Path) -
         assert apart or above or a["drawing"] != b["drawing"], (a, b)
 
 
+@pytest.mark.long
 def test_nothing_hostile_runs_in_a_browser(hostile: Path) -> None:
     page = hostile.parent / "page.html"
     run("report", hostile, page)
@@ -386,6 +373,7 @@ def test_nothing_hostile_runs_in_a_browser(hostile: Path) -> None:
     assert [url for url in seen["requests"] if not url.startswith("data:")] == [f"file://{page}"]
 
 
+@pytest.mark.long
 def test_the_browser_would_see_a_script(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     page.write_text("<title>t</title><script>window.scripted = 1</script><img src='x.png'>")

@@ -1,6 +1,6 @@
 """The notebooks for Colab and Kaggle run as programs, also with the packages of these platforms.
 
-The sets of tests/versions.toml have no Jupyter; test_notebooks.py runs the notebooks in it.
+`make test-versions` runs them with each set of tests/versions.toml, in which there is no Jupyter.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def program(notebook: Path) -> str:
     return "\n".join(lines)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(540)  # a minute alone
 @pytest.mark.parametrize("name", ["6-colab", "7-kaggle"])
 def test_a_run_outlives_its_sessions(name: str, tmp_path: Path) -> None:

@@ -96,34 +96,6 @@ def latest_step(directory: Path) -> int:
     return step
 
 
-WITHOUT_LIBTPU = """
-import os, runpy, sys
-os.environ.pop("TPU_LIBRARY_PATH", None)
-sys.modules["libtpu"] = None
-del sys.argv[0]
-sys.path[0] = os.path.dirname(sys.argv[0])
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
-@pytest.mark.slow
-def test_a_check_without_libtpu_or_of_a_product_says_what_helps(tmp_path: Path) -> None:
-    directory = tmp_path / "run"
-    without = run(
-        *("-c", WITHOUT_LIBTPU, GPT, "--directory", directory, "--check-topology", "v5e:2x4")
-    )
-    product = train(GPT, directory, "--check-topology", "v5litepod-8")
-    for outcome, begins, has in (
-        (without, "libtpu is not installed: ", "pip install 'torchax-ckpt[tpu-check]'"),
-        (product, "unknown TPU topology: ", "give v5e:2x4"),
-    ):
-        assert outcome.returncode == 1
-        last = outcome.output.splitlines()[-1]
-        assert last.startswith(f"--check-topology: {begins}"), outcome.output
-        assert has in last
-    assert not directory.exists()
-
-
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from support.commands import run, run_json
 from support.damage import damage, edit_json
 from support.models import Plain, Tied, WithExtraState, live, plain, values
 from support.processes import run_python
+from support.steps import save_states
 from support.training import before_enabling, resume, save
 
 from torchax_ckpt import TorchaxCheckpointer, load_torch_state_dict, torchax_backend
@@ -32,18 +33,7 @@ from torchax_ckpt.errors import (
 from torchax_ckpt.formats import safetensors_io
 from torchax_ckpt.storage.arrays import read_arrays
 
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A saved model in two dtypes, and what its state dict was."""
-    directory = tmp_path_factory.mktemp("trained") / "run"
-    torch.manual_seed(1)
-    model = Tied()
-    model.layers[1].bfloat16()
-    model.to("jax")
-    model.head.weight = model.embed.weight  # moving a module unties it
-    save(directory, model, torch.optim.SGD(model.parameters(), lr=0.1), step=3)
-    return directory, values(model.state_dict())
+pytest_plugins = ("support.tied_fixtures",)
 
 
 def without_alias(expected: dict[str, Any]) -> dict[str, Any]:
@@ -51,9 +41,9 @@ def without_alias(expected: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_safetensors_file_holds_the_weights(
-    trained: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tied: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory, expected = trained
+    directory, expected = tied
     out = tmp_path / "weights.safetensors"
     monkeypatch.setattr(read_arrays, "STREAMED_BYTES", 1)
     result = run_json("export", directory, 3, out)
@@ -74,9 +64,9 @@ def test_a_safetensors_file_holds_the_weights(
 
 
 def test_shards_are_written_as_hugging_face_does(
-    trained: tuple[Path, dict[str, Any]], tmp_path: Path
+    tied: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
-    directory, expected = trained
+    directory, expected = tied
     out, name = tmp_path / "model", "model.safetensors.index.json"
     result = run_json("export", directory, 3, out, "--max-shard-size", "600")
     index = json.loads((out / name).read_text())
@@ -103,8 +93,7 @@ def test_every_dtype_that_safetensors_has_comes_through(directory: Path, tmp_pat
     numbers = np.arange(12, dtype=np.float32).reshape(3, 4)
     state = {name: numbers.astype(np.dtype(name)) for name in safetensors_io.NAMES_OF_DTYPES}
     state |= {"empty": np.zeros((0, 3), np.float32), "scalar": np.array(7, np.int64)}
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.save(1, state=state, force=True)
+    save_states(directory, {1: state})
     out = tmp_path / "x.safetensors"
     run("export", directory, 1, out, "--at", "state")
     with before_enabling():
@@ -122,9 +111,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A step of 256 MiB."""
     directory = tmp_path_factory.mktemp("large") / "run"
     values = np.random.default_rng(0).standard_normal(2 << 20).astype(np.float32)
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.save(1, state={f"w{i}": values + i for i in range(32)}, force=True)
-    return directory
+    return save_states(directory, {1: {f"w{i}": values + i for i in range(32)}})
 
 
 @pytest.mark.slow
@@ -151,9 +138,9 @@ def test_an_export_larger_than_the_bound_takes_no_memory_for_it(
 
 
 def test_nothing_is_overwritten_and_nothing_left_behind(
-    trained: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tied: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory, _ = trained
+    directory, _ = tied
     out = tmp_path / "model.safetensors"
     out.write_text("mine")
     for target in (out, tmp_path):
@@ -173,8 +160,7 @@ def test_nothing_is_overwritten_and_nothing_left_behind(
 
 def test_a_damaged_step_is_not_exported(directory: Path, tmp_path: Path) -> None:
     state = {"w": np.random.default_rng(0).standard_normal((64, 64))}
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.save(1, state=state, force=True)
+    save_states(directory, {1: state})
     damage(directory / "1", state["w"].tobytes()[:64])
     for name in ("x.safetensors", "x.pt"):
         form = name.rpartition(".")[2]
@@ -186,9 +172,9 @@ def test_a_damaged_step_is_not_exported(directory: Path, tmp_path: Path) -> None
 
 
 def test_a_torch_file_is_read_without_trust(
-    trained: tuple[Path, dict[str, Any]], tmp_path: Path
+    tied: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
-    directory, expected = trained
+    directory, expected = tied
     out = tmp_path / "weights.pt"
     said = run("export", directory, 3, out, "--format", "safetensors", code=exit_codes.USAGE)
     assert "expected a directory, or a name that ends in .safetensors" in said
@@ -208,9 +194,9 @@ def test_a_torch_file_is_read_without_trust(
 
 @pytest.mark.parametrize("is_enabled", [True, False])
 def test_a_state_dict_holds_plain_tensors(
-    trained: tuple[Path, dict[str, Any]], is_enabled: bool
+    tied: tuple[Path, dict[str, Any]], is_enabled: bool
 ) -> None:
-    directory, expected = trained
+    directory, expected = tied
     with contextlib.nullcontext() if is_enabled else before_enabling():
         loaded = load_torch_state_dict(directory)
         assert values(loaded) == expected
@@ -220,7 +206,7 @@ def test_a_state_dict_holds_plain_tensors(
 
 
 @pytest.mark.slow
-def test_a_program_without_torchax_loads_weights(trained: tuple[Path, dict[str, Any]]) -> None:
+def test_a_program_without_torchax_loads_weights(tied: tuple[Path, dict[str, Any]]) -> None:
     program = """
         import sys
         import jax, torch
@@ -233,7 +219,7 @@ def test_a_program_without_torchax_loads_weights(trained: tuple[Path, dict[str, 
         assert "torchax" not in sys.modules
         assert not jax._src.xla_bridge.backends_are_initialized()
     """
-    run_python(program, str(trained[0]), env={"JAX_PLATFORMS": "tpu"}, fresh=True)
+    run_python(program, str(tied[0]), env={"JAX_PLATFORMS": "tpu"}, fresh=True)
 
 
 def test_where_the_weights_are_must_be_known(directory: Path) -> None:
@@ -257,8 +243,7 @@ def test_names_and_dtypes_that_a_form_lacks_are_refused(directory: Path, tmp_pat
         "i": np.zeros(2, ml_dtypes.int4),
         "reserved": {"__metadata__": np.zeros(1)},
     }
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.save(1, state=state, force=True)
+    save_states(directory, {1: state})
     with pytest.raises(UnsupportedLeafError, match=r"two leaves would be called 'b\.c'"):
         load_torch_state_dict(directory, at="state/a")
     with pytest.raises(UnsupportedLeafError, match="state/i: torch has no dtype int4"):
@@ -273,9 +258,9 @@ def test_names_and_dtypes_that_a_form_lacks_are_refused(directory: Path, tmp_pat
 
 
 def test_ties_that_no_release_writes_are_damage(
-    trained: tuple[Path, dict[str, Any]], tmp_path: Path
+    tied: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
-    directory = shutil.copytree(trained[0], tmp_path / "run")
+    directory = shutil.copytree(tied[0], tmp_path / "run")
     path = directory / "3" / "manifest" / "data.json"
     wrong: list[Any] = [5, [["a"]], [["head.weight", 3]], [["a", "not there"]]]
     for ties in wrong:
@@ -284,8 +269,8 @@ def test_ties_that_no_release_writes_are_damage(
             load_torch_state_dict(directory)
 
 
-def test_wrong_use_of_export_is_told(trained: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    directory, _ = trained
+def test_wrong_use_of_export_is_told(tied: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    directory, _ = tied
     for args, message in (
         ((3, tmp_path / "x.safetensors", "--max-shard-size", "1GB"), "a directory as OUT"),
         ((3, tmp_path, "--max-shard-size", "many"), "expected a size"),

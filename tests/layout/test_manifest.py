@@ -187,17 +187,18 @@ def test_any_json_is_a_manifest_or_corrupt(parts: dict[str, Any]) -> None:
     "node",
     [
         *({}, {"zebra": 1}, {"tuple": None}, {"set": [[1]]}),
-        *({"dict": value} for value in (5, [["key"]], [[["unhashable"], 1]])),
+        *({"dict": value} for value in (5, [["key"]], [[["unhashable"], 1]], [[LEAF, 1]])),
         *({"int": value} for value in (5, "zz")),
-        *({"float": value} for value in ("00", 1.5)),
-        *({"complex": value} for value in ([1, "a"], [1, 2, 3])),
-        *({"bytes": value} for value in ("!", 5)),
+        *({"float": value} for value in ("00", 1.5, float("nan"))),
+        *({"complex": value} for value in ([1, "a"], [1, 2, 3], [10**400, 0.0])),
+        *({"bytes": value} for value in ("!", 5, "é")),
+        *({"scalar": "AAAAAAAAAAA=", "type": "float32"}, float("nan")),
     ],
     ids=str,
 )
 def test_a_malformed_node_is_corrupt(node: Any) -> None:
     with pytest.raises(CorruptCheckpointError, match="in the manifest"):
-        decode([1, {"tuple": [node]}], lambda leaf: None)
+        decode([1, {"tuple": [node]}], lambda leaf: [])  # as an array, no key of a dict
 
 
 @pytest.mark.parametrize("node", [{"zebra": 1}, {"dict": [[["unhashable"], 1]]}], ids=str)

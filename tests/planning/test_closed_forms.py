@@ -1,4 +1,4 @@
-"""Intervals, goodput and sizes: published anchors, a Monte Carlo, and the page that shows them."""
+"""Intervals, goodput and sizes: published anchors and a Monte Carlo."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support import ROOT
-from support.commands import BLOCK, WITHOUT_TORCH_AND_JAX
+from support.commands import WITHOUT_TORCH_AND_JAX
 from support.processes import run_python
 
 from torchax_ckpt import planning, policies
@@ -119,17 +118,6 @@ def test_the_closed_form_is_the_goodput_of_a_simulated_run(case: tuple[float, ..
     standard_error = np.std(errors) / math.sqrt(len(errors)) / (mtbf + restart)
     assert 3 * standard_error < 0.01  # so an error of a hundredth of the time fails
     assert abs(error) < 3 * standard_error
-
-
-def test_the_page_shows_what_its_programs_print(capsys: pytest.CaptureFixture[str]) -> None:
-    _, section = (ROOT / "docs" / "planning.md").read_text().split("## Save interval")
-    blocks = [(block["kind"], block["body"]) for block in BLOCK.finditer(section)]
-    names = {"planning": planning}
-    for kind, body in blocks:
-        if kind == "python":
-            exec(body, names)
-    shown = [body for kind, body in blocks if kind == "text" and not body.startswith("G = ")]
-    assert capsys.readouterr().out == "".join(shown) != ""
 
 
 SAVE = {"blocking_secs": 1.0, "durable_secs": 10.0}

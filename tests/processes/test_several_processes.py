@@ -74,7 +74,7 @@ def test_two_processes_resume_bit_for_bit_and_fail_alike(
 def test_slices_read_and_write_each_a_part_and_one_may_read_for_both(directory: Path) -> None:
     """Both have all of the state, in every width; what one does not read comes from the other."""
     (each_0, one_0, end), (each_1, one_1, _) = run_processes(
-        ARRAYS, 2, "bytes_of_restore", directory, ""
+        ARRAYS, 2, "bytes_of_restore", directory
     )
     nbytes = 256 * 256 * 4
     for written in end["written"]:

@@ -108,21 +108,18 @@ def damaged_records(directory: str, phase: str) -> None:
     ckpt.close()
 
 
-def bytes_of_restore(directory: str, row: str) -> None:
-    """Reports how many bytes each process reads of a step, without and with options.
+def bytes_of_restore(directory: str) -> None:
+    """Reports how many bytes each process reads of a step, without and with one that reads for all.
 
-    Each process is a slice that has all of the state. ROW is an expression of the options, as
-    MaxText's table in the documentation has it; "" for more arrays, and what each process writes.
+    Each process is a slice that has all of the state. Reports also what each process wrote.
     """
+    signs = spread(noise(4, 4), mesh=ROWS)  # zeros of both signs, and NaNs, in every width
+    signs = jax.numpy.where(signs > 0, -0.0, jax.numpy.where(signs < -1, jax.numpy.nan, signs))
+    dtypes = ("float32", "bfloat16", "float8_e4m3fn", "int8", "bool")
     state = {"w": spread(noise(256, 256), mesh=ROWS)}
-    options = eval(row) if row else CheckpointOptions(single_replica_restore=True)
-    if not row:
-        signs = spread(noise(4, 4), mesh=ROWS)  # zeros of both signs, and NaNs, in every width
-        signs = jax.numpy.where(signs > 0, -0.0, jax.numpy.where(signs < -1, jax.numpy.nan, signs))
-        dtypes = ("float32", "bfloat16", "float8_e4m3fn", "int8", "bool")
-        state |= {"odd": spread(noise(3), None, mesh=ROWS), "here": jax.numpy.arange(5.0)}
-        state |= {dtype: signs.astype(dtype) for dtype in dtypes}
-    saving = CheckpointOptions(read_back=not row, process_timeout_secs=60)
+    state |= {"odd": spread(noise(3), None, mesh=ROWS), "here": jax.numpy.arange(5.0)}
+    state |= {dtype: signs.astype(dtype) for dtype in dtypes}
+    saving = CheckpointOptions(read_back=True, process_timeout_secs=60)
     with TorchaxCheckpointer(directory, options=saving) as ckpt:
         ckpt.save(1, state=state, force=True)
     abstract = jax.tree.map(
@@ -136,7 +133,7 @@ def bytes_of_restore(directory: str, row: str) -> None:
         return arrival(committed, target, piece, store, *pace)
 
     read_arrays._Arrival = counted  # type: ignore[assignment,misc]
-    for each in (CheckpointOptions(), options):
+    for each in (CheckpointOptions(), CheckpointOptions(single_replica_restore=True)):
         read.clear()
         with TorchaxCheckpointer(directory, options=each) as ckpt:
             found = ckpt.load(1, abstract)

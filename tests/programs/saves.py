@@ -8,8 +8,6 @@ SCENARIO is a function of this file, which takes the other arguments.
 from __future__ import annotations
 
 import gc
-import os
-import pathlib
 import sys
 import threading
 import time
@@ -141,38 +139,6 @@ def killed_with_two_tiers(directory: str, ramdisk: str, last: str, kill_at: str)
     (found,) = training_state(model)
     print("end", {name: bits(tensor) for name, tensor in found.items()}, flush=True)
     assert model[1].weight is model[0].weight
-
-
-def under_umask(directory: str, umask: str) -> None:
-    """Saves while a thread looks for what another user could reach and write at any moment."""
-    target, seen, done = pathlib.Path(directory), set[str](), threading.Event()
-    os.umask(int(umask, 8))
-
-    def mode_of(folder: str, name: str) -> int:
-        try:
-            return os.lstat(os.path.join(folder, name)).st_mode
-        except FileNotFoundError:
-            return 0
-
-    def watch() -> None:
-        while not done.is_set():
-            for folder, folders, files in os.walk(target):
-                folders[:] = [f for f in folders if mode_of(folder, f) & 0o001]
-                found = [n for n in (*folders, *files) if mode_of(folder, n) & 0o002]
-                seen.update(os.path.join(folder, name) for name in found)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    with TorchaxCheckpointer(target, preservation_policy=ALL) as ckpt:
-        ckpt.attach(mlp())
-        for step in range(1, 6):
-            ckpt.save(step, force=True)
-        ckpt.wait_until_finished()
-        ckpt.restore(2)
-        ckpt.save(3, force=True)
-    done.set()
-    watcher.join()
-    assert not seen, seen
 
 
 if __name__ == "__main__":

@@ -115,10 +115,7 @@ def stuck(directory: str, grace_secs: str) -> None:
 
 
 def in_loop(directory: str, what: str) -> None:
-    """Trains until it is told to end; "handler": sets a handler later; "twice": sends two signals.
-
-    "itself": sends one before the first step.
-    """
+    """Trains until it is told to end; "handler": sets a handler later; "twice": signals itself."""
 
     def in_first() -> None:
         if what == "handler":
@@ -131,8 +128,6 @@ def in_loop(directory: str, what: str) -> None:
 
     ckpt = TorchaxCheckpointer(directory, save_decision_policy=NEVER, options=PATIENT)
     ckpt.attach()
-    if what == "itself":
-        terminate()
     step = train(ckpt, 1, in_first)
     say("durable", ckpt.all_steps() == [step])
     ckpt.close()

@@ -15,6 +15,7 @@ import pytest
 import safetensors.numpy
 from etils import epath
 from support.damage import flip_arrays, flip_bit
+from support.steps import save_states
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
 from torchax_ckpt.errors import DirectoryError, LeaseError, MismatchError, SelectionError
@@ -33,18 +34,14 @@ def state(step: int) -> dict[str, Any]:
     return {"w": np.random.default_rng(step).standard_normal((64, 64))}
 
 
-def save(directory: Path, *steps: int) -> None:
-    with TorchaxCheckpointer(directory, preservation_policy=policies.PreserveAll()) as ckpt:
-        for step in steps:
-            metrics = {"loss": LOSSES.get(step, 1.0)}
-            ckpt.save(step, state=state(step), metrics=metrics, force=True)
+def save(directory: Path, *steps: int) -> Path:
+    metrics = {step: {"loss": LOSSES.get(step, 1.0)} for step in steps}
+    return save_states(directory, {step: state(step) for step in steps}, metrics)
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("saved") / "run"
-    save(directory, *LOSSES)
-    return directory
+    return save(tmp_path_factory.mktemp("saved") / "run", *LOSSES)
 
 
 @pytest.fixture
@@ -218,9 +215,7 @@ def test_a_step_deleted_while_it_is_read_is_skipped(
 ) -> None:
     run = tmp_path / "large"
     states = {s: {n: np.full((512 + n, 99), s + n) for n in range(4)} for s in (100, 200)}
-    with TorchaxCheckpointer(run, preservation_policy=policies.PreserveAll()) as ckpt:
-        for step, large in states.items():
-            ckpt.save(step, state=large, force=True)
+    save_states(run, states)
 
     def prune(self: Follower, num_bytes: int) -> None:
         if (run / "200").exists():
@@ -252,10 +247,8 @@ def test_a_step_that_is_damaged_or_too_large_for_the_dtype_is_skipped(
         assert following.publish_due() is None
     assert caplog.text.count(f"not published to {out}: step 400 in ") == 1
     assert in_out(out) == ["step-300"]
-    large = tmp_path / "large"
-    with TorchaxCheckpointer(large, preservation_policy=policies.PreserveAll()) as ckpt:
-        for step in (100, 200):
-            ckpt.save(step, state={"w": np.full(3, 10.0 ** (step / 40))}, force=True)
+    states = {step: {"w": np.full(3, 10.0 ** (step / 40))} for step in (100, 200)}
+    large = save_states(tmp_path / "large", states)
     form = FolderForm(format="safetensors", at="state", dtype="fp16")
     assert publish(large, tmp_path / "narrow", form) == 100
     assert "step 200: state/w: has values that are too large for float16" in caplog.text

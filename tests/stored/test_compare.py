@@ -12,9 +12,10 @@ import pytest
 from support import TESTS
 from support.commands import run, run_json
 from support.damage import damage
+from support.steps import save_states
 from typer.testing import CliRunner
 
-from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
+from torchax_ckpt import CheckpointOptions
 from torchax_ckpt.cli import exit_codes
 from torchax_ckpt.cli.app import app
 from torchax_ckpt.storage.arrays import read_arrays
@@ -25,13 +26,8 @@ NAN = float("nan")
 GOLDEN = TESTS / "golden/v1"
 
 
-def save(directory: Path, state: Any, step: int = 1, **options: Any) -> Path:
-    with TorchaxCheckpointer(
-        directory, options=CheckpointOptions(**options), preservation_policy=policies.PreserveAll()
-    ) as ckpt:
-        ckpt.attach()
-        ckpt.save(step, state=state, force=True)
-    return directory / str(step)
+def save(directory: Path, state: Any, **options: Any) -> Path:
+    return save_states(directory, {1: state}, options=CheckpointOptions(**options)) / "1"
 
 
 def found(a: Any, b: Any) -> tuple[Any, ...] | None:
@@ -153,11 +149,3 @@ def test_damage_is_not_taken_for_a_difference(tmp_path: Path) -> None:
     assert result.exit_code == exit_codes.FOUND
     assert result.stdout == ""
     assert "state/w: the stored bytes are not those that were saved" in result.stderr
-
-
-def test_a_run_may_be_called_by_a_number(tmp_path: Path) -> None:
-    first = save(tmp_path / "2026", {"x": np.zeros(1)})
-    second = save(tmp_path / "b", {"x": np.zeros(1)}, step=7)
-    result = run_json("diff", first.parent, second, "--filter", "state/*")
-    assert (result["a"]["step"], result["b"]["step"]) == (1, 7)
-    assert "no such directory" in run("diff", first, tmp_path / "9", code=exit_codes.USAGE)

@@ -13,8 +13,9 @@ import pytest
 from etils import epath
 from support.commands import run, run_json
 from support.damage import flip_bit
+from support.steps import save_states
 
-from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
 from torchax_ckpt.cli import exit_codes
 from torchax_ckpt.cli.output import size
 from torchax_ckpt.errors import CorruptCheckpointError
@@ -31,14 +32,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Steps 3, 5 and 7 share one copy of an array, steps 4, 6 and 8 the other copy."""
     directory = tmp_path_factory.mktemp("saved") / "run"
     base = jax.device_put(np.random.default_rng(0).random((BASE_BYTES // 4,), np.float32))
-    with TorchaxCheckpointer(
-        directory, options=CheckpointOptions(reuse=True), preservation_policy=policies.PreserveAll()
-    ) as ckpt:
-        for step in range(1, NUM_STEPS + 1):
-            changing = jax.device_put(np.float32(step))
-            ckpt.save(step, state={"base": base, "x": changing}, force=True)
-            ckpt.wait_until_finished()
-    return directory
+    states = {
+        step: {"base": base, "x": jax.device_put(np.float32(step))}
+        for step in range(1, NUM_STEPS + 1)
+    }
+    return save_states(directory, states, options=CheckpointOptions(reuse=True))
 
 
 @pytest.fixture

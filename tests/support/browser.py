@@ -89,7 +89,7 @@ def look(settings: dict[str, Any]) -> int:
     page.load(QUrl.fromLocalFile(settings["page"]))
     QTimer.singleShot(60_000, lambda: app.exit(3))
     code = app.exec()
-    view.setPage(None)  # type: ignore[arg-type]
+    view.setPage(None)
     page.deleteLater()  # Qt requires that the page is deleted before its profile.
     app.processEvents()
     return code

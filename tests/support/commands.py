@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import sys
 from typing import Any
 
+import pytest
 from typer.testing import CliRunner
 
+from torchax_ckpt.__main__ import main
 from torchax_ckpt.cli import exit_codes
 from torchax_ckpt.cli.app import app
 from torchax_ckpt.cli.exit_codes import FOUND
@@ -28,6 +31,17 @@ def run(*args: Any, code: int = 0) -> str:
 
 def run_json(*args: Any, code: int = 0) -> Any:
     return json.loads(run(*args, "--json", code=code))
+
+
+def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
+    """Runs the program ``torchax-ckpt`` with whatever ``sys.stdout`` is; returns its exit code."""
+    monkeypatch.setattr(sys, "argv", ["torchax-ckpt", *arguments])
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # which main replaces
+    for name in ("JAX_PLATFORMS", "TPU_ACCELERATOR_TYPE", "TPU_WORKER_HOSTNAMES"):
+        monkeypatch.setenv(name, "cpu")
+    with pytest.raises(SystemExit) as end:
+        main()
+    return end.value.code
 
 
 WITHOUT_TORCH_AND_JAX = """

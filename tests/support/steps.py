@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,21 @@ def save(ckpt: TorchaxCheckpointer, *steps: int, of: Any = state, force: bool = 
     for step in steps:
         assert ckpt.save(step, state=of(step) if callable(of) else of, force=force)
     ckpt.wait_until_finished()
+
+
+def save_states(
+    directory: Path,
+    states: Mapping[int, Any],
+    metrics: Mapping[int, Any] = {},
+    **settings: Any,
+) -> Path:
+    """Saves each state as a step, with its metrics, and keeps all; returns the directory."""
+    keep = policies.PreserveAll()
+    with TorchaxCheckpointer(directory, **{"preservation_policy": keep, **settings}) as ckpt:
+        for step, of in states.items():
+            assert ckpt.save(step, state=of, metrics=metrics.get(step), force=True)
+            ckpt.wait_until_finished()
+    return directory
 
 
 def save_due(ckpt: TorchaxCheckpointer, *steps: int) -> None:

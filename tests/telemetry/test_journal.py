@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import stat
 import threading
 from pathlib import Path
 from typing import Any
@@ -91,17 +90,6 @@ def test_events_bring_no_removed_directory_back_and_follow_no_links(tmp_path: Pa
         Journal(epath.Path(tmp_path / "run"), "0" * 8).append([b"{}\n"])
     assert list((tmp_path / "elsewhere").iterdir()) == []
     assert read_events(epath.Path(tmp_path / "run")) == {}
-
-
-def test_files_are_closed_to_everybodys_writing(directory: Path) -> None:
-    before = os.umask(0)
-    try:
-        with TorchaxCheckpointer(directory) as ckpt:
-            ckpt.save(1, state=STATE)
-    finally:
-        os.umask(before)
-    for path in [directory / FOLDER, *(directory / FOLDER).iterdir()]:
-        assert not path.stat().st_mode & stat.S_IWOTH
 
 
 def test_the_record_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import torch
 from support.commands import run, run_json
 from support.damage import edit_json
 from support.described import AdapterConfig, Config, Described, Tokenizer
+from support.steps import save_states
 from torchax.interop import JittableModule
 from typer.testing import CliRunner
 
@@ -99,8 +100,7 @@ def test_weights_are_chosen_and_named(directory: Path, tmp_path: Path) -> None:
 
 def test_a_cast_that_would_lose_a_number_is_refused(directory: Path, tmp_path: Path) -> None:
     state = {"w": np.array([1e5, np.inf], np.float32), "n": np.arange(3)}
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.save(1, state=state, force=True)
+    save_states(directory, {1: state})
     arguments = ("export", directory, tmp_path / "x", "--at", "state")
     said = run(*arguments, "--dtype", "fp16", code=exit_codes.USAGE)
     assert "state/w: has values that are too large for float16" in said
@@ -130,10 +130,8 @@ def test_options_and_steps_that_do_not_fit_are_refused(directory: Path, tmp_path
 
 
 def test_a_step_is_found_by_its_metric(directory: Path, tmp_path: Path) -> None:
-    with TorchaxCheckpointer(directory, preservation_policy=policies.PreserveAll()) as ckpt:
-        for step, loss in enumerate((3.0, 1.0, 2.0), 1):
-            state = {"w": np.full(2, step, np.float32)}
-            ckpt.save(step, state=state, metrics={"loss": loss}, force=True)
+    metrics = {step: {"loss": loss} for step, loss in enumerate((3.0, 1.0, 2.0), 1)}
+    save_states(directory, {step: {"w": np.full(2, step)} for step in metrics}, metrics)
     for text, step in (("best:loss", 2), ("best:loss:max", 1), ("3", 3)):
         out = tmp_path / f"{step}.safetensors"
         assert run_json("export", directory, text, out, "--at", "state")["step"] == step
