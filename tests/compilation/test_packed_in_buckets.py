@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 from etils import epath
-from gcs_proxy import FaultProxy
-from support.buckets import give_up_soon
+from gcs_server import FaultyServer
 from support.travelling import NAMES, PROGRAMS, add_to_each_others, killed, machine, session, warned
 from support.waiting import wait_until
 
@@ -20,10 +19,10 @@ pytestmark = pytest.mark.usefixtures("no_patience")
 
 
 def test_the_next_machine_compiles_nothing_even_after_a_kill(
-    gcs: FaultProxy, url: str, tmp_path: Path
+    gcs: FaultyServer, url: str, tmp_path: Path
 ) -> None:
     env, name = gcs.environment(), url.removeprefix("gs://bucket/")
-    killed(tmp_path / "first", url, lambda: name in gcs.server.names(""), **env)
+    killed(tmp_path / "first", url, lambda: name in gcs.store.names(), **env)
     compiled, found = session(tmp_path / "second", url, **env)
     assert (compiled, found > 3) == (0, True)
 
@@ -44,18 +43,17 @@ REFUSED = {
 }
 
 
-@pytest.mark.usefixtures("listening")
+@pytest.mark.usefixtures("listening", "give_up_soon")
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_bucket_that_cannot_be_used_gives_one_warning(
     name: str,
-    gcs: FaultProxy,
+    gcs: FaultyServer,
     url: str,
     directory: Path,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    give_up_soon(monkeypatch)
     place = epath.Path(url.replace("bucket", "buckets" if name == "no bucket" else "bucket"))
     if name == "large":
         place.write_bytes(packed_programs.pack(PROGRAMS))
@@ -70,7 +68,7 @@ def test_a_bucket_that_cannot_be_used_gives_one_warning(
 
 @pytest.mark.usefixtures("listening")
 def test_neither_the_start_nor_the_end_of_a_program_waits_for_long(
-    gcs: FaultProxy,
+    gcs: FaultyServer,
     url: str,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -88,4 +86,4 @@ def test_neither_the_start_nor_the_end_of_a_program_waits_for_long(
     assert 0.1 <= time.monotonic() - began < 30
     go_on.set()
     save_in_flight.on_durable[-1]()
-    wait_until(lambda: url.removeprefix("gs://bucket/") in gcs.server.names(""))
+    wait_until(lambda: url.removeprefix("gs://bucket/") in gcs.store.names())

@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import gcs_proxy
+from gcs_server import FaultyServer
 from starts import free_port
 
 if TYPE_CHECKING:
@@ -53,7 +53,8 @@ def torture(torture: Torture) -> None:
         environment = {**os.environ, "JAX_COORDINATOR_BIND_ADDRESS": f"127.0.0.1:{port}"}
         environment["PYTHONPATH"] = f"{here.parents[1]}:{here.parent}"
         if given.bucket:
-            environment |= stack.enter_context(gcs_proxy.serving()).environment()
+            gcs = stack.enter_context(contextlib.closing(FaultyServer()))
+            environment |= gcs.environment()
             run = "gs://bucket/run"
         settings = [run, given.count, given.seconds, given.weakened or "", given.processes, port]
         started = [

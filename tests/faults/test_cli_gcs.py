@@ -1,4 +1,4 @@
-"""The command line on a bucket: the commands, and the commit mark last."""
+"""The command line and plain PyTorch on a bucket: commands, loading, and the commit mark last."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 from etils import epath
-from gcs_proxy import FaultProxy
+from gcs_server import FaultyServer
 from support.commands import run, run_json
 from support.described import Tokenizer
+from support.native import run_native, run_ranks, save_net
 
 from torchax_ckpt import TorchaxCheckpointer, load_torch_state_dict, policies
 from torchax_ckpt.cli import exit_codes
-from torchax_ckpt.errors import DirectoryError, SaveError, StepNotFoundError
+from torchax_ckpt.errors import DirectoryError, StepNotFoundError
 from torchax_ckpt.storage.arrays import array_checks
 from torchax_ckpt.storage.directory import commit_record
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
-from torchax_ckpt.storage.medium import location
 from torchax_ckpt.stored.stored_step import StoredStep
 
 pytest_plugins = ("gcs_fixtures",)
@@ -39,7 +39,7 @@ def two_programs(place: str) -> None:
 @pytest.mark.long
 @pytest.mark.slow
 def test_commands_work_on_a_bucket(
-    gcs: FaultProxy, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gcs: FaultyServer, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, local = f"{url}-copy", tmp_path
     two_programs(url)
@@ -88,7 +88,7 @@ def test_commands_work_on_a_bucket(
 
 @pytest.mark.slow
 def test_a_step_is_no_run_and_the_constructor_asks_no_more_to_know(
-    gcs: FaultProxy, url: str
+    gcs: FaultyServer, url: str
 ) -> None:
     with TorchaxCheckpointer(url) as ckpt:
         for step in (1, 2):
@@ -116,22 +116,9 @@ def test_a_step_is_no_run_and_the_constructor_asks_no_more_to_know(
 
 
 @pytest.mark.slow
-def test_a_save_removes_no_folder_of_a_user_and_proves_where_its_arrays_lie(
-    gcs: FaultProxy, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept = [f"2024/{name}" for name in ("assets/logo.png", "state/notes", "orbax.checkpoint")]
-    for name in kept:
-        (epath.Path(url) / name).write_text("mine")
-    kvstore = location.kvstore
-    elsewhere = {"path": "elsewhere/"}
-    monkeypatch.setattr(location, "kvstore", lambda folder: {**kvstore(folder), **elsewhere})
-    with (
-        pytest.raises(SaveError, match=r"expected the database.*found none"),
-        TorchaxCheckpointer(url) as ckpt,
-    ):
-        ckpt.save(1, state={"w": np.ones(3)}, force=True)
-    monkeypatch.setattr(location, "kvstore", kvstore)
-    with TorchaxCheckpointer(url) as ckpt:
-        assert ckpt.all_steps() == []
-        ckpt.save(2, state={"w": np.ones(3)}, force=True)
-    assert set(kept) <= set(gcs.names(url))
+@pytest.mark.usefixtures("gcs")
+def test_ranks_and_one_process_of_plain_pytorch_load_to_the_bit(url: str, tmp_path: Path) -> None:
+    save_net(tmp_path, run=url)
+    assert run_ranks("adamw-fsdp", 2, tmp_path, RUN=url) == ["", ""]
+    source = "assert restore(sys.argv[2], *(objects := built())).step == 2"
+    run_native(source + "\nrequire_equal(state_of(*objects), expected)", tmp_path, url)

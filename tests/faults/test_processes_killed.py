@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gcs_proxy import FaultProxy
+from gcs_server import FaultyServer
 from support import PROGRAMS
 from support.processes import Running, run_processes
 
@@ -112,7 +112,7 @@ def test_a_host_that_vanishes_is_named_before_jax_ends_the_survivor(directory: P
 
 @pytest.mark.slow
 def test_two_processes_on_a_bucket_resume_bit_for_bit_after_both_were_killed(
-    gcs: FaultProxy, url: str
+    gcs: FaultyServer, url: str
 ) -> None:
     environment = gcs.environment()
     do: Any = ["attach", ["train", 7], "wait", "steps", ["begin", 7], "die"]

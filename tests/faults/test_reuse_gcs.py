@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import urllib.parse
-from collections.abc import Callable
 from typing import Any
 
 import fsspec
@@ -15,8 +14,7 @@ import numpy as np
 import pytest
 import torch
 from etils import epath
-from gcs_proxy import FaultProxy
-from support.buckets import give_up_soon
+from gcs_server import FaultyServer
 from support.linked import by_orbax
 from support.models import Tuned
 from support.processes import Started
@@ -42,7 +40,7 @@ def train(ckpt: TorchaxCheckpointer, model: Tuned, *steps: int) -> None:
 class Uploads:
     """A model whose head is trained, and whether its saves upload all of it."""
 
-    def __init__(self, gcs: FaultProxy) -> None:
+    def __init__(self, gcs: FaultyServer) -> None:
         self.gcs, self.model = gcs, Tuned(1024).to("jax")
         self._trained = sum(parameter.nbytes for parameter in self.model.head.parameters())
 
@@ -68,15 +66,15 @@ def remove(run: str, *steps: int) -> None:
         bucket.remove(epath.Path(run) / str(step))
 
 
-def stored(gcs: FaultProxy, run: str, step: int) -> dict[str, str]:
+def stored(gcs: FaultyServer, run: str, step: int) -> dict[str, str]:
     """The objects of a step's databases of unchanged arrays, and their generations."""
     prefix = run.removeprefix("gs://bucket/") + f"/{step}/state/ocdbt.process_unchanged"
-    storage = gcs.server.storage
-    return {n: storage.get_file_obj("bucket", n)["generation"] for n in gcs.server.names(prefix)}
+    found: dict[str, str] = gcs.store.generations(prefix)
+    return found
 
 
 def test_what_does_not_change_is_uploaded_once_and_every_step_is_complete_by_itself(
-    gcs: FaultProxy, url: str
+    gcs: FaultyServer, url: str
 ) -> None:
     uploads, events = Uploads(gcs), list[Event]()
     with TorchaxCheckpointer(url, options=REUSE, on_event=events.append, **ALL) as ckpt:
@@ -95,8 +93,9 @@ def test_what_does_not_change_is_uploaded_once_and_every_step_is_complete_by_its
     assert_holds(url, 4, uploads.model)
 
 
+@pytest.mark.usefixtures("give_up_soon")
 def test_a_copy_survives_refusals_lost_answers_and_tokens(
-    gcs: FaultProxy, url: str, monkeypatch: pytest.MonkeyPatch
+    gcs: FaultyServer, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each request meets a fault once; the last request of each object meets another one."""
     filesystem, source = fsspec.filesystem("gcs", finalize_on_close=True), f"{url}/a"
@@ -114,8 +113,7 @@ def test_a_copy_survives_refusals_lost_answers_and_tokens(
         return kinds[(int(match[1][-1]) + len(copies[match[1]])) % len(kinds)]
 
     monkeypatch.setattr(gcs, "draw", draw)
-    give_up_soon(monkeypatch)
-    gcs.server.storage.rewrite_bytes = 300
+    gcs.store.rewrite_bytes = 300
     bucket.copy(epath.Path(source), epath.Path(f"{url}/b"))
     for requests in copies.values():
         assert ["rewriteToken=" in request for request in requests] == [False, True, True, True]
@@ -127,7 +125,7 @@ def test_a_copy_survives_refusals_lost_answers_and_tokens(
 
 @pytest.mark.parametrize("what", ["replaced", "removed", "another there", "nothing there"])
 def test_only_what_was_listed_is_copied_and_nothing_is_replaced(
-    what: str, gcs: FaultProxy, url: str
+    what: str, gcs: FaultyServer, url: str
 ) -> None:
     filesystem = fsspec.filesystem("gcs", finalize_on_close=True)
     source, target = (epath.Path(f"{url}/{name}") for name in "ab")
@@ -153,48 +151,38 @@ def test_only_what_was_listed_is_copied_and_nothing_is_replaced(
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (None, "is gone"),
-        (lambda content: b"0", "has 1 bytes in place of "),
-        (lambda content: content[:-1] + bytes([content[-1] ^ 1]), "has CRC32C "),
-    ],
-    ids=["lost", "resized", "flipped"],
-)
 def test_a_lost_or_changed_object_is_noticed_by_the_save_that_would_copy_it(
-    change: Callable[[bytes], bytes] | None,
-    said: str,
-    gcs: FaultProxy,
-    url: str,
-    caplog: pytest.LogCaptureFixture,
+    gcs: FaultyServer, url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An object of array data, while the index of its database is still there."""
-    uploads, storage = Uploads(gcs), gcs.server.storage
+    uploads = Uploads(gcs)
     model = uploads.model
     with TorchaxCheckpointer(url, options=REUSE, **ALL) as ckpt:
         ckpt.attach(model)
         train(ckpt, model, 1, 2)
-        (lost,) = (name for name in stored(gcs, url, 2) if "/d/" in name)
-        filesystem = fsspec.filesystem("gcs", finalize_on_close=True)
-        content = filesystem.cat_file(f"bucket/{lost}")
-        storage.delete_file("bucket", lost)
-        if change is not None:
-            filesystem.pipe_file(f"bucket/{lost}", change(content))
-        with caplog.at_level(logging.WARNING, "torchax_ckpt"):
-            assert uploads.is_whole(ckpt, 3)
-        ckpt.verify(3)
-    assert caplog.text.count(": the unchanged arrays are written again") == 1
-    assert f"{url.removeprefix('gs://bucket/')}/2/state/" in lost
-    assert f"gs://bucket/{lost} {said}" in caplog.text
-    assert_holds(url, 3, model)
+        changes = {
+            "is gone": lambda content: None,
+            "has 1 bytes in place of ": lambda content: b"0",
+            "has CRC32C ": lambda content: content[:-1] + bytes([content[-1] ^ 1]),
+        }
+        for step, (said, change) in enumerate(changes.items(), 2):
+            (place,) = (name for name in stored(gcs, url, step) if "/d/" in name)
+            content = change(gcs.store.get_file("bucket", place))
+            gcs.store.delete_file("bucket", place)
+            if content is not None:
+                gcs.store.put(place, content)
+            caplog.clear()
+            with caplog.at_level(logging.WARNING, "torchax_ckpt"):
+                assert uploads.is_whole(ckpt, step + 1)
+            ckpt.verify(step + 1)
+            assert caplog.text.count(": the unchanged arrays are written again") == 1
+            assert f"gs://bucket/{place} {said}" in caplog.text
+            assert_holds(url, step + 1, model)
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
 def test_a_step_with_an_object_of_another_size_is_not_committed(
-    gcs: FaultProxy, url: str, monkeypatch: pytest.MonkeyPatch
+    gcs: FaultyServer, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The object is replaced after the save has looked for it, and before it is copied."""
     model, differing = Tuned(1024).to("jax"), unchanged_files.differing
@@ -202,8 +190,7 @@ def test_a_step_with_an_object_of_another_size_is_not_committed(
     def replaced(known: Any, here: Any) -> list[str]:
         found = [*differing(known, here)]
         (name,) = (name for name in stored(gcs, url, 2) if "/d/" in name)
-        filesystem = fsspec.filesystem("gcs", finalize_on_close=True)
-        filesystem.pipe_file(f"bucket/{name}", filesystem.cat_file(f"bucket/{name}") + b"0")
+        gcs.store.put(name, gcs.store.get_file("bucket", name) + b"0")
         return found
 
     with TorchaxCheckpointer(url, options=REUSE, **ALL) as ckpt:
@@ -221,10 +208,10 @@ def test_a_step_with_an_object_of_another_size_is_not_committed(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("give_up_soon")
 def test_a_bucket_that_refuses_every_copy_fails_fewer_and_fewer_saves(
-    gcs: FaultProxy, url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    gcs: FaultyServer, url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    give_up_soon(monkeypatch)
     caplog.set_level(logging.INFO, "torchax_ckpt")
     model = Tuned(1024).to("jax")
     with TorchaxCheckpointer(url, options=REUSE, **ALL) as ckpt:
@@ -263,7 +250,7 @@ with TorchaxCheckpointer(sys.argv[1], options=CheckpointOptions(reuse=True)) as 
 
 @pytest.mark.slow
 def test_a_save_killed_between_its_copies_and_its_commit_is_no_step(
-    gcs: FaultProxy, url: str
+    gcs: FaultyServer, url: str
 ) -> None:
     arrived, go_on = gcs.pause("3%2Fstate%2Fmanifest.ocdbt&")  # the arrays are there
     with Started("-c", KILLED, url, env=gcs.environment()):  # leaving the block kills it

@@ -17,7 +17,7 @@ import pytest
 import tensorstore as ts
 import torch
 from etils import epath
-from gcs_proxy import FaultProxy
+from gcs_server import FaultyServer
 from support import PROGRAMS
 from support.compare import assert_trees_identical, bits
 from support.processes import run_processes
@@ -31,7 +31,7 @@ LARGE_BYTES = 30_000  # arrays, not the index that says where they lie
 
 
 def test_a_restore_from_a_bucket_that_trickles_fails_by_name_and_changes_nothing(
-    gcs: FaultProxy, url: str
+    gcs: FaultyServer, url: str
 ) -> None:
     model = torch.nn.Linear(128, 128).to("jax")
     options = CheckpointOptions(process_timeout_secs=0.4)
@@ -87,7 +87,7 @@ def test_a_read_of_a_file_that_hangs_is_logged_by_name_and_goes_on(
 
 @pytest.mark.slow
 def test_one_slow_process_fails_all_by_name_and_one_slow_request_of_33_is_replaced(
-    gcs: FaultProxy, url: str
+    gcs: FaultyServer, url: str
 ) -> None:
     """The program shortens the 60 s in which a request must get 10 kB/s to 1 s."""
     sent: collections.Counter[str] = collections.Counter()

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import fault_endurance
@@ -15,6 +12,7 @@ import fault_fuzz
 import pytest
 from oracle import LOST, RESTORED, WRONG
 from starts import HUNG
+from support.processes import Started
 from torture import Torture
 
 from torchax_ckpt.layout.manifest import Manifest
@@ -28,14 +26,8 @@ GCS = "--rate 0.02 --outage-secs 0"
 def run_torture(fault: str, arguments: str) -> tuple[int, dict[str, int], str]:
     """Returns the exit code, the table and the output of a torture."""
     program = Path(__file__).parent / "torture.py"
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", program, "--fault", fault, *shlex.split(arguments)],
-        env={name: value for name, value in os.environ.items() if name != "XLA_FLAGS"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    words = "--fault", fault, *shlex.split(arguments)
+    result = Started(program, *words, devices=None, fresh=True).result(280)
     rows = re.findall(r"^(.+?) +(\d+)$", result.stdout, re.MULTILINE)
     table = {name.strip(): int(value) for name, value in rows}
     return result.returncode, table, result.stdout + result.stderr[-4000:]

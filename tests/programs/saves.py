@@ -8,11 +8,14 @@ SCENARIO is a function of this file, which takes the other arguments.
 from __future__ import annotations
 
 import gc
+import json
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import torch
 import torchax
@@ -20,7 +23,9 @@ from support.compare import bits, training_state
 from support.stages import at, die
 from support.training import adamw, fsdp_mesh, fsdp_rule, mlp, train_step
 
-from torchax_ckpt import LocalTier, TorchaxCheckpointer, policies
+from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
+from torchax_ckpt.errors import CheckpointError, DirectoryError, SaveError
+from torchax_ckpt.storage.writing import fetching
 from torchax_ckpt.telemetry.journal import Journal
 
 torchax.enable_globally()
@@ -139,6 +144,80 @@ def killed_with_two_tiers(directory: str, ramdisk: str, last: str, kill_at: str)
     (found,) = training_state(model)
     print("end", {name: bits(tensor) for name, tensor in found.items()}, flush=True)
     assert model[1].weight is model[0].weight
+
+
+def to_a_faulty_bucket(url: str, count: str, kept: str, *reuse: str) -> None:
+    """Goes on from the newest step with so many saves; with none, restores every step there is.
+
+    Says what came of it: JSON lists of word, step and text.
+    """
+
+    def say(word: str, step: int, text: object = "") -> None:
+        print(json.dumps([word, step, str(text)[:400]]), flush=True)
+
+    while True:  # as whoever starts the program again would
+        try:
+            ckpt = TorchaxCheckpointer(
+                url,
+                preservation_policy=policies.LatestN(int(kept)),
+                options=CheckpointOptions(reuse=bool(reuse)),
+            )
+            there = ckpt.all_steps()
+            break
+        except DirectoryError as error:
+            say("unreachable", 0, error)
+    if count == "0":
+        for step in there:
+            say(*compared(ckpt, step, reuse))
+        return
+    start = max(there, default=0)
+    say("resumed", start)
+    if int(url[-1]) % 2:
+        fetching.STACK_BYTES = 1
+    for step in range(start + 1, start + 1 + int(count)):
+        say("saving", step)
+        try:
+            ckpt.save(step, state=state_of(url, step, reuse), force=True)
+            ckpt.wait_until_finished()
+            say("durable", step)
+        except DirectoryError as error:  # the very first one
+            say("failed", step, error)
+        except SaveError as error:
+            say("durable" if "is durable" in str(error) else "failed", step, error)
+        if step % 10 == 0:
+            try:
+                if (newest := ckpt.latest_step()) is not None:
+                    say(*compared(ckpt, newest, reuse))
+            except CheckpointError as error:  # not now, which is said so, and is no loss
+                say("unreachable", step, error)
+
+
+def state_of(url: str, step: int, reuse: Sequence[str]) -> dict[str, Any]:
+    """What a step of a run holds."""
+    bits = np.random.default_rng([step, *url.encode()]).integers(0, 1 << 32, 3000, np.uint32)
+    found = {"device": jnp.asarray(bits[:1500]), "host": bits[1500:2400], "step": step}
+    # Three stacks, which odd runs write in a batch each, but in the first save of a process.
+    found |= {
+        f"layers{i // 2}.{i % 2}": jnp.asarray(bits[-100 * (i + 1) :][:100]) for i in range(6)
+    }
+    if reuse:  # fewer bytes would not be kept apart from the others
+        base = np.random.default_rng([*url.encode()]).integers(0, 1 << 32, 300_000, np.uint32)
+        found["base"] = jnp.asarray(base)
+    return found
+
+
+def compared(ckpt: TorchaxCheckpointer, step: int, reuse: Sequence[str]) -> tuple[str, int, str]:
+    """Whether a step is, bit by bit, what was saved."""
+    try:
+        found, expected = ckpt.load(step), state_of(str(ckpt.directory), step, reuse)
+        same = found["step"] == step and all(
+            np.asarray(found[k]).tobytes() == np.asarray(expected[k]).tobytes()
+            for k in expected.keys() - {"step"}
+        )
+    except Exception as error:
+        word = "unreachable" if isinstance(error, DirectoryError) else "corrupt"
+        return word, step, f"{type(error).__name__}: {error}"
+    return "exact" if same else "wrong", step, ""
 
 
 if __name__ == "__main__":

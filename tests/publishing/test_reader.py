@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from etils import epath
-from gcs_proxy import FaultProxy
+from gcs_server import FaultyServer
 from support.compare import bits
 from support.damage import flip_bit
 
@@ -131,7 +131,7 @@ def test_damage_and_names_that_lead_elsewhere_are_refused(publish: Any, tmp_path
 
 
 def test_latest_comes_last_and_equal_files_are_copied_within_the_bucket(
-    gcs: FaultProxy, url: str, publish: Any
+    gcs: FaultyServer, url: str, publish: Any
 ) -> None:
     publish(url, 1)
     with follower.Follower("run", url, FORM) as other:
@@ -141,7 +141,7 @@ def test_latest_comes_last_and_equal_files_are_copied_within_the_bucket(
         with pytest.raises(LeaseError, match="another program writes to"):
             publish(url, 2)
     stored: list[str] = []
-    gcs.server.spoil = stored.append
+    gcs.store.spoil = stored.append
     gcs.counts.clear()
     before = gcs.uploaded_bytes
     publish(url, 3)
@@ -155,7 +155,7 @@ def test_latest_comes_last_and_equal_files_are_copied_within_the_bucket(
 
 
 def test_what_a_killed_program_left_in_a_bucket_is_never_seen_and_removed(
-    gcs: FaultProxy, url: str, publish: Any, monkeypatch: pytest.MonkeyPatch
+    gcs: FaultyServer, url: str, publish: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(follower, "GRACE_SECS", 0)
     publish(url, 1)
@@ -198,7 +198,7 @@ def test_another_publication_of_a_known_name_is_read(
 
 @pytest.mark.slow
 def test_a_bucket_names_the_newest_after_a_failure_and_copies_no_damage(
-    gcs: FaultProxy, url: str, publish: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gcs: FaultyServer, url: str, publish: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish(url, 1)
     (frozen,) = (
