@@ -25,7 +25,6 @@ from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.processes.decision_windows import DecisionWindows
 from torchax_ckpt.processes.per_host import PerHostProcesses, keeper_distances
 from torchax_ckpt.restoring import local_tier
-from torchax_ckpt.saving import writer
 from torchax_ckpt.saving.saver import Saver
 from torchax_ckpt.saving.unchanged.reuse import Reuse
 from torchax_ckpt.saving.writer import Capture
@@ -36,7 +35,7 @@ from torchax_ckpt.state.leaf import Spec
 from torchax_ckpt.state.per_process_state import PerProcessState
 from torchax_ckpt.storage.directory.abandonment import Abandonment
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
-from torchax_ckpt.storage.writing import array_writer, step_writer
+from torchax_ckpt.storage.writing import array_writer, step_writer, unchanged_files
 
 # A path on which nothing is read, written or synced.
 _PATH: Any = epath.Path("gs://simulated/run")
@@ -231,7 +230,7 @@ def processes(
             mock.patch.multiple(
                 step_writer, make_folder=mock.DEFAULT, complete=mock.DEFAULT, mark=mock.DEFAULT
             ),
-            mock.patch.object(writer.unchanged_files, "remove_retained"),
+            mock.patch.object(unchanged_files, "remove_retained"),
             mock.patch.object(local_tier, "StoredStep", opened),
         ):
 

@@ -178,7 +178,7 @@ def test_a_full_disk_leaves_nothing_behind(
         if len(calls) == 3:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(copy.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     target = tmp_path / "copy"
     said = run("copy", directory / "3", target, code=exit_codes.UNAVAILABLE)
     assert "No space left on device" in said

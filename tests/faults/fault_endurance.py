@@ -122,11 +122,11 @@ def save(
     from torchax_ckpt.policies import FixedIntervalPolicy, LatestN
     from torchax_ckpt.processes import call_log
     from torchax_ckpt.saving import saver
-    from torchax_ckpt.storage.directory import run_directory
+    from torchax_ckpt.storage.medium import bucket_medium
     from torchax_ckpt.telemetry import journal, recorder
 
     call_log._REMEMBERED = recorder._MAX_VALUES = saver._LOGGED_SAVES = 5
-    run_directory._USED_NAMES, journal.MAX_FILE_BYTES = 5, 4000
+    bucket_medium._USED_NAMES, journal.MAX_FILE_BYTES = 5, 4000
     if processes > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(f"127.0.0.1:{port}", processes, index)

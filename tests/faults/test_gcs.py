@@ -36,10 +36,10 @@ from support.waiting import wait_until
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies, torchax_backend
 from torchax_ckpt.errors import DirectoryError, LeaseError, SaveError
-from torchax_ckpt.storage.directory.compare_and_swap import Conflict, Seen, record_at
 from torchax_ckpt.storage.directory.lease import LeaseHolder
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import bucket, location
+from torchax_ckpt.storage.medium.compare_and_swap import Conflict, Seen, record_at
 from torchax_ckpt.stored.copy import copy_steps
 
 pytest_plugins = ("gcs_fixtures",)

@@ -38,7 +38,8 @@ from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, erro
 from torchax_ckpt.processes.messages import Messages
 from torchax_ckpt.saving.unchanged import identities
 from torchax_ckpt.storage.arrays import block_digests
-from torchax_ckpt.storage.writing import fetching, unchanged_files
+from torchax_ckpt.storage.medium import local_medium
+from torchax_ckpt.storage.writing import fetching
 
 SPECS: dict[str, Any] = {
     "all": (None,), "columns": (None, "data"), "rows": ("model",), "sharded": ("data", "model"),
@@ -175,7 +176,7 @@ def main() -> None:
         snapshot=settings.get("mode", "auto"),
         process_timeout_secs=settings.get("timeout_secs", 60),
     )
-    link, gathered = unchanged_files.link_folder, block_digests.gathered
+    link, gathered = local_medium.link_folder, block_digests.gathered
 
     def at(step: int) -> dict[str, Any]:
         base_changed = changed if "host" not in settings else None
@@ -228,7 +229,7 @@ def main() -> None:
         began = time.time() - 0.02  # the clock of files is coarse
         counts.update(messages=0, arrays=0)
         if step == last and settings.get("kill") == INDEX:
-            unchanged_files.link_folder = killed
+            local_medium.link_folder = killed
         if step == settings.get("lost") and INDEX == 0:
             lose_file(directory, step - 2)
         other, *steps = settings.get("other", [None])
@@ -237,7 +238,7 @@ def main() -> None:
         if settings.get("differs") == [INDEX, step]:
             same["base"]["sharded"] = changed_here(same["base"]["sharded"])
         is_odd = settings.get("odd") == [INDEX, step]
-        unchanged_files.link_folder = failed if is_odd else unchanged_files.link_folder
+        local_medium.link_folder = failed if is_odd else local_medium.link_folder
         is_late = settings.get("late") == [INDEX, step]
         block_digests.gathered = failed if is_late else gathered  # type: ignore[assignment]
         try:
@@ -251,7 +252,7 @@ def main() -> None:
             is_local = "://" not in str(directory)
             new = written(directory, step, began) if INDEX == 0 and is_local else None
             report(step=step, new=new, messages=counts["messages"], fetched=counts["arrays"])
-        unchanged_files.link_folder = link if is_odd else unchanged_files.link_folder
+        local_medium.link_folder = link if is_odd else local_medium.link_folder
     ckpt.close()
     report(steps=ckpt.all_steps(), count=COUNT)
 

@@ -24,7 +24,7 @@ from torchax_ckpt.publishing.folder_form import FolderForm
 from torchax_ckpt.publishing.follower import Follower
 from torchax_ckpt.publishing.published_folders import CONTROL
 from torchax_ckpt.storage.arrays import read_arrays
-from torchax_ckpt.storage.medium import fsync
+from torchax_ckpt.storage.medium import fsync, medium
 
 FORM = FolderForm(format="safetensors", at="state")
 LOSSES = {100: 0.5, 200: 0.3, 300: 0.9, 400: 0.1}
@@ -440,8 +440,9 @@ def test_without_room_for_a_draft_the_error_names_tmpdir(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    out = epath.Path("gs://bucket/out")
     with pytest.raises(DirectoryError, match="No such file .* Set TMPDIR to a folder"):
-        published_folders._temporary_folder(epath.Path("gs://bucket/out"))
+        medium.of(out).draft(out / "draft").__enter__()
 
 
 def test_files_of_others_are_not_removed_from_the_folder_of_drafts(run: Path, out: Path) -> None:

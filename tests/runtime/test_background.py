@@ -21,7 +21,8 @@ from support.waiting import wait_until
 from torchax_ckpt import TorchaxCheckpointer
 from torchax_ckpt.runtime import background
 from torchax_ckpt.runtime.background import Executor, Flag, Task
-from torchax_ckpt.storage.directory import compare_and_swap, lease
+from torchax_ckpt.storage.directory import lease
+from torchax_ckpt.storage.medium import compare_and_swap
 
 
 class Interrupt(Exception):  # noqa: N818 - stands for KeyboardInterrupt, which would end pytest

@@ -21,7 +21,7 @@ from support.still import ALL, REUSE, assert_resumes, tuned
 
 from torchax_ckpt import TorchaxCheckpointer, policies
 from torchax_ckpt.errors import SaveError
-from torchax_ckpt.storage.writing import unchanged_files
+from torchax_ckpt.storage.medium import local_medium
 
 AGAIN = ": the unchanged arrays are written again"
 
@@ -99,7 +99,7 @@ def test_it_is_noticed_in_what_is_kept_aside(directory: Path, caplog: Any) -> No
 def test_a_change_in_between_costs_a_save(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The save has looked at the files before; the next one writes all arrays."""
     model = tuned()
-    link = unchanged_files.link_folder
+    link = local_medium.link_folder
 
     def change(*args: Any, **kwargs: Any) -> None:
         longer(data_file(directory, 3))
@@ -107,10 +107,10 @@ def test_a_change_in_between_costs_a_save(directory: Path, monkeypatch: pytest.M
 
     with opened(directory, model) as train:
         train(1, 2, 3, 4)
-        monkeypatch.setattr(unchanged_files, "link_folder", change)
+        monkeypatch.setattr(local_medium, "link_folder", change)
         with pytest.raises(SaveError, match="saving step 5 .* in place of .* before the step was"):
             train(5)
-        monkeypatch.setattr(unchanged_files, "link_folder", link)
+        monkeypatch.setattr(local_medium, "link_folder", link)
         train(6, 7, 8)
     assert not files(directory, 6) & files(directory, 4)
     assert files(directory, 8) & files(directory, 6)

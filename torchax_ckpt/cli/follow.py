@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from typing import Annotated, Any
 
@@ -16,7 +15,7 @@ from torchax_ckpt.errors import DirectoryError, OutOfMemoryError
 from torchax_ckpt.publishing.folder_form import FolderForm, Format
 from torchax_ckpt.publishing.follower import Follower
 from torchax_ckpt.publishing.published_folders import Published
-from torchax_ckpt.storage.medium import location
+from torchax_ckpt.storage.medium import medium
 
 
 def follow(
@@ -71,7 +70,7 @@ def follow(
             output.print_line(text)
 
     path, folder = path_of(run), folder_path(out)
-    if once or location.is_bucket(path) or os.path.exists(path):
+    if once or not medium.of(path).is_missing(path):
         existing(run)  # else it is a typo, or has not begun
     else:
         output.note(f"{run}: does not exist yet; waiting for it")

@@ -26,7 +26,7 @@ from torchax_ckpt.runtime.user_messages import counted
 from torchax_ckpt.storage.directory import given_step
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
-from torchax_ckpt.storage.medium import location
+from torchax_ckpt.storage.medium import medium
 from torchax_ckpt.stored.copy import copy_steps
 from torchax_ckpt.stored.shared_files import Usage
 
@@ -156,8 +156,8 @@ def copy(
             f"itself does not store; found {steps[0].path.name!r}. Rename it to this number"
         )
     usage = Usage(steps)
-    is_bucket = location.is_bucket(run.path)  # there the copies share nothing
-    total = sum(map(usage.num_bytes, steps)) if is_bucket else usage.total_bytes
+    has_links = medium.of(run.path).has_links  # else the copies share nothing
+    total = usage.total_bytes if has_links else sum(map(usage.num_bytes, steps))
     left_out: list[CheckpointError] = []
     with progress.bar("copying", lambda: total) as on_bytes:
         copied = copy_steps(steps, run, on_bytes, left_out.append)

@@ -34,10 +34,10 @@ from torchax_ckpt.runtime import progress
 from torchax_ckpt.runtime.user_messages import counted
 from torchax_ckpt.storage.directory import commit_record, lease, run_identity
 from torchax_ckpt.storage.directory.committed_step import ASSETS, VERIFIED, CommittedStep
-from torchax_ckpt.storage.directory.compare_and_swap import record_at
 from torchax_ckpt.storage.directory.lease import LeaseHolder
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
-from torchax_ckpt.storage.medium import location
+from torchax_ckpt.storage.medium import medium
+from torchax_ckpt.storage.medium.compare_and_swap import record_at
 from torchax_ckpt.stored import shared_files
 from torchax_ckpt.stored.compare import Difference, compare, plain_values
 from torchax_ckpt.stored.shared_files import Usage
@@ -45,7 +45,6 @@ from torchax_ckpt.stored.stored_step import StoredStep
 from torchax_ckpt.telemetry.journal import latest_start
 
 # Seconds from one look of ``ls --watch`` to the next, and of those at a bucket.
-_WATCH_SECS, _WATCH_BUCKET_SECS = 2.0, 10.0
 _MAX_NAMES = 5  # in a line
 _MAX_TEXT = 100  # characters of a value that differs
 
@@ -91,7 +90,7 @@ def list_steps(
     if not (watch and output.is_watched()):
         console.print(_listing(run))
         return OK
-    secs = _WATCH_BUCKET_SECS if location.is_bucket(run.path) else _WATCH_SECS
+    secs = medium.of(run.path).watch_secs
     with (
         contextlib.suppress(KeyboardInterrupt),
         rich.live.Live(_listing(run, console.height), console=console, auto_refresh=False) as live,

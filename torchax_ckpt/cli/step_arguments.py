@@ -19,7 +19,7 @@ from torchax_ckpt.policies.preservation import ranking
 from torchax_ckpt.storage.directory import given_step
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
-from torchax_ckpt.storage.medium import location
+from torchax_ckpt.storage.medium import location, medium
 
 Directory = Annotated[
     str, typer.Argument(metavar="DIRECTORY", help="A run's directory, or gs://bucket/prefix.")
@@ -132,7 +132,7 @@ def output_path(text: str) -> Path:
 
 def local_path(text: str) -> Path:
     """Returns the path on this host that an argument names, as it was given; else UsageError."""
-    if location.is_bucket(path_of(text)):
+    if location.is_url(path_of(text)):
         raise UsageError(
             f"{text}: expected a local path, found a URL: files for or of other programs are read "
             "and written locally only. Give a path on this host"
@@ -144,7 +144,7 @@ def run_at(directory: str, *, read_only: bool = True, reads_step: bool = True) -
     """Returns the run at a path, or, at the path of a step, its run with this step only."""
     path = folder_path(directory)
     run = RunDirectory(path, read_only=read_only, reads_step=reads_step)
-    if not (run.is_of_one_step or location.is_bucket(path) or location.exists(path)):
+    if not run.is_of_one_step and medium.of(path).is_missing(path):
         raise UsageError(f"{directory}: no such directory")
     return run
 

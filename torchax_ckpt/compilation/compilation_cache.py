@@ -104,7 +104,7 @@ def _begin_to_travel(place: epath.Path) -> None:
     used = getattr(jax.config, _FOLDER)
     if not used:  # an empty JAX_COMPILATION_CACHE_DIR turns the cache off
         logger.warning("JAX's cache of compiled programs is off, so none travel with %s", place)
-    elif location.is_bucket(used):
+    elif location.is_url(used):
         logger.warning("JAX keeps compiled programs in %s, so they travel without %s", used, place)
     else:
         packed_programs.travel(Path(used), place)

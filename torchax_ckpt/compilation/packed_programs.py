@@ -10,7 +10,6 @@ import atexit
 import concurrent.futures
 import contextlib
 import functools
-import glob
 import io
 import logging
 import os
@@ -25,13 +24,12 @@ from collections.abc import Callable, Iterable, Mapping
 import jax
 from etils import epath
 
-from torchax_ckpt.errors import DirectoryError
 from torchax_ckpt.runtime import save_in_flight
 from torchax_ckpt.runtime.background import Executor
 from torchax_ckpt.runtime.user_messages import counted
-from torchax_ckpt.storage.directory import compare_and_swap
-from torchax_ckpt.storage.directory.compare_and_swap import AtomicRecord, Conflict, Seen
-from torchax_ckpt.storage.medium import bucket, location, permissions, storage_errors
+from torchax_ckpt.storage.medium import compare_and_swap, medium, permissions, storage_errors
+from torchax_ckpt.storage.medium.compare_and_swap import AtomicRecord, Conflict, Seen
+from torchax_ckpt.storage.medium.stored_file import StoredFile
 
 logger = logging.getLogger(__name__)
 
@@ -155,9 +153,9 @@ class PackedPrograms:
 
     def fetch(self) -> None:
         """Puts those programs of the file into the folder that are not there."""
-        if location.is_bucket(self._place):
-            bucket.use(self._place, self)
-            bucket.check(self._place.parent, for_writing=False)
+        storage = medium.of(self._place.parent)
+        storage.use(self)
+        storage.require_usable(for_writing=False)
         with self._record() as record:
             if self._take(record) is None:
                 logger.info("%s: there are no compiled programs yet", self._place)
@@ -184,47 +182,26 @@ class PackedPrograms:
         logger.info("%s: other machines keep writing it; a later save tries again", self._place)
 
     def _record(self) -> contextlib.closing[AtomicRecord]:
-        if not location.is_bucket(self._place):
-            self._require_own()
-            self._remove_drafts()
-        else:
-            found = bucket.contents(self._place.parent, self._place.name)
-            if (num_bytes := found.get(self._place.name, (0, ""))[0]) > MAX_BYTES:
-                text = f"expected at most {MAX_BYTES} bytes, found {num_bytes}"
+        permissions.require_own(self._place)
+        beside = medium.of(self._place.parent).files(self._place.parent, self._place.name)
+        for file in beside:
+            if file.name == self._place.name and file.num_bytes > MAX_BYTES:
+                text = f"expected at most {MAX_BYTES} bytes, found {file.num_bytes}"
                 raise ValueError(f"{text}: remove it, or give another name")
+        self._remove_drafts(beside)
         record = compare_and_swap.record_at(self._place, max_bytes=MAX_BYTES + 1, mode=0o600)
         return contextlib.closing(record)
 
-    def _require_own(self) -> None:
-        """Raises DirectoryError if others may write the file, or exchange it."""
-        path = pathlib.Path(self._place)
-        if not path.parent.is_dir():
-            raise DirectoryError(f"there is no folder {path.parent}: mount its disk, or create it")
-        mode = path.parent.stat().st_mode
-        if mode & 0o022 and not mode & stat.S_ISVTX:
-            raise DirectoryError(
-                f"expected a folder in which others cannot exchange files, since what is in them "
-                f"runs as code; found {path.parent} with {stat.filemode(mode)}: run chmod go-w"
-            )
-        with contextlib.suppress(FileNotFoundError):
-            found, own = path.lstat(), os.geteuid()
-            is_own = stat.S_ISREG(found.st_mode) and found.st_uid == own
-            if not is_own or found.st_mode & 0o022:
-                raise DirectoryError(
-                    f"expected a file that only user {own} may write, since what is in it runs as "
-                    f"code; found {stat.filemode(found.st_mode)} of user {found.st_uid}"
-                )
-
-    def _remove_drafts(self) -> None:
+    def _remove_drafts(self, beside: Iterable[StoredFile]) -> None:
         """Removes what this user's killed programs left beside the file, each as long as it."""
-        path = pathlib.Path(self._place)
-        name = f"{glob.escape(path.name)}-{'[0-9a-f]' * 32}{permissions.DRAFT_SUFFIX}"
-        for draft in path.parent.glob(name):
+        name = rf"{re.escape(self._place.name)}-[0-9a-f]{{32}}{re.escape(permissions.DRAFT_SUFFIX)}"
+        for draft in (f for f in beside if f.identity and re.fullmatch(name, f.name)):
+            path = pathlib.Path(self._place.parent / draft.name)
             with contextlib.suppress(FileNotFoundError):  # another machine has removed it
-                found = draft.lstat()
+                found = path.lstat()
                 is_old = time.time() - found.st_mtime > _DRAFT_SECS
                 if is_old and stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
-                    draft.unlink()
+                    path.unlink()
 
     def _take(self, record: AtomicRecord) -> Seen | None:
         """Does what ``fetch`` does; returns what the file holds, None if there is no file."""

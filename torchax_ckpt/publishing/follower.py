@@ -28,7 +28,7 @@ from torchax_ckpt.publishing.published_folders import Published, PublishedFolder
 from torchax_ckpt.runtime.background import Flag
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
-from torchax_ckpt.storage.medium import location
+from torchax_ckpt.storage.medium import location, medium
 from torchax_ckpt.stored.stored_step import StoredStep
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class Follower:
         self._keep = _at_least_one("keep", keep)
         self._path = location.resolve(run)
         self.out = location.resolve(out)
-        if not location.is_bucket(self._path):  # at a bucket, the first look is a request
+        if medium.of(self._path).answers_at_once:  # else the first look finds out
             RunDirectory(self._path, read_only=True).require_run()
         if location.is_within(self.out, self._path):
             raise ValueError(

@@ -24,17 +24,13 @@ copied within the bucket. No file is ever changed in place. Other folders are ne
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import dataclasses
-import filecmp
 import itertools
 import json
 import logging
 import os
 import re
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -45,9 +41,9 @@ from etils import epath
 from torchax_ckpt.errors import DirectoryError, LeaseError
 from torchax_ckpt.publishing import digests
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
-from torchax_ckpt.storage.directory.compare_and_swap import Conflict, record_at
 from torchax_ckpt.storage.directory.lease import Lease
-from torchax_ckpt.storage.medium import bucket, fsync, location, permissions, seals, storage_errors
+from torchax_ckpt.storage.medium import fsync, medium, permissions, seals, storage_errors
+from torchax_ckpt.storage.medium.compare_and_swap import Conflict
 from torchax_ckpt.stored import copy
 
 logger = logging.getLogger(__name__)
@@ -112,7 +108,7 @@ class PublishedFolders:
         self._source = {"run": run, "format": format}
         self.published: Sequence[Published] = ()
         self._control = out / CONTROL
-        self._is_bucket = location.is_bucket(out)
+        self._medium = medium.of(out)
         self._lease = Lease(self._control)
         self._unfinished: Sequence[str] = ()
 
@@ -126,20 +122,18 @@ class PublishedFolders:
                 if self._lease.token:
                     self._lease.hold()
                     return
-                if self._is_bucket:
-                    bucket.use(self.path, self)
-                    bucket.check(self.path, for_writing=True)
-                else:
-                    permissions.refuse_object_store(self.path)
+                self._medium.use(self)
+                self._medium.require_usable(for_writing=True)
+                permissions.refuse_object_store(self.path)
                 self._require_ours()
                 permissions.make_folder(self._control)
                 self._lease.hold()
                 self._require_ours()  # others may have written there before this had the lease
                 published = tuple(self._recorded())
                 self._finish()
-                for path in () if self._is_bucket else Path(self._control).iterdir():
-                    if _DRAFTS.fullmatch(path.name):
-                        _remove(path)
+                for name in self._medium.names_in(self._control):
+                    if _DRAFTS.fullmatch(name):
+                        self._medium.remove_draft(self._control / name)
                 self.published = published
                 self._point_to_newest()
         except BaseException:
@@ -155,27 +149,25 @@ class PublishedFolders:
         """Publishes the folder that the block writes to the yielded path, unless it raises."""
         step = committed.step
         self.open()  # the error of a step before released the lease
-        # Tensors are written in pieces, in any order, as no object of a bucket can be.
-        place = _temporary_folder(self.path) if self._is_bucket else Path(self._control)
-        draft = place / f"writing-step-{step}"
-        _remove(draft)  # if that has failed before
+        drafts = contextlib.ExitStack()
         try:
+            draft = drafts.enter_context(self._medium.draft(self._control / f"writing-step-{step}"))
             yield draft
             with storage_errors.translated("publish in", self.path):
                 index = digests.write(draft)
                 commit_nsecs = committed.commit_timestamp_nsecs
                 new = Published(self._new_path(step), step, commit_nsecs, metrics)
                 shared = self._shared(index)
-                if self._is_bucket:
-                    self._record(self.published, [new.path.name])
-                    self._copy_objects(shared, draft, new.path)
-                    copy.copy_files(epath.Path(draft), new.path, {}, self._on_bytes)
-                    self._record((*self.published, new))
-                else:
-                    self._link_files(shared, draft)
-                    fsync.sync_tree(epath.Path(draft))
-                    self._record((*self.published, new))
-                    draft.rename(new.path)
+                before = self.published[-1].path if shared else self.path
+                self._medium.put_folder(
+                    draft,
+                    new.path,
+                    before,
+                    shared,
+                    begun=lambda: self._record(self.published, [new.path.name]),
+                    send=lambda: copy.copy_files(epath.Path(draft), new.path, {}, self._on_bytes),
+                    ended=lambda: self._record((*self.published, new)),
+                )
                 self.published = (*self.published, new)
                 # Before latest names the folder, its name must survive a loss of power.
                 self._sync_names()
@@ -186,7 +178,7 @@ class PublishedFolders:
             self.close()  # so that the next look reads the record, and mends what names the newest
             raise
         finally:
-            _remove(place if self._is_bucket else draft)
+            drafts.close()
 
     def _shared(self, index: Mapping[str, Any]) -> list[str]:
         """Returns the files that have the same bytes in the folder before."""
@@ -196,31 +188,12 @@ class PublishedFolders:
             return []
         return [name for name, entry in index.items() if listed.get(name) == entry]
 
-    def _link_files(self, shared: Sequence[str], draft: Path) -> None:
-        """Replaces files of the draft by links to those of the folder before."""
-        for name in shared:
-            file, link = self.published[-1].path / name, Path(draft, f"{name}.link")
-            with contextlib.suppress(OSError):  # this file system has no links, or no more of it
-                if filecmp.cmp(file, draft / name, shallow=False):  # else it was damaged
-                    os.link(file, link, follow_symlinks=False)
-                    link.replace(draft / name)
-
-    def _copy_objects(self, shared: Sequence[str], draft: Path, target: epath.Path) -> None:
-        """Copies objects of the folder before, and removes their files from the draft."""
-        there = bucket.contents(self.published[-1].path, "") if shared else {}
-        names = [name for name in shared if there.get(name) == _as_object(draft / name)]
-        if names:
-            with contextlib.suppress(OSError):  # one was deleted, or the service refuses copies
-                bucket.copy(self.published[-1].path, target, names)
-                for name in names:
-                    (draft / name).unlink()
-
     def _finish(self) -> None:
-        """Deletes the unfinished folders; there are none on a disk."""
+        """Deletes the unfinished folders."""
         if self._unfinished:
             self._lease.hold()  # they may be another program's by now
         for name in self._unfinished:
-            bucket.remove(self.path / name)
+            self._medium.remove_unfinished(self.path / name)
         self._unfinished = ()
 
     def retire(self, keep: int, grace_secs: float) -> None:
@@ -238,18 +211,12 @@ class PublishedFolders:
             (doomed if is_doomed else left).append(dataclasses.replace(folder, replaced_secs=since))
         with storage_errors.translated("delete folders from", self.path):
             self._finish()
-            if not self._is_bucket:  # it costs a request at each look
+            if self._medium.answers_at_once:  # else it costs a request at each look
                 self._point_to_newest()
             for folder in doomed:
-                if not self._is_bucket and folder.path.exists():
-                    deleting = Path(self._control / f"deleting-{folder.path.name}")
-                    _remove(deleting)
-                    folder.path.rename(deleting)
-                    # Else a loss of power could leave the folder's name with a part of its files.
-                    self._sync_names()
-                    _remove(deleting)
+                self._medium.unname(folder.path, self._control / f"deleting-{folder.path.name}")
             if left != [*self.published]:
-                self._record(left, [f.path.name for f in doomed] if self._is_bucket else ())
+                self._record(left, [folder.path.name for folder in doomed])
                 self.published = left
                 self._finish()
 
@@ -322,15 +289,9 @@ class PublishedFolders:
     def _write(self, path: epath.Path, content: bytes) -> None:
         """Replaces a small file: readers, and a loss of power, find the old content or the new."""
         self._lease.hold()
-        if not self._is_bucket:
-            draft = Path(self._control / f"{path.name}{permissions.DRAFT_SUFFIX}")
-            draft.unlink(missing_ok=True)
-            permissions.write_file(draft, content)
-            fsync.swap_in(draft, Path(path))
-            return
-        record = record_at(path)
+        draft = self._control / f"{path.name}{permissions.DRAFT_SUFFIX}"
         try:
-            record.swap(record.read(), content)  # which no late request can undo
+            self._medium.replace_file(path, content, draft)
         except Conflict:
             raise LeaseError(f"{path}: another program has replaced it", path=path) from None
 
@@ -343,36 +304,3 @@ class PublishedFolders:
     def _sync_names(self) -> None:
         fsync.sync(self.path)
         fsync.sync(self._control)
-
-
-def _temporary_folder(out: epath.Path) -> Path:
-    try:
-        return Path(tempfile.mkdtemp(prefix="torchax-ckpt-"))
-    except OSError as error:
-        raise DirectoryError(
-            f"cannot publish to {out}: {storage_errors.said(error)}. Set TMPDIR to a folder of "
-            "this host with room for the weights",
-            path=out,
-        ) from error
-
-
-def _as_object(path: Path) -> tuple[int, str]:
-    """Returns the bytes and CRC32C that an object of a bucket with the content of a file has."""
-    import google_crc32c  # of the extra gcs
-
-    checksum = google_crc32c.Checksum()
-    with path.open("rb") as file:
-        for _ in checksum.consume(file, 1 << 20):
-            pass
-    return path.stat().st_size, base64.b64encode(checksum.digest()).decode()
-
-
-def _remove(path: Path) -> None:
-    """Removes a file or folder that nothing names any more; a failure is only logged."""
-    try:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-    except OSError as error:
-        logger.warning("%s cannot be removed: %s", path, error)

@@ -19,8 +19,8 @@ from torchax_ckpt import plain_torch
 from torchax_ckpt.errors import CorruptCheckpointError
 from torchax_ckpt.publishing import digests
 from torchax_ckpt.publishing.published_folders import LATEST, folder_name
-from torchax_ckpt.storage.directory.compare_and_swap import record_at
-from torchax_ckpt.storage.medium import bucket, location, storage_errors
+from torchax_ckpt.storage.medium import location, medium, storage_errors
+from torchax_ckpt.storage.medium.compare_and_swap import record_at
 
 
 class Reader:
@@ -43,8 +43,7 @@ class Reader:
     def __init__(self, out: str | os.PathLike[str]) -> None:
         self.step: int | None = None
         self._path = location.resolve(out)
-        if location.is_bucket(self._path):
-            bucket.use(self._path, self)
+        medium.of(self._path).use(self)
         self._seen: object = None  # what ``latest`` said, and when
         self._known: dict[str, Any] = {}
 

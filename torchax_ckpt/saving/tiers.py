@@ -35,7 +35,7 @@ from torchax_ckpt.storage.directory.abandonment import Key
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory, checkpoint_info
 from torchax_ckpt.storage.directory.run_history import RunHistory
-from torchax_ckpt.storage.medium import location
+from torchax_ckpt.storage.medium import location, medium
 from torchax_ckpt.stored.stored_step import Compared
 from torchax_ckpt.telemetry.events import Event
 from torchax_ckpt.telemetry.recorder import Telemetry
@@ -213,7 +213,7 @@ class Tiers:
             preserving,
             saves,
             False if self._options.read_only else self._options.reuse,
-            has_two_copies=not (is_single or location.is_bucket(directory.path)),
+            has_two_copies=not is_single and medium.of(directory.path).has_links,
             leader=None if name == "durable" else self.durable.reuse,
         )
         parts = directory, history, preserving, self._options, telemetry, calls, saves

@@ -47,9 +47,9 @@ from torchax_ckpt.storage.directory.committed_step import (
 )
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.run_history import RunHistory
-from torchax_ckpt.storage.medium import seals, storage_errors
+from torchax_ckpt.storage.medium import medium, seals, storage_errors
 from torchax_ckpt.storage.medium.assets import Assets
-from torchax_ckpt.storage.writing import array_writer, fetching, step_writer, unchanged_files
+from torchax_ckpt.storage.writing import array_writer, fetching, step_writer
 from torchax_ckpt.stored.stored_step import StoredStep
 
 logger = logging.getLogger(__name__)
@@ -347,7 +347,7 @@ class Writer:
             progress.enter("digesting and writing the arrays")
 
         for folder, name in draft.division.links:
-            unchanged_files.take_over(folder, draft.path / STATE / name)
+            medium.of(folder).take_over(folder, draft.path / STATE / name)
         taken = array_writer.write_arrays(
             draft.path / STATE,
             draft.written,

@@ -6,7 +6,6 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from etils import epath
@@ -21,8 +20,7 @@ from torchax_ckpt.errors import (
 from torchax_ckpt.storage.directory import commit_record, leftovers
 from torchax_ckpt.storage.directory.committed_step import VERIFIED, CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
-from torchax_ckpt.storage.medium import fsync, location, permissions, storage_errors
-from torchax_ckpt.storage.writing import unchanged_files
+from torchax_ckpt.storage.medium import fsync, local_medium, medium, permissions, storage_errors
 from torchax_ckpt.stored import shared_files
 from torchax_ckpt.stored.shared_files import File
 from torchax_ckpt.stored.stored_step import StoredStep, still_there
@@ -134,14 +132,10 @@ def _remove(path: epath.Path) -> None:
 
 
 def _shared_files(committed: CommittedStep, target: RunDirectory) -> dict[str, File]:
-    """Returns the files of a step that have other links, unless the target, a bucket, has none."""
-    if location.is_bucket(target.path):
+    """Returns the files of a step that have other links, unless the target has no links."""
+    if not medium.of(target.path).has_links:
         return {}
-    found = shared_files.linked_files(committed.path)
-    return {
-        os.path.relpath(path, committed.path): shared_files.file_of(status)
-        for path, status in found.items()
-    }
+    return shared_files.linked_files(committed.path)
 
 
 def _require_absent(steps: Sequence[CommittedStep], target: RunDirectory) -> None:
@@ -188,7 +182,7 @@ def copy_files(
 
 def _link_file(source: epath.Path, target: epath.Path) -> None:
     permissions.make_inner_folder(target.parent)
-    unchanged_files.link_file(source, target)
+    local_medium.link_file(source, target)
 
 
 def _copy_file(source: epath.Path, target: epath.Path, on_bytes: Callable[[int], None]) -> None:
@@ -197,6 +191,4 @@ def _copy_file(source: epath.Path, target: epath.Path, on_bytes: Callable[[int],
         while content := reading.read(_CHUNK_BYTES):
             writing.write(content)
             on_bytes(len(content))
-        if not location.is_bucket(target):
-            writing.flush()
-            os.fsync(writing.fileno())
+        medium.of(target).sync_open(writing)

@@ -6,7 +6,6 @@ A step may have hard links to files of earlier steps (``layout/unchanged.py``); 
 from __future__ import annotations
 
 import collections
-import contextlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -16,28 +15,17 @@ from torchax_ckpt.errors import CheckpointError
 from torchax_ckpt.layout import unchanged
 from torchax_ckpt.storage.directory.abandonment import Key
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
-from torchax_ckpt.storage.medium import containment, location
+from torchax_ckpt.storage.medium import medium
+from torchax_ckpt.storage.medium.stored_file import StoredFile
 
 # The device and the inode number of a file, which are equal for links to one file.
 File = tuple[int, int]
 
 
-def linked_files(folder: epath.Path) -> dict[str, os.stat_result]:
-    """Returns path and status of the files below a folder that have other links, anywhere."""
-    return {path: status for path, status in _walk(folder).items() if status.st_nlink > 1}
-
-
-def _walk(folder: epath.Path) -> dict[str, os.stat_result]:
-    """Returns path and status of the files below a local folder; {} on a bucket."""
-    if not location.is_bucket(folder):
-        with contextlib.suppress(FileNotFoundError):  # another program deletes the folder
-            return dict(containment.walk(folder))
-    return {}
-
-
-def file_of(status: os.stat_result) -> File:
-    """Returns what identifies a file, whatever its path."""
-    return status.st_dev, status.st_ino
+def linked_files(folder: epath.Path) -> dict[str, File]:
+    """Returns the files below a folder that have other links, anywhere: name below it -> file."""
+    found = medium.of(folder).files(folder)
+    return {f.name: f.identity for f in found if f.identity is not None and f.num_links > 1}
 
 
 class Usage:
@@ -45,7 +33,7 @@ class Usage:
 
     def __init__(self, steps: Iterable[CommittedStep] = ()) -> None:
         self._num_bytes: dict[Key, int] = {}
-        self._linked: dict[Key, Mapping[File, os.stat_result]] = {}
+        self._linked: dict[Key, Mapping[File, StoredFile]] = {}
         self._num_steps: collections.Counter[File] = collections.Counter()
         self.update(steps)
 
@@ -68,12 +56,12 @@ class Usage:
     def shared_bytes(self, committed: CommittedStep) -> int:
         """Returns the bytes of the files of a step that another of the steps has too."""
         linked = self._linked[committed.key]
-        return sum(status.st_size for f, status in linked.items() if self._num_steps[f] > 1)
+        return sum(f.num_bytes for key, f in linked.items() if self._num_steps[key] > 1)
 
     @property
     def total_bytes(self) -> int:
         """The bytes of all steps; a file that several steps have counts once."""
-        sizes = {f: s.st_size for linked in self._linked.values() for f, s in linked.items()}
+        sizes = {k: f.num_bytes for linked in self._linked.values() for k, f in linked.items()}
         again = sum((self._num_steps[file] - 1) * size for file, size in sizes.items())
         return sum(self._num_bytes.values()) - again
 
@@ -82,36 +70,35 @@ class Usage:
         freed, links = 0, collections.Counter[File]()
         for committed in doomed:
             linked = self._linked[committed.key]
-            freed += self._num_bytes[committed.key] - sum(s.st_size for s in linked.values())
+            freed += self._num_bytes[committed.key] - sum(f.num_bytes for f in linked.values())
             links.update(linked.keys())
-            freed += sum(s.st_size for f, s in linked.items() if links[f] == s.st_nlink)
+            freed += sum(f.num_bytes for key, f in linked.items() if links[key] == f.num_links)
         return freed
 
 
-def _listed(committed: CommittedStep) -> tuple[int, dict[File, os.stat_result]]:
+def _listed(committed: CommittedStep) -> tuple[int, dict[File, StoredFile]]:
     """Returns the bytes of a step, and those of its files that are links or may become links."""
-    if location.is_bucket(committed.path):
-        return containment.stored_bytes(committed.path), {}
     settled = committed.path.parent / str(committed.step)  # where incoming-* moves meanwhile
-    found = _walk(committed.path) or _walk(settled)
+    places = (committed.path, settled) if committed.path != settled else (settled,)
+    found = next(filter(None, (medium.of(p).files(p) for p in places)), [])
     linked = {
-        file_of(status): status
-        for path, status in found.items()
-        if status.st_nlink > 1 or unchanged.FOLDER_PREFIX in path
+        file.identity: file
+        for file in found
+        if file.identity and (file.num_links > 1 or unchanged.FOLDER_PREFIX in file.name)
     }
-    return sum(status.st_size for status in found.values()), linked
+    return sum(file.num_bytes for file in found), linked
 
 
 def damaged_too(
     error: CheckpointError, damaged: CommittedStep, steps: Iterable[CommittedStep]
 ) -> list[CommittedStep]:
     """Returns the other steps that share the damaged file, if the error knows which file it is."""
-    status = linked_files(damaged.path).get(error.file or "")
-    if status is None:
+    name = os.path.relpath(error.file, damaged.path) if error.file else ""
+    file = linked_files(damaged.path).get(name)
+    if file is None:
         return []
     others = (committed for committed in steps if committed.path != damaged.path)
-    file = file_of(status)
-    return [s for s in others if file in map(file_of, linked_files(s.path).values())]
+    return [s for s in others if file in linked_files(s.path).values()]
 
 
 def naming(message: str, sharing: Sequence[CommittedStep]) -> str:

@@ -14,17 +14,15 @@ The files are untrusted, so the reader opens only regular files and limits how m
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import logging
-import os
 import re
-import stat
 import time
 from collections.abc import Iterator, Sequence
 
 from etils import epath
 
-from torchax_ckpt.storage.medium import bucket, location
+from torchax_ckpt.storage.medium import medium
+from torchax_ckpt.storage.medium.stored_file import Log
 from torchax_ckpt.telemetry.events import Event
 
 logger = logging.getLogger(__name__)
@@ -47,57 +45,29 @@ class Journal:
     def __init__(self, directory: epath.Path, run: str) -> None:
         self._folder = directory / FOLDER
         self._run = run
-        self._is_bucket = location.is_bucket(directory)
-        self._name = ""
+        self._medium = medium.of(directory)
+        self._log: Log | None = None
         self._size = 0
-        self._written: list[bytes] = []  # lines of the current file; only on a bucket
-        self._is_torn = False
 
     @property
     def patience_secs(self) -> float:
-        """Seconds between two appends; a bucket limits the writes of one object."""
-        return 10.0 if self._is_bucket else 0.1
+        """Seconds between two appends."""
+        return self._medium.append_secs
 
     def append(self, lines: Sequence[bytes]) -> None:
         """Appends lines, each with its newline; if it fails, some of them may have been written."""
         content = b"".join(lines)
-        if not self._name or self._size >= MAX_FILE_BYTES:
-            self._begin()
-        if self._is_bucket:
-            (self._folder / self._name).write_bytes(b"".join((*self._written, content)))
-            self._written.append(content)
-        else:
-            self._append_locally(content)
+        if self._log is None or self._size >= MAX_FILE_BYTES:
+            self._log = self._begun()
+        self._log.append(content)
         self._size += len(content)
 
-    def _begin(self) -> None:
-        if not self._is_bucket:
-            # Does not create the run's directory: whoever removed that directory, or replaced it by
-            # a link, did so on purpose.
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(self._folder, 0o775)
+    def _begun(self) -> Log:
+        log = self._medium.new_log(self._folder / f"{time.time_ns():019d}-{self._run}.jsonl")
         for name in sorted(_names(self._folder))[: 1 - MAX_FILES]:
-            if self._is_bucket:
-                bucket.remove(self._folder / name)
-            else:
-                with _opened(self._folder) as folder, contextlib.suppress(FileNotFoundError):
-                    os.unlink(name, dir_fd=folder)
-        self._name = f"{time.time_ns():019d}-{self._run}.jsonl"
-        self._size, self._written, self._is_torn = 0, [], False
-
-    def _append_locally(self, content: bytes) -> None:
-        if self._is_torn:
-            content = b"\n" + content
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._is_torn = True
-        with _opened(self._folder) as folder:
-            file = os.open(self._name, flags, 0o664, dir_fd=folder)
-            try:
-                while content:
-                    content = content[os.write(file, content) :]
-            finally:
-                os.close(file)
-        self._is_torn = False
+            self._medium.remove_file(self._folder / name)
+        self._size = 0
+        return log
 
 
 def read_events(directory: epath.Path) -> dict[str, list[Event]]:
@@ -145,36 +115,13 @@ def _run_of(name: str) -> str:
 
 
 def _names(folder: epath.Path) -> list[str]:
-    try:
-        if location.is_bucket(folder):
-            found = [child.name for child in folder.iterdir()]
-        else:
-            with _opened(folder) as opened:
-                found = os.listdir(opened)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    return [name for name in found if _NAME.fullmatch(name)]
+    return [name for name in medium.of(folder).names_in(folder) if _NAME.fullmatch(name)]
 
 
 def _read(folder: epath.Path, name: str) -> bytes:
     """Returns the beginning of a file; b"" if the file is unreadable or not regular."""
     try:
-        if location.is_bucket(folder):
-            with (folder / name).open("rb") as file:
-                return file.read(_MAX_READ_BYTES)
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        with _opened(folder) as opened, os.fdopen(os.open(name, flags, dir_fd=opened), "rb") as f:
-            return f.read(_MAX_READ_BYTES) if stat.S_ISREG(os.fstat(f.fileno()).st_mode) else b""
+        return medium.of(folder).beginning(folder / name, _MAX_READ_BYTES)
     except Exception as error:  # the other files may still be readable
         logger.debug("%s cannot be read and is skipped: %s", folder / name, error)
         return b""
-
-
-@contextlib.contextmanager
-def _opened(folder: epath.Path) -> Iterator[int]:
-    """Yields a file descriptor of a folder; raises OSError for a link."""
-    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        yield opened
-    finally:
-        os.close(opened)

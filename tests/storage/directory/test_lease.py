@@ -31,11 +31,11 @@ from support.waiting import T0, Clock, wait_until
 from torchax_ckpt import TorchaxCheckpointer, policies
 from torchax_ckpt.errors import LeaseError, SaveError
 from torchax_ckpt.storage.directory import lease
-from torchax_ckpt.storage.directory.compare_and_swap import Conflict, record_at
 from torchax_ckpt.storage.directory.lease import Lease, LeaseHolder, process_of
 from torchax_ckpt.storage.directory.leftovers import _LEFTOVER
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import fsync
+from torchax_ckpt.storage.medium.compare_and_swap import Conflict, record_at
 
 STATE = {"w": np.arange(3)}
 FIELDS = ["token", "host", "pid", "kernel", "started", "since_secs", "renewed_secs"]

@@ -18,11 +18,13 @@ from support.held import held
 
 from torchax_ckpt import TorchaxCheckpointer, policies
 from torchax_ckpt.processes.coordination import SINGLE_PROCESS
-from torchax_ckpt.storage.directory import run_directory, run_history
+from torchax_ckpt.storage.directory import run_history
 from torchax_ckpt.storage.directory.abandonment import Branches
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.run_history import RunHistory
+from torchax_ckpt.storage.medium import bucket_medium
+from torchax_ckpt.storage.medium.bucket_medium import BucketMedium
 
 STATE = {"w": np.zeros(4)}
 NEVER = 10**9
@@ -163,12 +165,11 @@ def test_a_program_writes_no_two_saves_under_one_name_of_a_bucket(
     gap: int, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A late request of the one could overwrite a file of the other; nor does it keep all names."""
-    monkeypatch.setattr(run_directory, "_USED_NAMES", 5)
-    steps = RunDirectory(directory)
-    monkeypatch.setattr(steps, "_is_bucket", True)
+    monkeypatch.setattr(bucket_medium, "_USED_NAMES", 5)
+    storage = BucketMedium(epath.Path(directory))
     # Straight on, then back to the start, with steps of other numbers, and the same one repeatedly.
     numbers = [*range(1, 40), *range(1, 40, gap), *[7] * 8, *range(38, 60)]
-    names = [steps.path_for(number).name for number in numbers]
+    names = [storage.begin(number, "token").name for number in numbers]
     assert len(set(names)) == len(names)
     assert all(
         re.fullmatch(rf"(incoming-)?{n}(-\d+)?", name)
@@ -176,7 +177,7 @@ def test_a_program_writes_no_two_saves_under_one_name_of_a_bucket(
     )
     assert names[:39] == [str(number) for number in range(1, 40)]
     assert names[-20:] == [str(number) for number in range(40, 60)]
-    assert len(steps._used_names) == 5
+    assert len(storage._used_names) == 5
 
 
 def test_no_age_is_negative_if_the_clock_of_the_host_that_committed_is_ahead() -> None:

@@ -17,7 +17,7 @@ from torchax_ckpt.saving.unchanged import ledger
 from torchax_ckpt.saving.unchanged.ledger import Entry
 from torchax_ckpt.storage.arrays import chunking
 from torchax_ckpt.storage.arrays.chunking import AnyArray
-from torchax_ckpt.storage.writing.unchanged_files import File
+from torchax_ckpt.storage.medium.stored_file import StoredFile
 
 # Smaller arrays share a database, because each database takes some milliseconds. If one array of a
 # database changes, all of its arrays are written again. On several processes, this is the most that
@@ -38,7 +38,9 @@ class Division:
     digests: dict[str, Digests] = dataclasses.field(default_factory=dict)
     # What this process takes over: the folder in the earlier step, and the new folder's name.
     links: list[tuple[epath.Path, str]] = dataclasses.field(default_factory=list)
-    files: dict[str, File] = dataclasses.field(default_factory=dict)  # of all links, on process 0
+    files: dict[str, StoredFile] = dataclasses.field(
+        default_factory=dict
+    )  # of all links, on process 0
 
     def take_over(
         self,
@@ -53,7 +55,7 @@ class Division:
 
         The processes share their folders, whoever wrote them; process 0 takes those of host arrays.
         """
-        files = collections.defaultdict[str, dict[str, File]](dict)  # by folder
+        files = collections.defaultdict[str, dict[str, StoredFile]](dict)  # by folder
         for path, file in base.files.items():
             folder, _, rest = path.partition("/")
             files[folder][rest] = file

@@ -23,8 +23,8 @@ from torchax_ckpt.layout.unchanged import Database, Digests
 from torchax_ckpt.storage.arrays import block_digests, chunking
 from torchax_ckpt.storage.arrays.chunking import AnyArray
 from torchax_ckpt.storage.directory.abandonment import Key
+from torchax_ckpt.storage.medium.stored_file import StoredFile
 from torchax_ckpt.storage.writing import fetching
-from torchax_ckpt.storage.writing.unchanged_files import File
 
 Reference: TypeAlias = "weakref.ref[jax.Array]"
 
@@ -56,7 +56,7 @@ class Entry:
     contents: Mapping[str, Content]  # stored name -> content, of arrays that this process knows
     # Leaf -> the object that has its values, if the identity of the object proves it.
     references: Mapping[str, Reference] = dataclasses.field(default_factory=dict)
-    files: Mapping[str, File] = dataclasses.field(default_factory=dict)  # on process 0
+    files: Mapping[str, StoredFile] = dataclasses.field(default_factory=dict)  # on process 0
 
 
 def members_of(plan: Plan, name: str) -> tuple[str, ...]:

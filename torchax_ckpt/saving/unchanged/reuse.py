@@ -44,9 +44,9 @@ from torchax_ckpt.storage.directory.abandonment import Key
 from torchax_ckpt.storage.directory.committed_step import STATE, CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.run_history import RunHistory
-from torchax_ckpt.storage.medium import containment, location, storage_errors
+from torchax_ckpt.storage.medium import medium, storage_errors
+from torchax_ckpt.storage.medium.stored_file import StoredFile
 from torchax_ckpt.storage.writing import unchanged_files
-from torchax_ckpt.storage.writing.unchanged_files import File
 from torchax_ckpt.stored.stored_step import Compared, parse_manifest
 
 logger = logging.getLogger(__name__)
@@ -189,7 +189,7 @@ class Reuse:
         contents = {name: c for name, c in stored if compared.leaves.issuperset(c.members)}
         if (before := self._entries.get(copy)) is not None:
             contents |= before.contents
-        files: Mapping[str, File] = {}
+        files: Mapping[str, StoredFile] = {}
         try:
             if self._processes.is_first:
                 state = committed.path / STATE
@@ -348,7 +348,7 @@ class Reuse:
         contents: Mapping[str, Content] = {}
         if self._leader._is_on:
             contents = ledger.contents_of_save(plan, here, {**digests, **divided.digests})
-        files: dict[str, File] = {}
+        files: dict[str, StoredFile] = {}
         still: Sequence[str] | None = None
         if self._processes.is_first and divided.databases:
             present = unchanged_files.present(path / STATE)
@@ -364,7 +364,7 @@ class Reuse:
         if self._processes.is_first and self._leader is self and self._is_on:
             found = ledger.still_leaves(contents, self._last, self.still, here)
             still = None if found == self._still else sorted(found)
-        reused_bytes = sum(file.size for file in divided.files.values())
+        reused_bytes = sum(file.num_bytes for file in divided.files.values())
         entry = Entry(_UNKNOWN, divided.copy, divided.databases, contents, references, files)
         return Pending(entry, still, reused_bytes)
 
@@ -388,14 +388,7 @@ class Reuse:
         if self._has_logged or not self._processes.is_first:
             return
         self._has_logged = True
-        how = (
-            "as hard links. cp -r copies a linked file once for each step; cp -a, rsync -H and "
-            "torchax-ckpt copy keep the links"
-        )
-        if location.is_bucket(committed.path):
-            how = "as copies that the storage service made"
-        elif all(s.st_nlink == 1 for _, s in containment.walk(committed.path / STATE)):
-            how = "as copies, because this file system has no hard links"
+        how = medium.of(committed.path).how_taken_over(committed.path / STATE)
         text = "step %d of %s has %d bytes of unchanged arrays of an earlier step, %s"
         about = fields(step=committed.step, path=self._directory.path, shared_bytes=reused_bytes)
         logger.info(text, committed.step, self._directory.path, reused_bytes, how, extra=about)
@@ -410,8 +403,9 @@ class Reuse:
             self._entries = {c: e for c, e in self._entries.items() if e is not self._base}
         self._newest = None
         is_donated = isinstance(error, DonatedBufferError)
-        if self._takes_over and not is_donated and location.is_bucket(self._directory.path):
-            # A bucket that refuses every copy must not fail every other save.
+        copies = not medium.of(self._directory.path).has_links
+        if self._takes_over and not is_donated and copies:
+            # A service that refuses every copy must not fail every other save.
             self._num_refused = min(self._num_refused + 1, _MAX_DOUBLINGS)
             self._num_in_full = 2**self._num_refused
             text = "%s: the next %d saves write all arrays"

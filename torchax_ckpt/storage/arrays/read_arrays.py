@@ -42,7 +42,7 @@ from torchax_ckpt.storage.arrays.assembly import (
 )
 from torchax_ckpt.storage.directory.committed_step import STATE, CommittedStep
 from torchax_ckpt.storage.directory.step_files import as_corrupt, await_read
-from torchax_ckpt.storage.medium import location, storage_errors
+from torchax_ckpt.storage.medium import location, medium, storage_errors
 
 logger = logging.getLogger(__name__)
 
@@ -152,8 +152,7 @@ def stream_arrays(
     targets = [Target(name, want, {}) for name, want in wanted.items()]
     pace = _pace(options)
     stores = _opened(committed, wanted, pace)
-    # A disk is kept busy by less than a bucket, and memory that was freed lately is faster.
-    default = STREAMED_BYTES if location.is_bucket(committed.path) else STREAMED_BYTES // 4
+    default = int(STREAMED_BYTES * medium.of(committed.path).streamed_share)
     max_bytes, in_flight_bytes = options.max_host_bytes or default, 0
     reading: collections.deque[tuple[str, Piece, _Arrival]] = collections.deque()
     for target in targets:
@@ -245,20 +244,8 @@ def _chunk(store: ts.TensorStore) -> tuple[int, ...]:
 
 def _kvstore(committed: CommittedStep) -> dict[str, Any]:
     folder = committed.path / STATE
-    spec: dict[str, Any] = {
-        "driver": "ocdbt",
-        "base": location.kvstore(folder),
-        "cache_pool": "cache_pool#ocdbt",
-    }
-    if location.is_bucket(folder):
-        # Neighbouring reads are joined to one request.
-        coalescing = "experimental_read_coalescing_"
-        spec |= {
-            coalescing + "threshold_bytes": 1 << 20,
-            coalescing + "merged_bytes": 64 << 20,
-            coalescing + "interval": "1ms",
-        }
-    return spec
+    base = medium.of(folder).database_to_read(folder)
+    return {"driver": "ocdbt", "cache_pool": "cache_pool#ocdbt", **base}
 
 
 class _Arrival:
@@ -315,8 +302,9 @@ class _Arrival:
         except CorruptCheckpointError as error:
             raise self._undecodable(error) from error.__cause__
         except DirectoryError as error:
-            # A bucket that cannot be read would have to be read to find this.
-            chunk = None if location.is_bucket(self._committed.path) else self._first_unreadable()
+            # A storage that hangs would have to be read to find this.
+            gives_up = medium.of(self._committed.path).gives_up_slow_reads
+            chunk = None if gives_up else self._first_unreadable()
             if chunk is not None and (place := self._place(chunk)) is not None:
                 error.message += f" The first part that cannot be read lies in {place}."
                 error.file = place.file

@@ -30,13 +30,11 @@ from torchax_ckpt.storage.directory.committed_step import (
     VERIFIED,
     CommittedStep,
 )
-from torchax_ckpt.storage.medium import bucket, containment, location, seals
+from torchax_ckpt.storage.medium import containment, medium, seals
+from torchax_ckpt.storage.medium.stored_file import MARK, RECORD
 
 logger = logging.getLogger(__name__)
 
-# The file that Orbax writes last into a step.
-MARK = "commit_success.txt"
-RECORD = "_CHECKPOINT_METADATA"
 # The shardings that the arrays were saved with, for people to read.
 SHARDINGS = f"{STATE}/_sharding"
 _SEALED = (RECORD, SHARDINGS)
@@ -44,9 +42,6 @@ _SEALED = (RECORD, SHARDINGS)
 PARTS = {STATE, MANIFEST, SUMMARY, ASSETS, VERIFIED, RECORD, "_METADATA", "pytree"}
 STEP = re.compile(r"(incoming-)?(0|[1-9][0-9]{0,18})(?(1)(?:-\d+)?)")
 _ASIDE = re.compile(r"(abandoned-)(0|[1-9][0-9]{0,18})(?:-\d+)?")
-# The name of an empty object that marks a folder of a bucket in which a save began and from which
-# the save's files were removed.
-BEGUN = "begun"
 # Only steps of this package have all three items. A local step gets its name only at its commit, so
 # a folder with such a name and these items was committed.
 _OWN_PARTS = {STATE, MANIFEST, SUMMARY}
@@ -56,7 +51,7 @@ _MAX_TIME = 2**63 - 1
 
 def is_marked(path: epath.Path) -> bool:
     """Returns whether a step is complete: it has a mark, or a name that only complete steps get."""
-    return not location.is_bucket(path) or (path / MARK).exists()
+    return medium.of(path).is_complete(path)
 
 
 def is_step(folder: epath.Path) -> bool:
@@ -118,10 +113,7 @@ def time_or_none(path: epath.Path) -> int | None:
             return read_time(path)
         except (FileNotFoundError, NotADirectoryError, ValueError):
             if not _was_committed(path):
-                if not location.is_bucket(path) and (
-                    os.path.islink(path)
-                    or (any(path.iterdir()) if path.is_dir() else path.exists())
-                ):
+                if medium.of(path).is_puzzling(path):
                     _warn_once(path, "its commit record cannot be read: ignoring it")
                 return None
     return LOST
@@ -161,7 +153,7 @@ def read_time(path: epath.Path) -> int:
         known = _stored_digests(path)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path / MARK}: was damaged: {error!s:.100}") from error
-    if known is None and location.is_bucket(path):
+    if known is None and not is_marked(path):
         raise FileNotFoundError(f"{path / MARK}: does not exist")
     try:
         record = json.loads(_read_checked(path, RECORD, known))
@@ -180,17 +172,8 @@ def read_time(path: epath.Path) -> int:
 
 def _was_committed(path: epath.Path) -> bool:
     """Returns whether a folder's files show that it was committed, even if its record is lost."""
-    if location.is_bucket(path):
-        # A mark without other files comes from a late request of a save that was given up and
-        # removed.
-        return is_marked(path) and any((path / name).exists() for name in (RECORD, *_OWN_PARTS))
-    try:
-        if os.path.islink(path):
-            return False
-        names = set(os.listdir(path))
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return bool(names & {MARK, RECORD}) or names >= _OWN_PARTS
+    storage = medium.of(path)
+    return storage.was_committed(storage.names_in(path), _OWN_PARTS)
 
 
 def item_names(path: epath.Path) -> set[str]:
@@ -204,12 +187,8 @@ def sealing(path: epath.Path, said: str) -> str:
     found = {}
     for name in _SEALED:
         with contextlib.suppress(FileNotFoundError):  # no sharded array: no file of shardings
-            found[name] = seals.of_octets(_content(path / name))
+            found[name] = seals.of_octets(medium.of(path).read(path / name))
     return f"{said}\n{json.dumps(found)}\n"
-
-
-def _content(path: epath.Path) -> bytes:
-    return bucket.read(path) if location.is_bucket(path) else path.read_bytes()
 
 
 def read_sealed(path: epath.Path, name: str) -> bytes:

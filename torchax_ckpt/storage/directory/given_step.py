@@ -13,7 +13,7 @@ from etils import epath
 from torchax_ckpt.errors import DirectoryError
 from torchax_ckpt.storage.directory import commit_record
 from torchax_ckpt.storage.directory.committed_step import LOST, CommittedStep
-from torchax_ckpt.storage.medium import bucket, location
+from torchax_ckpt.storage.medium import location, medium
 
 logger = logging.getLogger(__name__)
 
@@ -39,13 +39,12 @@ def of(
     all the same. ``is_marked`` says whether a bucket has a commit mark there. Raises
     DirectoryError for a file.
     """
-    is_there, step = path.exists(), path if is_marked else None
+    is_there, own = path.exists(), path if is_marked else None
     if is_there and not path.is_dir():
         text = "expected a directory, found a file. Give each run a directory of its own."
         raise DirectoryError(f"{path}: {text}", path=path)
-    if not location.is_bucket(path):
-        place = location.real(path)  # also a folder in a step, such as its state
-        step = next(filter(commit_record.is_step, (place, *place.parents)), None)
+    # Also a folder in a step, such as its state.
+    step = next(filter(commit_record.is_step, medium.of(path).around(path)), own)
     if step is not None and (inside := steps()):
         names_step = reads_step and step == location.real(path)
         _warn_of_steps_inside(path, step, inside, names_step=names_step)
@@ -81,14 +80,13 @@ def refused(step: epath.Path) -> DirectoryError:
 
 def _would_be_a_step(path: epath.Path, *, is_there: bool) -> bool:
     """Returns whether an empty folder, or none, has a step's name, and lies in a run."""
-    if not NUMBER.fullmatch(path.name) or (is_there and location.is_bucket(path)):
+    if not NUMBER.fullmatch(path.name) or (is_there and any(path.iterdir())):
         return False
-    if location.is_bucket(path):  # one request shows the journal, many the steps
-        return any(n.endswith(".jsonl") for n in bucket.contents(path.parent, "events/"))
-    beside = path.parent.iterdir() if path.parent.is_dir() else ()
-    if not any(NUMBER.fullmatch(c.name) and commit_record.is_step(c) for c in beside):
-        return False
-    return not (is_there and any(path.iterdir()))
+    return medium.of(path.parent).has_run(path.parent, _is_numbered_step)
+
+
+def _is_numbered_step(folder: epath.Path) -> bool:
+    return NUMBER.fullmatch(folder.name) is not None and commit_record.is_step(folder)
 
 
 def _warn_of_steps_inside(
@@ -106,7 +104,7 @@ def _warn_of_steps_inside(
         if names_step
         else f"expected the directory of a run, found a step, {step}, with",
         ", ".join(map(str, sorted({s.step for s in steps})[-5:])),
-        "gcloud storage mv" if location.is_bucket(path) else f"mkdir {shlex.quote(new)} && mv",
+        medium.of(path).command_to_move(new),
         " ".join(f"{shlex.quote(str(path))}/{pattern}" for pattern in moved),
         shlex.quote(new),
     )

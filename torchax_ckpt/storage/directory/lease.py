@@ -39,7 +39,7 @@ from typing import Any
 
 from torchax_ckpt.errors import LeaseError
 from torchax_ckpt.runtime.background import Flag, Task
-from torchax_ckpt.storage.directory.compare_and_swap import AtomicRecord, Conflict, Seen, record_at
+from torchax_ckpt.storage.medium.compare_and_swap import AtomicRecord, Conflict, Seen, record_at
 
 logger = logging.getLogger(__name__)
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import errno
 import logging
-import os
 import re
 from collections.abc import Iterable
 
 from etils import epath
 
 from torchax_ckpt.storage.directory import lease, run_identity
-from torchax_ckpt.storage.directory.commit_record import BEGUN, PARTS, STEP, is_marked
-from torchax_ckpt.storage.medium import bucket, location, permissions, storage_errors
+from torchax_ckpt.storage.directory.commit_record import PARTS, STEP, is_marked
+from torchax_ckpt.storage.medium import medium, permissions, storage_errors
 
 logger = logging.getLogger(__name__)
 
@@ -52,25 +50,14 @@ def remove_among(children: Iterable[epath.Path]) -> None:
 
 def _is_begun(path: epath.Path) -> bool:
     """Returns whether a bucket's folder is an unfinished or partly removed step, not a user's."""
-    if not location.is_bucket(path) or is_marked(path) or not path.is_dir():
+    if is_marked(path) or not path.is_dir():
         return False
-    is_ours = any(child.name in PARTS for child in path.iterdir())
-    return is_ours and all(map(_FILE.fullmatch, bucket.contents(path, "")))
+    storage = medium.of(path)
+    is_ours = not PARTS.isdisjoint(storage.names_in(path))
+    return is_ours and all(_FILE.fullmatch(file.name) for file in storage.files(path))
 
 
 def remove(path: epath.Path) -> None:
-    """Removes the files of a failed save, which on a bucket may still be written to.
-
-    There an empty object (``BEGUN``) keeps the step's name from being used again.
-    """
-    if location.is_bucket(path):
-        bucket.remove(path)
-        if STEP.fullmatch(path.name):
-            (path / BEGUN).write_bytes(b"")
-        return
-    try:
-        path.unlink() if os.path.islink(path) else path.rmtree()
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.ENOENT):
-            raise
-        logger.debug("%s is still being written to: it will be removed later", path)
+    """Removes the files of a failed save, which in a bucket may still be written to."""
+    is_named_as_step = STEP.fullmatch(path.name) is not None
+    medium.of(path).remove_left(path, is_named_as_step=is_named_as_step)

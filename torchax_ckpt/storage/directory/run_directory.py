@@ -15,16 +15,9 @@
 ``abandonment.py`` decides which steps are abandoned. While storage cannot be read, a listing raises
 an error, so that no run resumes from an older step.
 
-A bucket has no renames: a save writes a step under its final name, and the commit mark, written
-last, completes it. A bucket's server may carry out a request long after the client gave up on the
-answer, and a stalled writer that lost its lease may go on writing its step. There a delete
-therefore removes only the exact object that was examined, and a program writes no two saves under
-one name. One gap remains: a writer that lost its lease before its first write may later write into
-a step that the next lease holder wrote.
-
-On a disk, the name makes a step. A step that cannot be renamed, such as one in a lower layer of
-overlayfs, therefore stays as it is: half deleted under its number, it would be taken for a damaged
-step, and by Orbax for a whole one. If it is abandoned, each later step goes on listing it as such.
+How a folder becomes a step, and ceases to be one, depends on the storage, and is the work of its
+``Medium`` (``medium/medium.py``). A step that a disk cannot rename stays as it is. If it is
+abandoned, each later step goes on listing it as such.
 
 Listing and reading change no files. Only the holder of the lease writes to the directory: of the
 processes of a run, process 0, which commits and deletes steps for all.
@@ -35,11 +28,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 import logging
-import os
 import socket
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from etils import epath
@@ -60,17 +51,15 @@ from torchax_ckpt.storage.directory.committed_step import CommittedStep, Verifie
 from torchax_ckpt.storage.directory.run_identity import RunName
 from torchax_ckpt.storage.directory.step_files import Summaries
 from torchax_ckpt.storage.medium import (
-    bucket,
     containment,
-    fsync,
     location,
+    medium,
     permissions,
     storage_errors,
 )
+from torchax_ckpt.storage.medium.stored_file import MARK, first_free
 
 logger = logging.getLogger(__name__)
-
-_USED_NAMES = 1000
 
 
 def checkpoint_info(
@@ -113,31 +102,22 @@ class RunDirectory:
     ) -> None:
         self._durable = durable
         self.path = location.resolve(directory)
-        self._is_bucket = location.is_bucket(self.path)
-        is_marked = False
-        if self._is_bucket:
-            bucket.use(self.path, self)
-            name, for_writing = commit_record.MARK, not read_only
-            is_marked = bucket.check(self.path, for_writing=for_writing, name=name)
+        given = medium.of(self.path)
+        given.use(self)
+        is_marked = given.require_usable(for_writing=not read_only, name=MARK)
         with self._translated("read"):
             self._step = given_step.of(
                 self.path, self._visible, is_marked=is_marked, reads_step=reads_step
             )
         if self._step is not None:
             self.path = self._step.parent
+        self._medium = medium.of(self.path)
         self._summaries = Summaries(is_spare=durable is not None)
         self.verified = Verified()
         self.abandonment: Abandonment = Abandonment(
             self.path, self.found, self._summaries, None if durable is None else durable.abandonment
         )
         self._is_read_only = read_only
-        self._num_writes = 0
-        # On a bucket, the newest names of this program's saves -> their steps; older names were
-        # those of steps up to ``_forgotten``.
-        self._used_names: dict[str, int] = {}
-        self._forgotten = -1
-        # The folders of saves that have not ended well -> the names before their commits.
-        self._uncommitted: dict[epath.Path, epath.Path] = {}
         self._left_out: dict[int, set[Key]] = {}
         # The keys of steps that were committed although their saves then failed.
         self.failed: set[Key] = set()
@@ -280,7 +260,7 @@ class RunDirectory:
 
     def let_go(self) -> None:
         """Forgets what failed saves left, because other programs may count or replace it now."""
-        self._uncommitted.clear()
+        self._medium.let_go()
         self._left_out.clear()
 
     @stage("recover the directory")
@@ -291,7 +271,7 @@ class RunDirectory:
         """
         with self._translated("clean up"):
             self.fence()
-            self._take_back()
+            self._medium.take_back(self.fence)
             visible = self._visible()
             abandoned = self.abandonment.certain_among(visible)
             self.set_aside(abandoned)
@@ -303,30 +283,7 @@ class RunDirectory:
     def path_for(self, step: int) -> epath.Path:
         """Returns the path at which a save writes the files of ``step`` before the commit."""
         self.run_name.restore(self.fence)
-        self._num_writes += 1
-        if not self._is_bucket:
-            # A unique name: no late write of a failed save or a stalled writer joins a later step.
-            return self.path / f"writing-{step}-{self._lease.token}-{self._num_writes}"
-        # A late request of a failed save could overwrite what a later save writes under the same
-        # name. This program has made fewer saves than ``_num_writes``.
-        num_used = self._num_writes if step <= self._forgotten else 0
-        names = (str(step), f"incoming-{step}")
-        path = self._free(names, but=self._used_names, num_used=num_used)
-        self._used_names[path.name] = step
-        if len(self._used_names) > _USED_NAMES:
-            oldest = next(iter(self._used_names))
-            self._forgotten = max(self._forgotten, self._used_names.pop(oldest))
-        self._uncommitted[path] = path
-        return path
-
-    def _free(
-        self, names: Sequence[str], but: Collection[str] = (), num_used: int = 0
-    ) -> epath.Path:
-        """Returns the path of the first free name, which may be the last one with a number."""
-        more = (f"{names[-1]}-{count}" for count in itertools.count(2))
-        unused = itertools.islice(itertools.chain(names, more), num_used, None)
-        paths = (self.path / name for name in unused if name not in but)
-        return next(p for p in paths if not (p.exists() or os.path.islink(p)))
+        return self._medium.begin(step, self._lease.token)
 
     @stage("commit the folder")
     def commit(self, step: int, written: epath.Path) -> CommittedStep:
@@ -334,15 +291,8 @@ class RunDirectory:
 
         If storage reports an error, the step is taken back, now or else by the next ``recover``.
         """
-        path = written
-        if not self._is_bucket:
-            path = self._free((str(step), f"incoming-{step}"))
-            self.fence()
-            self._uncommitted[path] = written
         try:
-            if not self._is_bucket:
-                written.rename(path)
-                fsync.sync(self.path)
+            path = self._medium.publish(step, written, self.fence)
             if not (commit_time := commit_record.time_or_none(path)):
                 raise DirectoryError(
                     f"{path}: this step was written, but its commit record cannot be read: another "
@@ -352,31 +302,17 @@ class RunDirectory:
                 )
         except Exception:
             with contextlib.suppress(Exception):  # the error of the commit is the one to report
-                self._take_back()
+                self._medium.take_back(self.fence)
             raise
-        self._uncommitted.pop(path, None)
+        self._medium.keep(path)
         return CommittedStep(step, path, commit_time, is_incoming=path.name != str(step))
-
-    def _take_back(self) -> None:
-        """Undoes commits that failed: what they left is no step from then on, on storage too."""
-        for path, written in list(self._uncommitted.items()):
-            self.fence()
-            if self._is_bucket:
-                bucket.remove(path / commit_record.MARK)
-            elif not os.path.lexists(written):  # else the folder did not get the other name
-                with contextlib.suppress(FileNotFoundError):  # somebody has removed it
-                    path.rename(written)
-            fsync.sync(self.path)  # before its files are removed
-            del self._uncommitted[path]
 
     @stage("settle a step")
     def settle(self, incoming: CommittedStep) -> CommittedStep:
         """Renames ``incoming-N`` to ``N``, if possible and not in a bucket; returns the step."""
         final = self.path / str(incoming.step)
-        if (
-            self._is_bucket
-            or (final.exists() and self._move_aside(final, incoming.step))
-            or self._renamed(incoming.path, final)
+        if not self._medium.settle(
+            incoming.path, final, lambda: self._move_aside(final, incoming.step), self.fence
         ):
             return incoming
         return dataclasses.replace(incoming, path=final, is_incoming=False)
@@ -429,17 +365,6 @@ class RunDirectory:
             f"{'Give LocalTier a folder on a disk of its own' if self._durable else copy}"
         )
 
-    def _renamed(self, path: epath.Path, target: epath.Path) -> OSError | None:
-        """Renames a step on a disk; returns the system's error if it refuses, which harms none."""
-        self.fence()
-        try:
-            path.rename(target)
-        except FileNotFoundError:  # another process has removed it
-            raise
-        except OSError as error:
-            return error
-        return None
-
     def _leave(self, committed: CommittedStep) -> OSError | None:
         if committed.key in self.failed:
             logger.info("%s: removing: its save failed", committed.path)
@@ -449,19 +374,10 @@ class RunDirectory:
     def _move_aside(self, path: epath.Path, step: int) -> OSError | None:
         if self._durable is not None:
             logger.info("%s: removing step %d: abandoned, or not on all hosts", self.path, step)
-            return self._remove(path, step)
-        target = self._free((f"abandoned-{step}",))
+            return self._medium.delete(path, step, self.fence)
+        target = first_free(self.path, (f"abandoned-{step}",))
         logger.debug("setting aside step %d of an abandoned branch as %s", step, target)
-        if not self._is_bucket:
-            return self._renamed(path, target)
-        self.fence()
-        # A bucket renames object by object. If the process is killed meanwhile, two parts without a
-        # mark remain, which are removed later, and never a folder that looks like a step.
-        mark = (path / commit_record.MARK).read_text(encoding="utf-8")
-        bucket.remove(path / commit_record.MARK)
-        path.rename(target)
-        (target / commit_record.MARK).write_text(mark, encoding="utf-8")
-        return None
+        return self._medium.set_aside(path, target, self.fence)
 
     def delete(self, committed: CommittedStep) -> None:
         """Deletes a step; raises DirectoryError if it stays, because a disk does not rename it."""
@@ -477,14 +393,9 @@ class RunDirectory:
     def _delete(self, committed: CommittedStep) -> OSError | None:
         """Makes a step none, by a rename or without its commit mark, then removes its files."""
         self.require_writable()
-        refusal = None
         with self._translated("delete from"):
             self.fence()
-            if self._is_bucket:
-                bucket.remove(committed.path / commit_record.MARK)
-                bucket.remove(committed.path)
-            elif committed.path.exists():  # otherwise another process has removed it
-                refusal = self._remove(committed.path, committed.step)
+            refusal = self._medium.delete(committed.path, committed.step, self.fence)
         if refusal is None:
             self.forget(committed)
         return refusal
@@ -493,14 +404,6 @@ class RunDirectory:
         """Drops what is in memory of a step that is not listed any more."""
         self._summaries.forget(committed)
         self.verified.forget(committed)
-
-    def _remove(self, path: epath.Path, step: int) -> OSError | None:
-        doomed = self._free((f"deleting-{step}",))
-        if refusal := self._renamed(path, doomed):
-            return refusal
-        fsync.sync(self.path)  # else a loss of power could leave the step's name without its files
-        doomed.rmtree()
-        return None
 
     def require_writable(self) -> None:
         """Raises DirectoryError if this was opened with ``read_only``, or is no place for a run."""

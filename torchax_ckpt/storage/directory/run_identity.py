@@ -31,9 +31,9 @@ from torchax_ckpt.errors import DirectoryError
 from torchax_ckpt.runtime import user_messages
 from torchax_ckpt.runtime.stages import stage
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
-from torchax_ckpt.storage.directory.compare_and_swap import AtomicRecord, Conflict, Seen, record_at
 from torchax_ckpt.storage.directory.step_files import Summaries
 from torchax_ckpt.storage.medium import containment, fsync
+from torchax_ckpt.storage.medium.compare_and_swap import AtomicRecord, Conflict, Seen, record_at
 
 NAME = "run"
 _LOCAL = "local "

@@ -28,7 +28,7 @@ from torchax_ckpt.storage.directory.committed_step import (
     SUMMARY,
     CommittedStep,
 )
-from torchax_ckpt.storage.medium import assets, containment, location, seals, storage_errors
+from torchax_ckpt.storage.medium import assets, containment, medium, seals, storage_errors
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ def await_read(
             f"process {process} waits for {name} in {_soon(place) or committed.path}; all "
             f"its reads together got {got}"
         )
-        if location.is_bucket(committed.path):
+        if medium.of(committed.path).gives_up_slow_reads:
             raise committed.error(
                 DirectoryError,
                 f"{problem}, less than CheckpointOptions(min_read_bytes_per_sec=...) allows for "

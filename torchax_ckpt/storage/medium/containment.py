@@ -30,7 +30,7 @@ POINTER = (
 
 def require_contained(step_path: epath.Path, step: int) -> None:
     """Refuses a local step that holds a link, a special file, or a file that is too large."""
-    if location.is_bucket(step_path):
+    if location.is_url(step_path):
         return  # a bucket has no links and no special files
     try:
         found = list(walk(step_path))
@@ -87,7 +87,7 @@ def beginning(path: str | os.PathLike[str], num_bytes: int) -> bytes:
 
 def pointer_in(step_path: epath.Path) -> str | None:
     """Returns the first file of a local step that is a pointer of Git LFS; None without one."""
-    if location.is_bucket(step_path):
+    if location.is_url(step_path):
         return None
     small = (path for path, status in walk(step_path) if status.st_size <= _MAX_POINTER_BYTES)
     return next((path for path in sorted(small) if is_pointer(path)), None)
@@ -95,7 +95,7 @@ def pointer_in(step_path: epath.Path) -> str | None:
 
 def stored_bytes(step_path: epath.Path) -> int:
     """Returns the total size of a step's files; 0 if a local file is removed during the count."""
-    if location.is_bucket(step_path):
+    if location.is_url(step_path):
         return fsspec.filesystem("gcs", finalize_on_close=True).du(str(step_path))
     try:
         return sum(status.st_size for _, status in walk(step_path))
@@ -105,7 +105,7 @@ def stored_bytes(step_path: epath.Path) -> int:
 
 def is_plain(folder: epath.Path, file: str) -> bool:
     """Returns False if ``folder`` is a link or no folder, or ``is_plain_file`` refuses ``file``."""
-    if location.is_bucket(folder):
+    if location.is_url(folder):
         return True
     try:
         if not stat.S_ISDIR(os.lstat(folder).st_mode):
@@ -117,7 +117,7 @@ def is_plain(folder: epath.Path, file: str) -> bool:
 
 def is_plain_file(path: epath.Path) -> bool:
     """Returns True if a file is missing, or regular with at most ``MAX_JSON_BYTES``."""
-    if location.is_bucket(path):
+    if location.is_url(path):
         return True
     try:
         status = os.lstat(path)

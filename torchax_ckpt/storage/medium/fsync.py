@@ -29,7 +29,7 @@ _AT_A_TIME = 16
 
 def sync_tree(top: epath.Path, *, but: str = "") -> None:
     """Syncs a folder and all in it, but not its name; folders named ``but`` are synced already."""
-    if location.is_bucket(top):
+    if location.is_url(top):
         return
     with Executor(_AT_A_TIME) as pool:
         list(pool.map(sync, _within(os.fspath(top), but)))
@@ -37,7 +37,7 @@ def sync_tree(top: epath.Path, *, but: str = "") -> None:
 
 def sync(path: Any) -> None:
     """Syncs a file's content, or the names of a folder's entries without their content."""
-    if location.is_bucket(path):
+    if location.is_url(path):
         return
     opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:

@@ -120,8 +120,8 @@ def _text(path: str) -> str:
         return path.encode("utf-8", "surrogateescape").decode()
 
 
-def is_bucket(path: Any) -> bool:
-    """Returns whether a path lies in a bucket."""
+def is_url(path: Any) -> bool:
+    """Returns whether what a user gave is a URL, which only this package and fsspec can open."""
     return "://" in str(path)
 
 
@@ -141,12 +141,12 @@ def is_within(inner: epath.Path, outer: epath.Path) -> bool:
 
 def real(path: epath.Path) -> epath.Path:
     """Returns the path of the same place without links."""
-    return path if is_bucket(path) else epath.Path(os.path.realpath(path))
+    return path if is_url(path) else epath.Path(os.path.realpath(path))
 
 
 def kvstore(folder: epath.Path) -> dict[str, str]:
     """Returns the spec with which TensorStore opens a folder as a key-value store."""
-    if not is_bucket(folder):
+    if not is_url(folder):
         return {"driver": "file", "path": f"{_without_backslash(os.fspath(folder))}/"}
     name, _, prefix = str(folder).removeprefix("gs://").partition("/")
     return {"driver": "gcs", "bucket": name, "path": f"{prefix}/"}

@@ -43,7 +43,7 @@ DRAFT_SUFFIX = ".draft"
 
 def make_folder(path: epath.Path) -> None:
     """Creates a folder and missing parents, not writable by everybody; syncs the names of all."""
-    if location.is_bucket(path):
+    if location.is_url(path):
         return  # see ``make_inner_folder``
     for folder in reversed((path, *path.parents)):
         if not location.exists(folder):
@@ -65,7 +65,7 @@ def write_file(path: pathlib.Path, content: bytes, mode: int = 0o664) -> None:
 
 def make_file(path: epath.Path) -> None:
     """Creates an empty file, if it is missing; the new file is not writable by everybody."""
-    if location.is_bucket(path):
+    if location.is_url(path):
         path.write_bytes(b"")
         return
     with contextlib.suppress(FileExistsError):
@@ -74,7 +74,7 @@ def make_file(path: epath.Path) -> None:
 
 def prove_writable(folder: epath.Path) -> None:
     """Creates and removes a file; warns of a mount that lacks what commits and leases need."""
-    if location.is_bucket(folder):
+    if location.is_url(folder):
         probe = folder / ".torchax_ckpt_write_test"
         probe.write_bytes(b"")
         probe.unlink(missing_ok=True)  # a retried request may find it deleted already
@@ -99,7 +99,7 @@ def prove_writable(folder: epath.Path) -> None:
 
 def make_closed_folder(step: epath.Path) -> None:
     """Creates a step's folder, which other users cannot enter until ``open_folder``."""
-    if not location.is_bucket(step):
+    if not location.is_url(step):
         step.mkdir(mode=0o700)
 
 
@@ -109,13 +109,13 @@ def make_inner_folder(path: epath.Path) -> None:
     A bucket creates a folder with the first object in it. gcsfs would first ask whether the bucket
     exists, and takes an empty one for missing if the account may not read the bucket's metadata.
     """
-    if not location.is_bucket(path):
+    if not location.is_url(path):
         path.mkdir(parents=True, exist_ok=True)
 
 
 def open_folder(step: epath.Path) -> None:
     """Lets other users enter a step's folder, as the modes of its inner folders say."""
-    if location.is_bucket(step):
+    if location.is_url(step):
         return
     for folder, folders, files in os.walk(step):
         for name in (*folders, *files):
@@ -127,6 +127,32 @@ def open_folder(step: epath.Path) -> None:
     with os.scandir(step) as entries:
         inner = next(entry for entry in entries if entry.is_dir())
         os.chmod(step, stat.S_IMODE(inner.stat().st_mode))
+
+
+def require_own(place: epath.Path) -> None:
+    """Raises DirectoryError if others may write a file that runs as code, or exchange it.
+
+    In a bucket, whoever may create objects may do so, which no request tells.
+    """
+    if location.is_url(place):
+        return
+    path = pathlib.Path(place)
+    if not path.parent.is_dir():
+        raise DirectoryError(f"there is no folder {path.parent}: mount its disk, or create it")
+    mode = path.parent.stat().st_mode
+    if mode & 0o022 and not mode & stat.S_ISVTX:
+        raise DirectoryError(
+            f"expected a folder in which others cannot exchange files, since what is in them "
+            f"runs as code; found {path.parent} with {stat.filemode(mode)}: run chmod go-w"
+        )
+    with contextlib.suppress(FileNotFoundError):
+        found, own = path.lstat(), os.geteuid()
+        is_own = stat.S_ISREG(found.st_mode) and found.st_uid == own
+        if not is_own or found.st_mode & 0o022:
+            raise DirectoryError(
+                f"expected a file that only user {own} may write, since what is in it runs as "
+                f"code; found {stat.filemode(found.st_mode)} of user {found.st_uid}"
+            )
 
 
 _MOUNTINFO = pathlib.Path("/proc/self/mountinfo")
@@ -232,7 +258,7 @@ def _noted(what: str, lacking: list[str]) -> Iterator[None]:
 def _mount_of(path: Any) -> _Mount | None:
     """Returns the mount in which a path lies; None for a URL, or where the kernel does not say."""
     try:
-        text = "" if location.is_bucket(path) else os.fsdecode(_MOUNTINFO.read_bytes())
+        text = "" if location.is_url(path) else os.fsdecode(_MOUNTINFO.read_bytes())
     except OSError:
         return None
     mounts = [

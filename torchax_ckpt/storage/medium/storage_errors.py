@@ -146,7 +146,7 @@ def advice(error: BaseException, place: Any = "") -> str:
     """Returns what to do about a storage error at a path; "" if there is no specific advice."""
     link = root_cause(error)
     number, code, status = _errno(link), _http_code(link), _status(link)
-    if location.is_bucket(place):
+    if location.is_url(place):
         if code == 401 or status == "UNAUTHENTICATED":
             return _CREDENTIALS
         if code == 403 or status == "PERMISSION_DENIED":

@@ -32,7 +32,7 @@ from torchax_ckpt.runtime.user_messages import counted
 from torchax_ckpt.snapshot.host_array import Memory
 from torchax_ckpt.storage.arrays import array_checks, block_digests, chunking
 from torchax_ckpt.storage.arrays.chunking import AnyArray
-from torchax_ckpt.storage.medium import bucket, location
+from torchax_ckpt.storage.medium import medium
 from torchax_ckpt.storage.writing import fetching
 from torchax_ckpt.storage.writing.fetching import Parts
 
@@ -214,9 +214,7 @@ def merge(state: epath.Path, folders: Iterable[str], names: Iterable[str]) -> No
 
 def _is_here(state: epath.Path) -> bool:
     """Returns whether a database lies in a folder, as all but TensorStore know the folder."""
-    if location.is_bucket(state):
-        return bool(bucket.contents(state, _DATABASE))
-    return location.exists(state / _DATABASE)
+    return any(medium.of(state).files(state, _DATABASE))
 
 
 def _context() -> ts.Context:
@@ -226,11 +224,7 @@ def _context() -> ts.Context:
 
 def _kvstore(folder: epath.Path) -> dict[str, Any]:
     """Returns the spec of a database that is written, or whose references are copied."""
-    base: dict[str, Any] = dict(location.kvstore(folder))
-    if location.is_bucket(folder):
-        return {**_OCDBT, "base": base}
-    # Nobody reads a data file before the index, so only the index is written by a rename.
-    return {**_OCDBT, "base": {**base, "file_io_locking": {"mode": "non_atomic"}}, "manifest": base}
+    return {**_OCDBT, **medium.of(folder).database_to_write(folder)}
 
 
 def _array_spec(

@@ -36,7 +36,7 @@ from torchax_ckpt.storage.arrays import array_checks, chunking
 from torchax_ckpt.storage.arrays.chunking import AnyArray
 from torchax_ckpt.storage.directory import commit_record
 from torchax_ckpt.storage.directory.committed_step import STATE
-from torchax_ckpt.storage.medium import fsync, location, permissions
+from torchax_ckpt.storage.medium import fsync, medium, permissions
 from torchax_ckpt.storage.writing import array_writer
 
 # The name that TensorStore gives to folders that hold files of array data, which it syncs itself.
@@ -102,7 +102,7 @@ def mark(step: epath.Path) -> None:
 
     Raises SaveError if the folder was removed meanwhile: TensorStore makes it anew, but in part.
     """
-    if not location.is_bucket(step) and not location.exists(step / _INDICATOR):
+    if medium.of(step).is_missing(step / _INDICATOR):
         raise SaveError(
             f"{step}: the folder was removed while the step was written, so the step is not "
             "committed. Another program changes files of this run; keep it out of the directory"

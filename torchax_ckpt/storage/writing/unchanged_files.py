@@ -14,58 +14,28 @@ it has no commit mark. Only the program that made it takes anything over from it
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import logging
 import os
 import pathlib
-import shutil
-import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple
 
 from etils import epath
 
 from torchax_ckpt.layout import unchanged
-from torchax_ckpt.runtime.stages import stage
 from torchax_ckpt.storage.directory.committed_step import STATE, CommittedStep
-from torchax_ckpt.storage.medium import bucket, containment, fsync, location
-
-logger = logging.getLogger(__name__)
+from torchax_ckpt.storage.medium import fsync, local_medium, medium
+from torchax_ckpt.storage.medium.stored_file import StoredFile
 
 RETAINED = "unchanged"
 """The name of the folder, in the directory of a run, of databases that no step has any more."""
 
-# What file systems answer that have no hard links, allow none here, or too few for one file.
-_REFUSALS = {
-    *(errno.EPERM, errno.EACCES, errno.EXDEV, errno.EMLINK),
-    *(errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL),
-}
-_has_warned = False
 
-
-class File(NamedTuple):
-    """A file of a database: its bytes, and in a bucket what the service says of their content."""
-
-    size: int
-    crc32c: str = ""
-
-
-def present(state: epath.Path) -> dict[str, File]:
+def present(state: epath.Path) -> dict[str, StoredFile]:
     """Returns the files of a step's databases, by name below ``state``; {} if there is no step."""
-    if location.is_bucket(state):
-        listed = bucket.contents(state, unchanged.FOLDER_PREFIX)
-        return {name: File(*content) for name, content in listed.items()}
-    found = {}
-    with contextlib.suppress(FileNotFoundError):
-        for folder in os.listdir(state):
-            if folder.startswith(unchanged.FOLDER_PREFIX):
-                for path, status in containment.walk(state / folder):
-                    found[os.path.relpath(path, state)] = File(status.st_size)
-    return found
+    found = medium.of(state).files(state, unchanged.FOLDER_PREFIX)
+    return {file.name: file for file in found}
 
 
-def differing(known: Mapping[str, File], here: Mapping[str, File]) -> Iterator[str]:
+def differing(known: Mapping[str, StoredFile], here: Mapping[str, StoredFile]) -> Iterator[str]:
     """Yields in words how known files differ; names the folder if nothing of it is left."""
     folders = {name.partition("/")[0] for name in here}
     gone = {folder for name in known if (folder := name.partition("/")[0]) not in folders}
@@ -76,58 +46,10 @@ def differing(known: Mapping[str, File], here: Mapping[str, File]) -> Iterator[s
             continue
         if (found := here.get(name)) is None:
             yield f"{name} is gone"
-        elif found.size != before.size:
-            yield f"{name} has {found.size} bytes in place of {before.size}"
-        elif found != before:
+        elif found.num_bytes != before.num_bytes:
+            yield f"{name} has {found.num_bytes} bytes in place of {before.num_bytes}"
+        elif found.crc32c != before.crc32c:
             yield f"{name} has CRC32C {found.crc32c} in place of {before.crc32c}"
-
-
-def take_over(source: epath.Path, target: epath.Path) -> None:
-    """Creates a folder that has the files of another folder on the same medium, at any depth."""
-    if location.is_bucket(source):
-        bucket.copy(source, target)
-    else:
-        link_folder(source, target)
-
-
-@stage("link unchanged arrays")
-def link_folder(source: epath.Path, target: epath.Path, *, may_copy: bool = True) -> None:
-    """Creates a folder whose files are hard links to another folder's files, at any depth.
-
-    The names of the new files are durable then, but not that of ``target`` in the folder above.
-    """
-    for folder, _, files in os.walk(source, onerror=fsync.raise_error):
-        new = os.path.join(target, os.path.relpath(folder, source))
-        os.makedirs(new, exist_ok=True)
-        for name in files:
-            link_file(os.path.join(folder, name), os.path.join(new, name), may_copy=may_copy)
-        fsync.sync(new)
-
-
-def link_file(
-    source: str | os.PathLike[str], target: str | os.PathLike[str], *, may_copy: bool = True
-) -> None:
-    """Gives a file a second name, not yet durable; copies it if the file system refuses links."""
-    if not stat.S_ISREG(os.lstat(source).st_mode):
-        raise OSError(errno.ELOOP, "expected a regular file", os.fspath(source))
-    try:
-        os.link(source, target, follow_symlinks=False)
-    except OSError as error:
-        if error.errno not in _REFUSALS or not may_copy:
-            raise
-        global _has_warned
-        if not _has_warned:
-            _has_warned = True
-            logger.warning(
-                "%s: cannot be linked from %s (%s). Unchanged arrays are copied from step to step "
-                "in place of links, which takes time and space. Use a file system with hard links, "
-                "or CheckpointOptions(reuse=False)",
-                os.fspath(target),
-                os.fspath(source),
-                error.strerror,
-            )
-        shutil.copyfile(source, target, follow_symlinks=False)
-        fsync.sync(epath.Path(target))
 
 
 def retain(
@@ -142,7 +64,9 @@ def retain(
         draft.rmtree()
     try:
         for name in folders:
-            link_folder(committed.path / STATE / name, draft / STATE / name, may_copy=False)
+            local_medium.link_folder(
+                committed.path / STATE / name, draft / STATE / name, may_copy=False
+            )
         for new in (draft / STATE, draft):
             fsync.sync(new)
     except OSError:
@@ -156,8 +80,8 @@ def retain(
 
 def remove_retained(directory: epath.Path, fence: Callable[[], None]) -> None:
     """Removes what a run's directory retains, if anything; ``fence`` as for ``retain``."""
-    if location.is_bucket(directory):
-        return
+    if not medium.of(directory).has_links:
+        return  # nothing was retained
     path = pathlib.Path(directory / RETAINED)
     if path.is_symlink() or not path.is_dir():
         return

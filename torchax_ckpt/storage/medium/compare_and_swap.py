@@ -211,6 +211,6 @@ def record_at(path: Any, *, max_bytes: int = _MAX_BYTES, mode: int = 0o664) -> A
 
     Of a local record, at most ``max_bytes`` are read; a new one has this mode, less the umask.
     """
-    if location.is_bucket(path):
+    if location.is_url(path):
         return _BucketRecord(str(path))
     return _LocalRecord(pathlib.Path(path), max_bytes, mode)
