@@ -43,7 +43,7 @@ A damaged newest step is skipped
     test_an_unreadable_newest_step_is_skipped_and_then_abandoned
     test_an_error_filter_for_warnings_does_not_keep_a_run_from_resuming
 The run resumes from the newest step
-    test_attach_goes_on_from_the_newest_step_without_damage
+    test_an_unreadable_newest_step_is_skipped_and_then_abandoned
 If a host cannot read its local tier
     test_the_durable_tier_is_read_with_a_warning_that_names_host_and_file
 If a step in the durable directory cannot be read
@@ -76,7 +76,7 @@ If `close` raises `SaveTimeoutError`
 Every block of the array bytes
     test_a_flipped_bit_is_noticed_on_every_mesh_and_the_leaf_named
 The manifest and the metrics
-    test_changed_json_is_noticed
+    test_a_file_that_no_save_writes_is_refused
 Orbax's records of the commit time
     test_a_commit_record_that_is_not_what_was_sealed_is_damaged
 A restore of everything
