@@ -225,7 +225,7 @@ class Phase:
     def watch_package(self) -> None:
         """Notes where the package is in what changes a directory."""
         stages.observers.append(
-            lambda stage: self(WATCHED[stage]) if stage in WATCHED else contextlib.nullcontext()
+            lambda stage, _: self(WATCHED[stage]) if stage in WATCHED else contextlib.nullcontext()
         )
 
 

@@ -78,9 +78,7 @@ def test_a_run_goes_on_and_saves_to_the_tier_that_it_could_not_read(tmp_path: Pa
     model = torch.nn.Linear(2, 2).to("jax")
     with opened(tmp_path) as ckpt:
         ckpt.attach(model)
-        for step in (1, 2, 3):
-            ckpt.save(step)
-            ckpt.wait_until_finished()
+        save_due(ckpt, 1, 2, 3, of=None)
     with unreadable(tmp_path / "local", "manifest/data.json", errno.EIO), opened(tmp_path) as ckpt:
         with pytest.warns(UserWarning, match="skips a step of its local tier"):
             assert ckpt.attach(model) == 2

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.compare import assert_trees_identical, bits, training_state
 from support.models import WithExtraState
-from support.training import adamw, mlp, save, train_and_save, train_step
+from support.training import adamw, mlp, restore, save, train_and_save, train_step
 from torch import nn
 
 from torchax_ckpt import TorchaxCheckpointer, warm_start
@@ -82,9 +82,7 @@ def test_what_is_not_selected_keeps_its_state(trained: Any) -> None:
     fresh_optimizer = adamw(fresh)
     train_step(fresh, fresh_optimizer, 7)
     before = training_state(fresh[2]), moments(fresh_optimizer)[2:]
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.attach(fresh, fresh_optimizer, resume=False)
-        ckpt.restore(include="0")
+    restore(directory, fresh, fresh_optimizer, include="0")
     assert_trees_identical((training_state(fresh[2]), moments(fresh_optimizer)[2:]), before)
 
 
@@ -109,9 +107,7 @@ def test_what_is_left_out_has_the_programs_names(trained: Any, patterns: dict[st
     directory, _, optimizer = trained
     fresh = Renamed().to("jax")
     fresh_optimizer = adamw(fresh)
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.attach(fresh, fresh_optimizer, resume=False)
-        report = ckpt.restore(rename=RENAME, **patterns)
+    report = restore(directory, fresh, fresh_optimizer, rename=RENAME, **patterns)
     assert set(report.left_out) == {"model/head.weight", "optimizer/head.weight"}
     assert (report.missing, report.unexpected, report.mismatched) == ((), (), {})
     expected = moments(optimizer)
@@ -165,9 +161,7 @@ def test_one_of_several_models_is_selected_by_its_name(directory: Path) -> None:
         ckpt.save(1, force=True)
     fresh = {"g": mlp(), "d": mlp()}
     kept = training_state(fresh["d"])
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.attach(fresh, {"g": adamw(fresh["g"])}, resume=False)
-        ckpt.restore(include="g")
+    restore(directory, fresh, {"g": adamw(fresh["g"])}, include="g")
     assert_trees_identical(training_state(fresh["g"]), training_state(models["g"]))
     assert_trees_identical(training_state(fresh["d"]), kept)
 
@@ -200,7 +194,5 @@ def test_extra_state_goes_with_its_module(directory: Path) -> None:
 
     save(directory, build("stored"))
     fresh: Any = nn.ModuleDict({"a": WithExtraState(2, 2), "c": WithExtraState(2, 2)}).to("jax")
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.attach(fresh, resume=False)
-        ckpt.restore(exclude="a", rename={"b": "c"})
+    restore(directory, fresh, exclude="a", rename={"b": "c"})
     assert (fresh["a"].extra, fresh["c"].extra) == ("live", "stored")

@@ -22,7 +22,7 @@ from support.compare import assert_trees_identical, bits, training_state
 from support.damage import damage
 from support.models import values
 from support.torch_files import save_dcp
-from support.training import P, before_enabling, fsdp_mesh, fsdp_rule, mlp, save
+from support.training import P, before_enabling, fsdp_mesh, fsdp_rule, mlp, save, save_state
 from torch import nn
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, torchax_backend, warm_start
@@ -107,6 +107,22 @@ def save_hub(tensors: dict[str, Any], folder: Path, *, num_files: int = 2) -> Pa
     return folder
 
 
+def links_to(hub: Path, folder: Path) -> Path:
+    """Links to the files, as in Hugging Face's cache."""
+    (folder / "blobs").mkdir(parents=True)
+    (folder / "snapshot").mkdir()
+    for number, file in enumerate(sorted(hub.iterdir())):
+        (folder / "blobs" / str(number)).write_bytes(file.read_bytes())
+        (folder / "snapshot" / file.name).symlink_to(f"../blobs/{number}")
+    return folder / "snapshot"
+
+
+def file_of(folder: Path, **arrays: Any) -> Path:
+    """A file of weights with these arrays, under these names."""
+    safetensors.numpy.save_file(arrays, folder / "x.safetensors")
+    return folder / "x.safetensors"
+
+
 def save_run(model: Any, folder: Path) -> Path:
     save(folder, model, step=7)
     return folder
@@ -126,6 +142,7 @@ def origins(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Path], 
     return {
         "file": root / "one.safetensors",
         "hub": save_hub(hub, root / "hub"),
+        "links": links_to(root / "hub", root / "links"),
         "index": root / "hub/model.safetensors.index.json",
         "dcp": save_dcp({"model": hub, "optimizer": {"lr": 0.1}}, root / "dcp"),
         "flat_dcp": save_dcp(hub, root / "flat_dcp"),
@@ -133,7 +150,7 @@ def origins(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Path], 
     }, values(tensors)
 
 
-FORMS = ["file", "hub", "index", "dcp", "flat_dcp", "run"]
+FORMS = ["file", "hub", "links", "index", "dcp", "flat_dcp", "run"]
 
 
 def expect_mine(model: nn.Module, expected: dict[str, Any]) -> None:
@@ -194,17 +211,6 @@ def test_a_model_on_the_meta_device_is_filled_on_a_mesh(form: str, origins: Any)
 # --- a run of its own ---------------------------------------------------------------------------
 
 
-def test_the_files_may_be_links_as_in_hugging_faces_cache(origins: Any, tmp_path: Path) -> None:
-    (tmp_path / "blobs").mkdir()
-    (tmp_path / "snapshot").mkdir()
-    for number, file in enumerate(sorted(origins[0]["hub"].iterdir())):
-        (tmp_path / "blobs" / str(number)).write_bytes(file.read_bytes())
-        (tmp_path / "snapshot" / file.name).symlink_to(f"../blobs/{number}")
-    model = on_jax(Mine())
-    warm_start(model, tmp_path / "snapshot", exclude="lora_A", rename=RENAME)
-    expect_mine(model, origins[1])
-
-
 def test_the_directory_of_a_running_training_can_be_read(directory: Path) -> None:
     model = mlp()
     with TorchaxCheckpointer(directory) as ckpt:
@@ -221,8 +227,7 @@ def test_a_named_step_of_several_models_or_of_functions(directory: Path, tmp_pat
     models = {"g": mlp(), "d": mlp()}
     save(directory, models)
     params = {n: torchax_backend.buffer(p) for n, p in models["g"].named_parameters()}
-    with TorchaxCheckpointer(tmp_path / "functional") as ckpt:
-        ckpt.save(4, state={"params": params}, force=True)
+    save_state(tmp_path / "functional", {"params": params}, step=4)
     for source, at, step in (
         (directory, "model/g", 1),
         (tmp_path / "functional", "state/params", 4),
@@ -323,8 +328,7 @@ def test_what_is_no_source_and_no_model_is_named(
 def test_nothing_is_cast_unless_that_is_asked_for(form: str, tmp_path: Path) -> None:
     stored = np.linspace(-3, 3, 16, dtype=np.float32).astype(ml_dtypes.bfloat16).reshape(8, 2)
     if form == "file":
-        source = tmp_path / "x.safetensors"
-        safetensors.numpy.save_file({"w": stored}, source)
+        source = file_of(tmp_path, w=stored)
     elif form == "dcp":
         source = save_dcp({"w": torchax_backend.from_numpy(stored)}, tmp_path / "dcp")
     else:
@@ -343,32 +347,24 @@ def test_nothing_is_cast_unless_that_is_asked_for(form: str, tmp_path: Path) -> 
 
 
 def test_wide_integers_are_narrowed_only_where_they_fit(tmp_path: Path) -> None:
-    path = tmp_path / "x.safetensors"
     model = nn.Module()
     model.register_buffer("ids", torchax_backend.wrap(jax.numpy.zeros((3,), np.int32)))
-    safetensors.numpy.save_file({"ids": np.array([1, -(2**31), 2**31 - 1])}, path)
+    path = file_of(tmp_path, ids=np.array([1, -(2**31), 2**31 - 1]))
     warm_start(model, path)
     before = bits(model.ids)
     assert before[1:] == bits(np.array([1, -(2**31), 2**31 - 1], np.int32))[1:]
-    safetensors.numpy.save_file({"ids": np.array([1, 2, 2**31])}, path)
+    file_of(tmp_path, ids=np.array([1, 2, 2**31]))
     with pytest.raises(MismatchError, match="ids: expected int64 values that fit into int32"):
         warm_start(model, path)
     assert bits(model.ids) == before
-    safetensors.numpy.save_file({"ids": np.zeros(3, np.float32)}, path)
+    file_of(tmp_path, ids=np.zeros(3, np.float32))
     with pytest.raises(MismatchError, match="found float32"):
         warm_start(model, path, cast=True)
 
 
 def test_what_stays_on_the_cpu_stays_there(tmp_path: Path) -> None:
-    path = tmp_path / "x.safetensors"
-    safetensors.numpy.save_file(
-        {
-            "w": np.ones(4, np.float32),
-            "ids": np.array([2**40]),
-            "none": np.zeros((0, 2), np.float32),
-        },
-        path,
-    )
+    none = np.zeros((0, 2), np.float32)
+    path = file_of(tmp_path, w=np.ones(4, np.float32), ids=np.array([2**40]), none=none)
     model = nn.Module()
     model.register_parameter("w", nn.Parameter(torch.zeros(4, device="jax")))
     with torchax_backend.native_torch():
@@ -394,8 +390,7 @@ def tied(is_tied: bool = True) -> Any:
 
 @pytest.mark.parametrize(("name", "missing"), [("a", "b"), ("b", "a")])
 def test_a_tied_weight_is_found_by_any_name(name: str, missing: str, tmp_path: Path) -> None:
-    path = tmp_path / "x.safetensors"
-    safetensors.numpy.save_file({f"{name}.weight": np.ones((2, 2), np.float32)}, path)
+    path = file_of(tmp_path, **{f"{name}.weight": np.ones((2, 2), np.float32)})
     model = tied()
     warm_start(model, path)
     assert model.a.weight is model.b.weight
@@ -406,9 +401,8 @@ def test_a_tied_weight_is_found_by_any_name(name: str, missing: str, tmp_path: P
 
 
 def test_two_values_for_one_tied_weight_are_a_question(tmp_path: Path) -> None:
-    path = tmp_path / "x.safetensors"
     arrays = {"a.weight": np.ones((2, 2), np.float32), "b.weight": np.zeros((2, 2), np.float32)}
-    safetensors.numpy.save_file(arrays, path)
+    path = file_of(tmp_path, **arrays)
     model = tied()
     with pytest.raises(
         MismatchError, match="expected a.weight tied to b.weight, found a.weight on"
@@ -545,8 +539,7 @@ def test_a_donated_array_leaves_what_shares_its_memory(tmp_path: Path) -> None:
 
 
 def test_a_file_that_ends_too_early_is_damaged(tmp_path: Path) -> None:
-    path = tmp_path / "x.safetensors"
-    safetensors.numpy.save_file({"w": np.ones((8, 8), np.float32)}, path)
+    path = file_of(tmp_path, w=np.ones((8, 8), np.float32))
     tensor = safetensors_io.open_safetensors(path).tensors["w"]
     os.truncate(path, path.stat().st_size - 4)
     assert (tensor.read((slice(0, 7), slice(0, 8))) == 1).all()

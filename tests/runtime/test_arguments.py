@@ -51,6 +51,26 @@ def test_a_constructor_refuses_a_wrong_type(
     assert not directory.exists()
 
 
+NO_SECONDS = (0, float("inf"), float("nan"), "30", True)
+NO_OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "snapshot": (("lazy",), ""),
+    "layout": (("deep",), ""),
+    "compression": (("Zstd", "", "blosc", None, 1), ": expected .*zstd, blosc-lz4, blosc-zstd, f"),
+    "max_host_bytes": ((0,), ""),
+    "preemption_grace_secs": (NO_SECONDS, ": expected None or a positive number of seconds"),
+    "save_timeout_secs": (NO_SECONDS, ": expected None or a positive number of seconds"),
+}
+
+
+@pytest.mark.parametrize("option", NO_OPTIONS)
+def test_an_option_of_another_type_or_value_is_refused(option: str) -> None:
+    values, said = NO_OPTIONS[option]
+    for value in values:
+        with pytest.raises((ValueError, TypeError), match=option + said) as caught:
+            CheckpointOptions(**{option: value})
+        assert f"found {value!r}" in str(caught.value)
+
+
 SAVES, KEEPS = "save_decision_policy", "preservation_policy"
 OF_SAVES, OF_STEPS = policies.FixedIntervalPolicy(10), policies.LatestN(3)
 

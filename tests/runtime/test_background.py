@@ -11,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -153,8 +154,7 @@ def test_a_lease_that_an_interrupt_left_is_taken_over_at_once(
 
 
 def test_a_task_that_no_thread_runs_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: Any) -> None:
-        raise RuntimeError("can't start new thread")
+    refuse = Mock(side_effect=RuntimeError("can't start new thread"))
 
     ran: list[int] = []
     monkeypatch.setattr(threading.Thread, "start", refuse)

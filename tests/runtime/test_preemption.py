@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from starts import free_port
 from support import PROGRAMS, ROOT
 from support.processes import Talking, environment
 
@@ -141,19 +141,6 @@ def test_it_lives_with_an_event_loop_that_has_signal_handlers(directory: Path) -
         program.until("done")
         assert program.exit_code() == 0
     assert "Traceback" not in program.output
-
-
-@pytest.mark.parametrize("secs", [0, float("inf"), float("nan"), "30", True])
-@pytest.mark.parametrize("name", ["preemption_grace_secs", "save_timeout_secs"])
-def test_seconds_are_positive_numbers(name: str, secs: object) -> None:
-    with pytest.raises(ValueError, match=f"{name}: expected None or a positive number of seconds"):
-        CheckpointOptions(**{name: secs})  # type: ignore[arg-type]
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def of_two(stack: contextlib.ExitStack, scenario: str, *args: object) -> list[Program]:

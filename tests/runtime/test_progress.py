@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.stages import at
-from support.training import mlp
+from support.training import mlp, save, save_state
 
 from torchax_ckpt import TorchaxCheckpointer
 from torchax_ckpt.cli.convert import export
@@ -67,9 +67,7 @@ def test_an_odd_stream_is_no_terminal_and_harms_nothing(
     # What programs put in place of a stream writes, and no more.
     writer = types.SimpleNamespace(write=len, flush=lambda: None)
     monkeypatch.setattr(sys, "stderr", closed if kind == "closed" else writer)
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.attach(mlp())
-        ckpt.save(3, force=True)
+    save(directory, mlp(), step=3)
     with TorchaxCheckpointer(directory) as ckpt:  # nobody holds the lease any more
         assert ckpt.attach(mlp()) == 3
         ckpt.verify(3)
@@ -93,8 +91,7 @@ def test_a_bar_shows_how_far_it_is_and_goes(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_copies_and_exports_show_a_bar(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = watched(monkeypatch)
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.save(3, state={"w": np.zeros(1000, np.float32)})
+    save_state(directory, {"w": np.zeros(1000, np.float32)}, step=3)
     kept, out = directory.with_name("kept"), directory.with_name("out")
     copy(str(directory), str(kept), as_json=True)
     assert re.search(r"\rcopying: ", terminal.getvalue())
@@ -108,9 +105,7 @@ def test_copies_and_exports_show_a_bar(directory: Path, monkeypatch: pytest.Monk
 def test_what_takes_time_shows_a_bar(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = watched(monkeypatch)
     at("write the arrays", lambda: time.sleep(0.3))
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.attach(mlp())
-        ckpt.save(3, force=True)
+    save(directory, mlp(), step=3)
     assert "finishing the save of step 3: " in terminal.getvalue()
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.attach(mlp())

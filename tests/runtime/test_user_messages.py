@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.damage import fill_disk
+from support.steps import save_due
 from support.training import mlp
 
 from torchax_ckpt import LocalTier, TorchaxCheckpointer, load_torch_state_dict, policies, warm_start
@@ -66,8 +67,7 @@ def test_a_traceback_ends_at_the_public_function(
     directory: Path, call: Callable[[TorchaxCheckpointer], Any]
 ) -> None:
     with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.save(1, state=STATE)
-        ckpt.wait_until_finished()
+        save_due(ckpt, 1, of=STATE)
         error = raised(lambda: call(ckpt))
     assert isinstance(error, CheckpointError)
     assert functions(error) == ["raised", "<lambda>", "<lambda>"]
@@ -77,8 +77,7 @@ def test_causes_of_background_errors_stay(
     directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.save(1, state=STATE)
-        ckpt.wait_until_finished()
+        save_due(ckpt, 1, of=STATE)
         mend = fill_disk()
         ckpt.save(2, state=STATE, force=True)
         error = raised(ckpt.wait_until_finished)

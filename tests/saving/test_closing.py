@@ -16,6 +16,7 @@ import pytest
 from support.compare import entries
 from support.damage import fill_disk
 from support.processes import run_processes, run_python
+from support.training import save_state
 from support.waiting import wait_until
 
 from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
@@ -106,8 +107,7 @@ def test_a_late_save_ends_the_close_that_gave_up_on_it(
     assert not Path(local.path, "lease").exists()
     assert told == ["started", "saving", "durable", "closed"]
     assert not preemption._watch._listeners
-    with TorchaxCheckpointer(directory) as following:
-        assert following.save(2, state=STATE, force=True)
+    save_state(directory, STATE, step=2)
     assert not names()
     ckpt.close()
 
@@ -261,8 +261,8 @@ def test_one_that_nobody_replaces_finishes_its_save(directory: Path, gate: threa
 
 
 LEFT = """
-    import os, signal, sys, threading
-    import torchax
+    import ctypes, gc, os, signal, sys, threading
+    import jax, torchax
     torchax.enable_globally()
     import numpy as np
     from torchax_ckpt import LocalTier, TorchaxCheckpointer, policies
@@ -276,9 +276,16 @@ LEFT = """
             "files": sorted(os.listdir("/proc/self/fd")),
             "handlers": [signal.getsignal(n) for n in signal.valid_signals()],
             "wakeup": wakeup,
+            "arrays": len(jax.live_arrays()),
         }
 
+    def resident_bytes():
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
     state = {"w": np.arange(3)}
+    large = {"w": jax.numpy.ones(8 << 20)}  # 32 MiB
     often = policies.FixedIntervalPolicy(1)
 
     def use(number, **kwargs):
@@ -286,15 +293,16 @@ LEFT = """
         with TorchaxCheckpointer(place, save_decision_policy=often, **kwargs) as c:
             c.attach()
             for step in range(1, 4):
-                c.save(step, state=state)
+                c.save(step, state=large if step == 3 else state)
             c.wait_until_finished()
             c.load(2)
 
     use(0)  # what Orbax and JAX begin once in a process
-    before = everything()
+    before, resident = everything(), resident_bytes()
     use(1, on_event=lambda event: None)
     use(2, local=LocalTier(f"{sys.argv[1]}/local", save_decision_policy=often))
     after = everything()
+    assert resident_bytes() - resident < 16 << 20
     for key in before:
         assert before[key] == after[key], (key, before[key], after[key])
 """

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from support.group import Group
 from support.processes import Running
+from support.stages import fail_at
 from support.training import mlp
 from support.waiting import T0, Clock, wait_until
 
@@ -23,7 +24,6 @@ from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.runtime import preemption
 from torchax_ckpt.saving import deadline
 from torchax_ckpt.saving.deadline import Deadline
-from torchax_ckpt.storage.writing import array_writer
 
 NEVER = policies.SpecificStepsPolicy(())
 END = T0 + 1000
@@ -82,16 +82,10 @@ def test_the_run_ends_while_the_longest_step_and_a_save_still_fit(
 
 @pytest.mark.parametrize("num_failures", [0, 2])
 def test_a_save_is_due_after_half_of_the_time_until_a_step_is_durable(
-    num_failures: int, clock: Clock, ckpt: TorchaxCheckpointer, monkeypatch: pytest.MonkeyPatch
+    num_failures: int, clock: Clock, ckpt: TorchaxCheckpointer
 ) -> None:
-    write, failures = array_writer.write_arrays, [None] * num_failures
-
-    def failing(*args: Any, **options: Any) -> Any:
-        if failures:
-            raise OSError(failures.pop())
-        return write(*args, **options)
-
-    monkeypatch.setattr(array_writer, "write_arrays", failing)
+    for _ in range(num_failures):  # what fails at one of these is not seen by the next
+        fail_at("write the arrays", OSError("failed"), number=1)
     for _ in ckpt.steps(100, until=END):
         clock.sleep(100)
         ckpt._saver.wait()

@@ -12,10 +12,10 @@ import pytest
 import torch
 from support.damage import set_commit_time
 from support.stages import fail_at
-from support.training import mlp, train_step
+from support.training import mlp, save_state, train_step
 
 from torchax_ckpt import TorchaxCheckpointer, policies, torchax_backend
-from torchax_ckpt.errors import AttachError, ClosedError, SaveError, StepTypeError
+from torchax_ckpt.errors import ClosedError, SaveError
 from torchax_ckpt.runtime import preemption
 
 EVERY_STEP = policies.FixedIntervalPolicy(1)
@@ -70,18 +70,6 @@ def test_break_leaves_without_saving_the_unfinished_body(directory: Path) -> Non
         assert next(iter(ckpt.steps(10))) == 3
 
 
-def test_the_loop_saves_what_the_policy_says(directory: Path) -> None:
-    policy = policies.AnySavePolicy(
-        [policies.FixedIntervalPolicy(3), policies.SpecificStepsPolicy([4])]
-    )
-    with TorchaxCheckpointer(
-        directory, save_decision_policy=policy, preservation_policy=KEEP_ALL
-    ) as ckpt:
-        ckpt.attach(mlp())
-        list(ckpt.steps(8))
-    assert ckpt.all_steps() == [3, 4, 6, 8]
-
-
 def test_recorded_metrics_belong_to_their_step(directory: Path) -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -98,24 +86,6 @@ def test_recorded_metrics_belong_to_their_step(directory: Path) -> None:
     assert ckpt.metrics(1) == {"loss": float(torchax_backend.buffer(losses[1]))}
     assert ckpt.metrics(2) == {"loss": 0.5, "note": "halfway"}
     assert ckpt.metrics(3) == {"loss": float(torchax_backend.buffer(losses[3]))}
-
-
-def test_metrics_of_a_step_that_is_not_saved_are_dropped(directory: Path) -> None:
-    with TorchaxCheckpointer(directory, save_decision_policy=NEVER) as ckpt:
-        ckpt.attach(mlp())
-        ckpt.record(val=1.0)
-        assert not ckpt.save(1)
-        assert ckpt.save(2, metrics={"loss": 2.0}, force=True)
-    assert ckpt.metrics(2) == {"loss": 2.0}
-
-
-def test_steps_needs_attach_and_an_int(directory: Path) -> None:
-    ckpt = TorchaxCheckpointer(directory)
-    with pytest.raises(AttachError, match="steps was called before attach"):
-        ckpt.steps(3)
-    ckpt.attach(mlp())
-    with pytest.raises(StepTypeError, match=r"expected an int, found 3\.0"):
-        ckpt.steps(3.0)  # type: ignore[arg-type]
 
 
 # --- what policies are told, and what their answers decide ---
@@ -263,6 +233,5 @@ def test_a_policy_that_fails_at_a_preemption_does_not_keep_the_step_from_being_s
 
 def test_a_forced_save_asks_no_policy(directory: Path) -> None:
     recording = Recording(policies.SpecificStepsPolicy(()))
-    with TorchaxCheckpointer(directory, save_decision_policy=recording) as ckpt:
-        assert ckpt.save(1, state=STATE, force=True)
+    save_state(directory, STATE, save_decision_policy=recording)
     assert recording.told == []

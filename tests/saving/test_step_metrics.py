@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.device_memory import OFFLOAD
 from support.strategies import fingerprint
+from support.training import on_cpu
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies, torchax_backend
 from torchax_ckpt.errors import MetricsError
@@ -33,11 +34,6 @@ def through_check(value: Any) -> Any:
 
 def _kind(value: Any) -> str:
     return f"{type(value).__name__}-{getattr(value, 'dtype', '')}"
-
-
-def torch_scalar(value: Any, dtype: torch.dtype) -> torch.Tensor:
-    with torchax_backend.native_torch():
-        return torch.tensor(value, dtype=dtype)
 
 
 @jax.jit
@@ -64,7 +60,7 @@ def pending_scalar() -> Any:
         (np.uint64(2**64 - 1), 2**64 - 1),
         (np.bool_(False), False),
         (np.array([3], np.int8), 3),
-        (torch_scalar(2**53 + 1, torch.int64), 2**53 + 1),
+        (on_cpu(2**53 + 1, torch.int64), 2**53 + 1),
         (2**100, 2**100),
         (None, None),
         ("text", "text"),
@@ -112,17 +108,6 @@ def test_metrics_are_read_back_by_name(directory: Path) -> None:
         "history": [{"a": 1.5}, None, "é\ud800"],
     }
     assert fresh.metrics(2) == {}
-
-
-def test_recorded_metrics_join_those_given_to_save_and_belong_to_one_step(directory: Path) -> None:
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.record(loss=1.0, a=1)
-        ckpt.record(loss=2.0)
-        ckpt.save(1, state=STATE, metrics={"b": 3}, force=True)
-        ckpt.save(2, state=STATE, metrics={"b": 4}, force=True)
-    fresh = TorchaxCheckpointer(directory)
-    assert fresh.metrics(1) == {"loss": 2.0, "a": 1, "b": 3}
-    assert fresh.metrics(2) == {"b": 4}
 
 
 # A transfer does wait.
@@ -203,7 +188,7 @@ def _looped() -> list[Any]:
         np.array([None]),
         np.datetime64("2020-01-01"),
         np.zeros((), [("field", "i4")]),
-        torch_scalar(1 + 2j, torch.complex64),
+        on_cpu(1 + 2j, torch.complex64),
         {"deep": [jnp.ones(())]},
     ],
     ids=_kind,
@@ -247,7 +232,7 @@ def test_a_tracer_is_refused_by_name() -> None:
     step(jnp.ones(()))
 
 
-@pytest.mark.parametrize("value", [math.nan, torch_scalar(math.nan, torch.float32), "text", True])
+@pytest.mark.parametrize("value", [math.nan, on_cpu(math.nan, torch.float32), "text", True])
 def test_what_a_best_n_rule_cannot_rank_is_refused_at_save(directory: Path, value: Any) -> None:
     either = policies.AnyPreservationPolicy([policies.LatestN(1), BEST])
     for policy in (BEST, either):

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 from support.compare import assert_trees_identical
-from support.training import mlp
+from support.training import mlp, save_state
 
-from torchax_ckpt import TorchaxCheckpointer, policies
+from torchax_ckpt import LocalTier, TorchaxCheckpointer, policies
 from torchax_ckpt.storage.medium import seals
 
 METRICS: dict[str, Any] = {
@@ -54,20 +54,26 @@ def test_a_strict_parser_reads_all_json_of_a_run(directory: Path) -> None:
 
     rules = [policies.EveryNSteps(math.inf), policies.PreserveAll()]
     keep = policies.AnyPreservationPolicy(rules)
-    with TorchaxCheckpointer(directory, preservation_policy=keep) as ckpt:
+    local = LocalTier(
+        directory.with_name("local"), save_decision_policy=policies.SpecificStepsPolicy([2])
+    )
+    with TorchaxCheckpointer(directory, preservation_policy=keep, local=local) as ckpt:
         attach(ckpt)
         ckpt.save(1, metrics=METRICS, force=True)
         ckpt.save(2, metrics={"device": np.float32("nan")}, force=True)
-    names = set()
-    for path in directory.rglob("*"):
-        if path.parent.name == "d":  # array data, whose first byte may be that of JSON
-            continue
-        if path.is_file() and (content := path.read_bytes()).startswith(b"{"):
-            names.add(path.name if path.suffix != ".jsonl" else "events")
-            lines = content.decode().splitlines()
-            for text in lines if path.suffix == ".jsonl" else ["\n".join(lines)]:
-                strictly(text)
-    assert names >= {"data.json", "events", "_CHECKPOINT_METADATA", "_sharding", "_METADATA"}
+        ckpt.wait_until_finished()
+        assert ckpt.verify(2) == 2
+        names = set()
+        for path in directory.parent.rglob("*"):
+            if path.parent.name == "d":  # array data, whose first byte may be that of JSON
+                continue
+            if path.is_file() and (content := path.read_bytes()).startswith(b"{"):
+                names.add(path.name if path.suffix != ".jsonl" else "events")
+                lines = content.decode().splitlines()
+                for text in lines if path.suffix == ".jsonl" else ["\n".join(lines)]:
+                    strictly(text)
+    of_orbax = {"_CHECKPOINT_METADATA", "_sharding", "_METADATA"}
+    assert names >= {"data.json", "events", "lease", *of_orbax}
     strictly((directory / "1" / "commit_success.txt").read_text().partition("\n")[2])
     with TorchaxCheckpointer(directory) as fresh:
         own = attach(fresh)
@@ -78,8 +84,7 @@ def test_a_strict_parser_reads_all_json_of_a_run(directory: Path) -> None:
 
 
 def test_steps_with_bare_nan_of_older_releases_are_read(directory: Path) -> None:
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.save(1, state={"x": 1}, force=True)
+    save_state(directory, {"x": 1})
     summary = {"metrics": METRICS, "abandons": []}
     text = json.dumps(summary, separators=(",", ":"))
     assert ":NaN" in text

@@ -10,7 +10,6 @@ import re
 import shutil
 import signal
 import tempfile
-import threading
 import time
 import types
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from support import PROGRAMS
 from support.compare import assert_trees_identical, folders, training_state
 from support.damage import flip_arrays
 from support.processes import run_python
+from support.stages import Gate, at, fail_at
 from support.steps import ALWAYS, save, save_due, state, two_tiers
 from support.training import adamw, mlp, train_step
 
@@ -40,7 +40,6 @@ from torchax_ckpt.errors import (
 from torchax_ckpt.runtime import preemption
 from torchax_ckpt.storage.directory import run_identity
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
-from torchax_ckpt.storage.writing import array_writer
 from torchax_ckpt.telemetry.events import Event
 
 KEEP_ALL = policies.PreserveAll()
@@ -66,8 +65,7 @@ def test_each_tier_has_policies_and_the_newest_step_wins(directory: Path, ramdis
         assert ckpt.attach(model, optimizer) == 0
         for step in range(1, 8):
             train_step(model, optimizer, step)
-            assert ckpt.save(step)
-            ckpt.wait_until_finished()
+            save_due(ckpt, step, of=None)
             held[step] = training_state(model, optimizer)
         assert ckpt.all_steps("durable") == [4]
         assert ckpt.all_steps("local") == [6, 7]
@@ -110,21 +108,12 @@ def test_a_restore_says_which_tier_has_served_it(
     assert said == ["local", "local", "durable"]
 
 
-def test_a_step_that_both_tiers_want_is_captured_once(
-    directory: Path, ramdisk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_both_tiers_want_is_captured_once(directory: Path, ramdisk: Path) -> None:
+    taken: list[None] = []
+    at("take the snapshot", lambda: taken.append(None))
     with two_tiers(directory, ramdisk, durable=ALWAYS) as ckpt:
-        taken = 0
-        take = ckpt._saves.snapshotter.take
-
-        def counted(*args: Any) -> Any:
-            nonlocal taken
-            taken += 1
-            return take(*args)
-
-        monkeypatch.setattr(ckpt._saves.snapshotter, "take", counted)
         save_due(ckpt, 1, 2)
-        assert taken == 2
+        assert len(taken) == 2
         for tier in ("durable", "local"):
             assert ckpt.all_steps(tier) == [1, 2]
             np.testing.assert_array_equal(ckpt.load(2, tier=tier)["w"], state(2)["w"])
@@ -161,19 +150,11 @@ def test_a_step_is_found_verified_deleted_in_either_tier(directory: Path, ramdis
 
 
 def test_a_local_tier_holds_one_step_more_than_it_keeps_and_never_two(
-    directory: Path, ramdisk: Path, monkeypatch: pytest.MonkeyPatch
+    directory: Path, ramdisk: Path
 ) -> None:
     """Though a restore has verified one; the durable tier spares that."""
-    write, most = array_writer.write_arrays, 0
-
-    def counted(path: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal most
-        taken = write(path, *args, **kwargs)
-        if str(path).startswith(str(ramdisk)):
-            most = max(most, len(folders(ramdisk)))
-        return taken
-
-    monkeypatch.setattr(array_writer, "write_arrays", counted)
+    held: list[int] = []
+    at("write the arrays", lambda: held.append(len(folders(ramdisk))), when="after", below=ramdisk)
     model = mlp()
     for start in (0, 4, 8):
         with TorchaxCheckpointer(
@@ -187,13 +168,11 @@ def test_a_local_tier_holds_one_step_more_than_it_keeps_and_never_two(
                 assert ckpt.restore(tier="durable").is_verified
                 report = ckpt.restore()
                 assert (report.tier, report.is_verified) == ("local", True)
-            for step in range(start + 1, start + 5):
-                assert ckpt.save(step)
-                ckpt.wait_until_finished()
+            save_due(ckpt, *range(start + 1, start + 5), of=None)
             assert ckpt.all_steps("local") == [start + 3, start + 4]
             kept = [start] if start else []
             assert ckpt.all_steps("durable") == [*kept, start + 3, start + 4]
-    assert most == 3
+    assert max(held) == 3
 
 
 @pytest.mark.parametrize(
@@ -244,57 +223,36 @@ def test_a_damaged_local_step_falls_back_to_a_durable_one(directory: Path, ramdi
             np.testing.assert_array_equal(ckpt.load()["w"], state(2)["w"])
 
 
-def test_a_full_local_tier_costs_its_own_saves_only(
-    directory: Path, ramdisk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write = array_writer.write_arrays
-
-    def full(path: Any, *args: Any, **kwargs: Any) -> Any:
-        if str(path).startswith(str(ramdisk)):
-            raise OSError(28, "No space left on device")
-        return write(path, *args, **kwargs)
-
-    monkeypatch.setattr(array_writer, "write_arrays", full)
+def test_a_full_local_tier_costs_its_own_saves_only(directory: Path, ramdisk: Path) -> None:
+    free = fail_at("write the arrays", OSError(28, "No space left on device"), below=ramdisk)
     with two_tiers(directory, ramdisk, durable=ALWAYS) as ckpt:  # closes without raising
         assert ckpt.save(1, state=state(1))
         with pytest.raises(SaveError, match=rf"step 1 to {ramdisk} failed: .* No space left"):
             ckpt.wait_until_finished()
         assert (ckpt.all_steps("durable"), ckpt.all_steps("local")) == ([1], [])
-        monkeypatch.setattr(array_writer, "write_arrays", write)
+        free()
         save_due(ckpt, 2)
         assert ckpt.all_steps("local") == [2]
 
 
-def test_a_slow_durable_tier_does_not_hold_up_the_local_one(
-    directory: Path, ramdisk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reached, let_go = threading.Event(), threading.Event()
-    write = array_writer.write_arrays
-
-    def slow(path: Any, *args: Any, **kwargs: Any) -> Any:
-        taken = write(path, *args, **kwargs)
-        if str(path).startswith(str(directory)):
-            reached.set()
-            assert let_go.wait(60)
-        return taken
-
-    monkeypatch.setattr(array_writer, "write_arrays", slow)
+def test_a_slow_durable_tier_does_not_hold_up_the_local_one(directory: Path, ramdisk: Path) -> None:
+    gate = Gate("write the arrays", when="after", below=directory)
     try:
         with two_tiers(directory, ramdisk, durable=(1,)) as ckpt:
             assert ckpt.save(1, state=state(1))
-            assert reached.wait(60)
+            assert gate.entered.wait(60)
             for step in range(2, 6):
                 assert ckpt.save(step, state=state(step))
             with pytest.raises(SaveTimeoutError, match=f"the save of step 1 to {directory}"):
                 ckpt.wait_until_finished(timeout_secs=2)
             ckpt._tiers.holding(ckpt._tiers.steps("local")[-1]).saver.wait()
             assert (ckpt.all_steps("durable"), ckpt.all_steps("local")) == ([], [1, 2, 3, 4, 5])
-            let_go.set()
+            gate.opened.set()
             ckpt.wait_until_finished()
             assert ckpt.all_steps("durable") == [1]
             assert ckpt.verify(1) == 1
     finally:
-        let_go.set()
+        gate.opened.set()
 
 
 def test_a_preemption_saves_to_the_durable_tier(
@@ -314,9 +272,7 @@ def test_going_back_abandons_what_is_newer_in_both_tiers(directory: Path, ramdis
     model = mlp()
     with two_tiers(directory, ramdisk, durable=(2, 4)) as ckpt:
         ckpt.attach(model)
-        for step in range(1, 6):
-            assert ckpt.save(step)
-            ckpt.wait_until_finished()
+        save_due(ckpt, *range(1, 6), of=None)
         ckpt.restore(3)
         assert ckpt.all_steps() == [1, 2, 3, 4, 5]  # until something new is there
         assert ckpt.save(4, force=False)  # both tiers, of the new branch
@@ -334,9 +290,7 @@ def test_a_durable_step_abandoned_locally_never_comes_back(directory: Path, ramd
         save_due(ckpt, 1, 2, 3)
         ckpt.restore(2)
         rare.steps = ()
-        for step in range(3, 9):
-            assert ckpt.save(step, state={"w": np.full(3, -step)})
-            ckpt.wait_until_finished()
+        save_due(ckpt, *range(3, 9), of=lambda step: {"w": np.full(3, -step)})
         assert folders(directory) == {"1", "3"}
         assert (ckpt.all_steps("durable"), ckpt.all_steps("local")) == ([1], [7, 8])
     with two_tiers(directory, ramdisk, durable=rare, keep=2) as ckpt:

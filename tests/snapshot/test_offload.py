@@ -82,21 +82,6 @@ def test_a_step_does_not_show_how_its_snapshot_was_taken(tmp_path: Path) -> None
     assert manifests[0]["stacks"] == manifests[1]["stacks"]
 
 
-def test_the_training_thread_waits_for_nothing(directory: Path) -> None:
-    """``save`` returns while the devices still compute what it saves."""
-    work = jax.jit(lambda x: jax.lax.fori_loop(0, 400, lambda _, y: y @ x / 400.0, x))
-    matrix = jax.device_put(np.ones((400, 400), np.float32), jax.devices()[0])
-    with TorchaxCheckpointer(directory, options=CheckpointOptions(snapshot="offload")) as ckpt:
-        ckpt.save(1, state={"w": work(matrix), "v": matrix}, force=True)  # compiles
-        ckpt.wait_until_finished()
-        result = work(matrix)
-        ckpt.save(2, state={"w": result, "v": matrix}, force=True)
-        assert not result.is_ready()
-        ckpt.wait_until_finished()
-        loaded = ckpt.load(2, {"w": result, "v": matrix})
-    assert np.array_equal(loaded["w"], np.asarray(result))
-
-
 def offloaded(leaves: dict[str, jax.Array], **stacks: tuple[str, ...]) -> Offloaded:
     return Offloaded(Plan(stacks), leaves, DeviceMemory(), needed_to_offload(leaves))
 

@@ -59,11 +59,6 @@ def deep(depth: int = 4, rule: Any = None) -> tuple[Deep, torch.optim.Optimizer]
     return model, adamw(model)
 
 
-def train_saved(directory: Path, layout: Any, rule: Any = None) -> None:
-    model, optimizer = deep(rule=rule)
-    train_and_save(directory, model, optimizer, options=CheckpointOptions(layout=layout))
-
-
 def stored_names(directory: Path, step: int = 2) -> set[str]:
     metadata: Any = ocp.metadata(directory / str(step)).metadata
     return {f"{component}/{rest}" for component, tree in metadata.items() for rest in tree}
@@ -95,7 +90,8 @@ def test_off_the_training_thread_no_program_spans_cpu_devices(
 def test_layers_are_stored_as_one_array_under_their_pattern_or_each_by_itself(
     tmp_path: Path,
 ) -> None:
-    train_saved(tmp_path / "auto", "auto")
+    model, optimizer = deep()
+    train_and_save(tmp_path / "auto", model, optimizer)
     stored = stored_names(tmp_path / "auto")
     moment = "optimizer/layers.*.mlp.weight/exp_avg"
     assert {"model/layers.*.mlp.weight", moment, "model/head.weight"} <= stored
@@ -105,7 +101,9 @@ def test_layers_are_stored_as_one_array_under_their_pattern_or_each_by_itself(
     assert manifest["stacks"]["model/layers.*.mlp.weight"] == [
         f"model/layers.{i}.mlp.weight" for i in range(4)
     ]
-    train_saved(tmp_path / "flat", "flat")
+    with TorchaxCheckpointer(tmp_path / "flat", options=CheckpointOptions(layout="flat")) as ckpt:
+        ckpt.attach(model, optimizer)
+        ckpt.save(2, force=True)
     stored = stored_names(tmp_path / "flat")
     assert not any("*" in name for name in stored)
     assert {"model/layers.3.norm.bias", "optimizer/layers.3.norm.bias/step"} <= stored

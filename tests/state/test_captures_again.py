@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import pytest
 import torch
 from support.compare import bits
 from support.models import Box
+from support.training import on_cpu
 
 from torchax_ckpt import torchax_backend
 from torchax_ckpt.errors import UnsupportedLeafError
@@ -26,8 +28,7 @@ def on_device(parameter: torch.Tensor, value: float, dtype: Any = jnp.float32) -
 
 
 def scalar(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    with torchax_backend.native_torch():
-        return torch.tensor(value, dtype=dtype)
+    return on_cpu(value, dtype)
 
 
 class Program:
@@ -193,11 +194,8 @@ def test_a_state_that_is_too_deep_is_refused_and_the_program_goes_on(kind: str) 
 
 
 def test_a_long_list_of_numbers_is_not_compared_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*args: Any, **named: Any) -> Any:
-        raise AssertionError
-
     box = Box({"permutation": list(range(100_000)), "at": 3})
-    monkeypatch.setattr(jax.tree_util, "tree_flatten", refused)
+    monkeypatch.setattr(jax.tree_util, "tree_flatten", Mock(side_effect=AssertionError))
     StatefulComponent(box, ("stateful", "box")).capture()
 
 

@@ -23,7 +23,7 @@ from support.compare import assert_trees_identical, bits
 from support.damage import edit_json
 from support.models import Counter
 from support.strategies import fingerprint, make_leaf
-from support.training import P, fsdp_mesh, mlp, resume, save, train_step
+from support.training import P, fsdp_mesh, mlp, resume, save, save_state, train_step
 
 from torchax_ckpt import TorchaxCheckpointer, torchax_backend
 from torchax_ckpt.errors import MismatchError, UnsupportedLeafError
@@ -67,11 +67,6 @@ def abstract(tree: Any, sharding: Any = None) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
 
-def save_state(directory: Path, state: Any, step: int = 1) -> None:
-    with TorchaxCheckpointer(directory) as ckpt:
-        assert ckpt.save(step, state=state)
-
-
 def load(directory: Path, abstract_state: Any = None) -> Any:
     return TorchaxCheckpointer(directory).load(abstract_state=abstract_state)
 
@@ -112,21 +107,28 @@ def test_a_state_on_a_mesh_is_loaded_onto_another(directory: Path) -> None:
     assert_trees_identical(load(directory, sharded), sharded)
 
 
-def test_arrays_deleted_right_after_save_are_saved_as_they_were(directory: Path) -> None:
+def test_leaves_deleted_or_changed_right_after_save_are_saved_as_they_were(directory: Path) -> None:
     sharding = NamedSharding(fsdp_mesh(), P("fsdp"))
-    state = {
+    state: dict[str, Any] = {
         "jax": jnp.arange(1000.0) + 1,
         "key": jax.random.fold_in(jax.random.key(0), 1),
+        "numpy": np.arange(1000),
         "sharded": jax.device_put(np.arange(64), sharding),
+        "torch": torchax_backend.from_numpy(np.arange(1000)),
         "torchax": torchax_backend.wrap(jnp.arange(10) * 2),
     }
-    wanted = {k: bits(v) for k, v in state.items()}
+    wanted, python = {k: bits(v) for k, v in state.items()}, [1]
     with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.save(1, state=state)
+        ckpt.save(1, state={**state, "python": python})
         for name in ("jax", "key", "sharded"):
             state[name].delete()
         torchax_backend.buffer(state["torchax"]).delete()
-    assert {k: bits(v) for k, v in load(directory).items()} == wanted
+        state["numpy"][:] = -1
+        _zero(state["torch"])
+        python.append(2)
+    found = load(directory)
+    assert found.pop("python") == [1]
+    assert {k: bits(v) for k, v in found.items()} == wanted
 
 
 def test_a_buffer_that_was_donated_before_save_is_refused_by_name(directory: Path) -> None:
@@ -460,9 +462,7 @@ def test_load_gives_attached_modules_and_optimizers_by_component(directory: Path
 
     sharding = NamedSharding(fsdp_mesh(4), P())
     shapes = {n: torchax_backend.buffer(p) for n, p in sorted(model.named_parameters())}
-    with TorchaxCheckpointer(directory / "model") as ckpt:
-        ckpt.attach(model, rng=False)
-        ckpt.save(1, force=True)
+    save(directory / "model", model, rng=False)
     found = load(directory / "model", {"model": abstract(shapes, sharding)})
     wanted = {"model": {n: jax.device_put(a, sharding) for n, a in shapes.items()}}
     assert_trees_identical(found, wanted)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from support.training import before_enabling, resume
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
@@ -106,6 +107,10 @@ def test_what_is_no_loader_or_rule_is_refused_with_the_protocol_that_helps(direc
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"dataloader": grain()}, "iterator = iter(loader)"),
         ({"dataloader": object()}, "get_state() and set"),
+        (
+            {"dataloader": torch.utils.data.DataLoader([1, 2, 3])},  # type: ignore[arg-type]
+            "torchdata.stateful_dataloader.StatefulDataLoader",
+        ),
         ({"stateful": {"it": GrainIterator()}}, "state_dict"),
         ({"dataloader": GrainIterator(), "redistribute": {"train": 1}}, "found a dict"),
     ]
@@ -113,7 +118,9 @@ def test_what_is_no_loader_or_rule_is_refused_with_the_protocol_that_helps(direc
         with TorchaxCheckpointer(directory) as ckpt, pytest.raises(AttachError) as caught:
             ckpt.attach(**attached)
         assert says in str(caught.value)
-        assert "torchdata" not in str(caught.value)
+        is_torchs = says == "torchdata.stateful_dataloader.StatefulDataLoader"
+        assert ("torchdata" in str(caught.value)) == is_torchs
+        assert not is_torchs or caught.value.key_path == "dataloader"
 
 
 Document = tuple[dict[str, Any], dict[str, np.ndarray]]

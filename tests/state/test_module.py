@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.compare import assert_trees_identical, bits, copied, training_state
 from support.models import WithExtraState
-from support.training import mlp, resume, save, train_step
+from support.training import mlp, on_cpu, restore, resume, save, train_step
 from torch import nn
 from torchax import interop
 from torchax.train import ScannedModule
@@ -44,11 +44,6 @@ def assert_restores(directory: Path, saved: nn.Module, fresh: nn.Module) -> None
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(shape).to(dtype).to("jax")
-
-
-def on_cpu(value: Any, dtype: torch.dtype) -> torch.Tensor:
-    with torchax_backend.native_torch():
-        return torch.tensor(value, dtype=dtype)
 
 
 @pytest.fixture
@@ -233,9 +228,7 @@ def test_every_save_holds_the_module_as_it_was_then(directory: Path) -> None:
     for step, change in enumerate(changes):
         change(fresh)
         fresh.extra.extra = None
-        with TorchaxCheckpointer(directory) as ckpt:
-            ckpt.attach(fresh, resume=False)
-            assert ckpt.restore(step).step == step
+        assert restore(directory, fresh, step=step).step == step
         assert_trees_identical((tensors(fresh), fresh.extra.extra), wants[step])
 
 
@@ -438,14 +431,10 @@ def test_a_jittable_module_is_saved_as_its_functional_step_left_it(
     for step, want in enumerate(wants):
         fresh = interop.JittableModule(build())
         functional_step(fresh, 2.0)
-        with TorchaxCheckpointer(directory) as ckpt:
-            ckpt.attach(fresh, resume=False)
-            ckpt.restore(step)
+        restore(directory, fresh, step=step)
         assert_trees_identical(live(fresh), want)
         plain = build()
-        with TorchaxCheckpointer(directory) as ckpt:
-            ckpt.attach(plain, resume=False)
-            ckpt.restore(step)
+        restore(directory, plain, step=step)
         for model in (fresh._model, plain):
             for name, tensor in want.items():
                 assert bits(tensors(model)[name]) == bits(tensor)

@@ -13,7 +13,7 @@ import safetensors.numpy
 import torch
 from support.compare import assert_trees_identical, copied
 from support.models import WithExtraState
-from support.training import resume, save
+from support.training import restore, resume, save
 from torch import nn
 from torchax.interop import JittableModule
 
@@ -135,9 +135,7 @@ def test_a_jittable_module_around_a_compiled_one_is_stored_with_its_newest_value
 def test_patterns_name_the_programs_names_of_a_wrapped_checkpoint(directory: Path) -> None:
     layer, _ = saved_as_called(directory, "_orig_mod")
     fresh, fresh_layer, fresh_optimizer = built(None)
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.attach(fresh, fresh_optimizer, resume=False)
-        report = ckpt.restore(include="0.scale")
+    report = restore(directory, fresh, fresh_optimizer, include="0.scale")
     assert_trees_identical(copied(fresh_layer.scale), copied(layer.scale))
     assert "optimizer/0.weight" in report.left_out
     assert not [name for name in report.left_out if "_orig_mod" in name]

@@ -13,6 +13,7 @@ from support.commands import run, run_json
 from support.damage import edit_json, flip_bit
 from support.described import Described, Tokenizer
 from support.processes import run_processes
+from support.stages import at
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
 from torchax_ckpt.cli import exit_codes
@@ -117,14 +118,12 @@ def test_differences_are_listed(directory: Path, tmp_path: Path) -> None:
     }
 
 
-def test_a_step_with_lost_assets_fails(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    commit = RunDirectory.commit
+def test_a_step_with_lost_assets_fails(directory: Path) -> None:
+    def damaging() -> None:
+        (draft,) = directory.glob("writing-*")
+        flip_bit(draft / "assets/data.json", 40)
 
-    def damaging(self: RunDirectory, step: int, path: Any, *args: Any) -> Any:
-        flip_bit(Path(path) / "assets/data.json", 40)
-        return commit(self, step, path, *args)
-
-    monkeypatch.setattr(RunDirectory, "commit", damaging)
+    at("commit the folder", damaging)
     with pytest.raises(SaveError, match="assets"):
         save(directory, options=CheckpointOptions(read_back=True))
     assert not (directory / "1").exists()

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 from torchax_ckpt.runtime import stages
@@ -16,19 +17,26 @@ Moment = Literal["before", "after"]
 
 
 def at(
-    stage: Stage, act: Callable[[], Any], *, when: Moment = "before", number: int | None = None
+    stage: Stage,
+    act: Callable[[], Any],
+    *,
+    when: Moment = "before",
+    number: int | None = None,
+    below: Path | None = None,
 ) -> Callable[[], None]:
     """Has ``act`` called on the thread of a stage, each time or the n-th; returns what ends that.
 
-    In pytest it ends with the test. What ``act`` raises, the stage raises.
+    In pytest it ends with the test. What ``act`` raises, the stage raises. ``below``: only of
+    stages that work below this folder, as those of one tier do.
     """
     num_calls = 0
 
     @contextlib.contextmanager
-    def observe(name: Stage) -> Iterator[None]:
+    def observe(name: Stage, where: object) -> Iterator[None]:
         nonlocal num_calls
-        num_calls += name == stage
-        is_meant = name == stage and number in (None, num_calls)
+        is_here = name == stage and (below is None or below in Path(str(where)).parents)
+        num_calls += is_here
+        is_meant = is_here and number in (None, num_calls)
         if is_meant and when == "before":
             act()
         yield
@@ -39,15 +47,13 @@ def at(
     return lambda: stages.observers.remove(observe)
 
 
-def fail_at(
-    stage: Stage, error: Exception, *, when: Moment = "before", number: int | None = None
-) -> Callable[[], None]:
+def fail_at(stage: Stage, error: Exception, **at_what: Any) -> Callable[[], None]:
     """Has a stage raise an error, as ``at`` does."""
 
     def fail() -> None:
         raise error
 
-    return at(stage, fail, when=when, number=number)
+    return at(stage, fail, **at_what)
 
 
 def die(*_: Any) -> None:
@@ -58,10 +64,10 @@ def die(*_: Any) -> None:
 class Gate:
     """Holds a stage each time, until it is opened."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: Stage, **at_what: Any) -> None:
         self.entered = threading.Event()
         self.opened = threading.Event()
-        at(stage, self._hold)
+        at(stage, self._hold, **at_what)
 
     def _hold(self) -> None:
         self.entered.set()

@@ -19,10 +19,13 @@ def state(step: int) -> dict[str, Any]:
 
 
 def save(ckpt: TorchaxCheckpointer, *steps: int, of: Any = state, force: bool = True) -> None:
-    """Saves steps and waits for them; ``of``: the state of all, or what makes that of a step."""
+    """Saves steps and waits for each.
+
+    ``of``: the state of all, what makes that of a step, or None for the attached objects.
+    """
     for step in steps:
         assert ckpt.save(step, state=of(step) if callable(of) else of, force=force)
-    ckpt.wait_until_finished()
+        ckpt.wait_until_finished()
 
 
 def save_states(
@@ -40,9 +43,9 @@ def save_states(
     return directory
 
 
-def save_due(ckpt: TorchaxCheckpointer, *steps: int) -> None:
-    """Saves steps as the policy says, and waits for them."""
-    save(ckpt, *steps, force=False)
+def save_due(ckpt: TorchaxCheckpointer, *steps: int, of: Any = state) -> None:
+    """Saves steps as the policy says, and waits for each."""
+    save(ckpt, *steps, of=of, force=False)
 
 
 def two_tiers(

@@ -14,7 +14,7 @@ import torchax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from torchax import interop
 
-from torchax_ckpt import TorchaxCheckpointer, torchax_backend
+from torchax_ckpt import RestoreReport, TorchaxCheckpointer, torchax_backend
 
 P = PartitionSpec
 
@@ -62,6 +62,12 @@ def adamw(model: torch.nn.Module, lr: float = 1e-2) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=lr)
 
 
+def on_cpu(value: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Returns a tensor of plain torch, as programs have them that made it without torchax."""
+    with torchax_backend.native_torch():
+        return torch.tensor(value, dtype=dtype)
+
+
 def place(model: torch.nn.Module, rule: Any) -> None:
     """Moves parameters and buffers to the shardings of a rule."""
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -90,10 +96,32 @@ def save(directory: Path, *attached: Any, step: int = 1, **more: Any) -> None:
         assert ckpt.save(step, force=True)
 
 
+def save_state(directory: Path | str, state: Any, step: int = 1, **settings: Any) -> None:
+    """Saves a functional state with a checkpointer of these settings."""
+    with TorchaxCheckpointer(directory, **settings) as ckpt:
+        assert ckpt.save(step, state=state, force=True)
+
+
 def resume(directory: Path, *attached: Any, **more: Any) -> int:
     """Restores the newest step into objects; returns the step."""
     with TorchaxCheckpointer(directory) as ckpt:
         return ckpt.attach(*attached, **more)
+
+
+def restore(
+    directory: Path,
+    *attached: Any,
+    step: int | None = None,
+    strict: bool = True,
+    include: str | list[str] | None = None,
+    exclude: str | list[str] | None = None,
+    rename: dict[str, str] | None = None,
+    **more: Any,
+) -> RestoreReport:
+    """Restores what is asked for of a step into objects that are not resumed before."""
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach(*attached, resume=False, **more)
+        return ckpt.restore(step, strict=strict, include=include, exclude=exclude, rename=rename)
 
 
 _grads: dict[int, Any] = {}

@@ -48,12 +48,15 @@ Stage = Literal[
 ]
 STAGES: tuple[Stage, ...] = get_args(Stage)
 
-# What each stage runs in, from the outermost on: they see that it begins, ends and fails.
-observers: list[Callable[[Stage], AbstractContextManager[object]]] = []
+# What each stage runs in, from the outermost on: they see that it begins, ends and fails. They are
+# given its name, and the path that it works on if it is marked with that.
+observers: list[Callable[[Stage, object], AbstractContextManager[object]]] = []
 
 
-def stage(name: Stage) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Marks a function as the work of a stage."""
+def stage(
+    name: Stage, where: Callable[..., object] = lambda *args, **options: None
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Marks a function as the work of a stage; ``where`` picks the path from its arguments."""
 
     def marked(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
@@ -62,7 +65,7 @@ def stage(name: Stage) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 return function(*args, **kwargs)
             with contextlib.ExitStack() as stack:
                 for observe in observers:
-                    stack.enter_context(observe(name))
+                    stack.enter_context(observe(name, where(*args, **kwargs)))
                 return function(*args, **kwargs)
 
         return observed

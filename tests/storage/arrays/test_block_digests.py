@@ -7,12 +7,12 @@ import math
 import weakref
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
@@ -21,9 +21,9 @@ from support.damage import damage
 from support.jax_releases import enable_x64
 from support.own_orbax import abstract
 from support.strategies import NUMPY_DTYPES, random_bits
-from support.training import P, fsdp_mesh
+from support.training import P, fsdp_mesh, save_state
 
-from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, torchax_backend
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
 from torchax_ckpt.errors import CorruptCheckpointError, SaveError
 from torchax_ckpt.storage.arrays import array_checks, assembly, block_digests, chunking, read_arrays
 from torchax_ckpt.storage.arrays.assembly import Wanted
@@ -70,8 +70,7 @@ def test_every_mesh_reads_and_checks_what_any_other_saved(
 ) -> None:
     if small_blocks:
         monkeypatch.setattr(chunking, "MAX_BYTES", 1100)
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.save(1, state=state_on(mesh_of(*saved_on), saved_on[1]))
+    save_state(directory, state_on(mesh_of(*saved_on), saved_on[1]))
     checked: list[int] = []
     compare = block_digests.mismatches
 
@@ -101,8 +100,7 @@ def test_a_flipped_bit_is_noticed_on_every_mesh_and_the_leaf_named(
     directory: Path, leaf: str, named: str, read_on: Any
 ) -> None:
     state = state_on(fsdp_mesh(8, "x"), ("x",))
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.save(1, state=state)
+    save_state(directory, state)
     values = {"big": state["big"], "host": state["host"], "layers": state["layers"]["3"]["w"]}
     # A shard's own bytes: in the stack they stand between those of its neighbours.
     array = values[leaf]
@@ -119,37 +117,9 @@ def test_a_flipped_bit_is_noticed_on_every_mesh_and_the_leaf_named(
         assert_trees_identical(found, state_on(mesh_of(*read_on), read_on[1]))
 
 
-def test_attach_goes_on_from_the_newest_step_without_damage(directory: Path) -> None:
-    model = torch.nn.Linear(64, 64, bias=False).to("jax")
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.attach(model)
-        ckpt.save(1, force=True)
-        ckpt.save(2, force=True)
-    damage(directory / "2" / "state", torchax_backend.to_numpy(model.weight).tobytes()[:64], at=5)
-    fresh = torch.nn.Linear(64, 64, bias=False).to("jax")
-    with pytest.warns(UserWarning, match=r"skipping .*step 2.*model/weight"):
-        assert TorchaxCheckpointer(directory).attach(fresh) == 1
-    assert np.array_equal(
-        torchax_backend.to_numpy(fresh.weight), torchax_backend.to_numpy(model.weight)
-    )
-
-
-@pytest.mark.parametrize("item", ["manifest", "summary"])
-def test_changed_json_is_noticed(directory: Path, item: str) -> None:
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.save(1, state={"lr": 0.5}, metrics={"loss": 0.5})
-    path = directory / "1" / item / "data.json"
-    text = path.read_text()
-    assert "0.5" in text
-    path.write_text(text.replace("0.5", "0.7"))
-    with pytest.raises(CorruptCheckpointError, match="damaged"):
-        TorchaxCheckpointer(directory).load(1)
-
-
 def test_a_missing_part_of_an_array_is_not_read_as_zeros(directory: Path) -> None:
     state = state_on(fsdp_mesh(8, "x"), ("x",))
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.save(1, state=state)
+    save_state(directory, state)
     step = RunDirectory(directory).candidates(1)[-1]
     context = location.reading_context()
     store = read_arrays.ts.KvStore.open(read_arrays._kvstore(step), context=context).result()
@@ -233,8 +203,7 @@ def test_memory_on_the_way_is_bounded(
             for letter in "abcdef"
         }
 
-    with TorchaxCheckpointer(directory, options=CheckpointOptions(layout=layout)) as ckpt:
-        ckpt.save(1, state=state_as(saved_as))
+    save_state(directory, state_as(saved_as), options=CheckpointOptions(layout=layout))
     one = 3 * 4096 if layout == "auto" else 4096  # an array
     for expected, bound in itertools.product(map(state_as, (ROWS, COLUMNS, P())), (3 * one, 1000)):
         with monkeypatch.context() as patch:
@@ -298,8 +267,7 @@ def test_blocks_are_the_chunks_that_storage_holds_and_never_tiny(
     shape, spec, expected = CUTS[case]
     host = random_bits("float32", shape, 0)
     array: Any = host if spec is None else put(host, fsdp_mesh(8, "x"), spec)
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.save(1, state={"w": array})
+    save_state(directory, {"w": array})
     step = RunDirectory(directory).candidates(1)[-1]
     want = Wanted(shape, "float32", {}, None)
     chunk = read_arrays._chunk(read_arrays._opened(step, {"state/w": want}, PACE)["state/w"])
@@ -310,8 +278,7 @@ def test_blocks_are_the_chunks_that_storage_holds_and_never_tiny(
 
 def test_a_large_array_of_prime_length_can_be_read_again(directory: Path) -> None:
     state = {"w": np.arange(chunking.MAX_BYTES + 15, dtype=np.uint8)}  # a prime number
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.save(1, state=state)
+    save_state(directory, state)
     assert_trees_identical(TorchaxCheckpointer(directory).load(1), state)
 
 
@@ -349,12 +316,11 @@ def test_booleans_that_storage_would_not_give_back_are_refused(place: Any, direc
 
 
 def test_a_failed_digest_fails_the_save(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise RuntimeError("no digests today")
-
     with TorchaxCheckpointer(directory) as ckpt:
         with monkeypatch.context() as broken:
-            broken.setattr(block_digests, "take", fail)
+            broken.setattr(
+                block_digests, "take", Mock(side_effect=RuntimeError("no digests today"))
+            )
             ckpt.save(1, state={"x": jnp.ones((64, 64))}, force=True)
             with pytest.raises(SaveError, match="no digests today"):
                 ckpt.wait_until_finished()
@@ -379,8 +345,7 @@ def test_what_has_a_digest_leaves_the_devices_once(
 
     monkeypatch.setattr(type(array), "copy_to_host_async", counted)
     options = CheckpointOptions(max_host_bytes=max_host_bytes)
-    with TorchaxCheckpointer(directory, options=options) as ckpt:
-        ckpt.save(1, state={"w": array}, force=True)
+    save_state(directory, {"w": array}, options=options)
     assert sum(part.nbytes for part in fetched.values()) == array.nbytes
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -26,6 +27,7 @@ from support import PROGRAMS
 from support.compare import entries
 from support.processes import environment, run_python
 from support.stages import at
+from support.training import save_state
 from support.waiting import T0, Clock, wait_until
 
 from torchax_ckpt import TorchaxCheckpointer, policies
@@ -288,8 +290,7 @@ def test_without_links_locks_and_o_excl_one_of_two_that_took_it_at_once_is_told(
     first, second = Lease(tmp_path), Lease(tmp_path)
     opened, replace = os.open, os.replace
 
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+    refuse = Mock(side_effect=OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP)))
 
     def replace_after_second(*args: Any) -> None:
         monkeypatch.setattr(os, "replace", replace)
@@ -595,8 +596,7 @@ def test_the_last_look_precedes_the_commit(directory: Path) -> None:
             seen.append((items, (child / "commit_success.txt").exists()))
 
     at("check the lease", look)
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.save(1, state=STATE)
+    save_state(directory, STATE)
     everything = {"state", "manifest", "summary"}
     assert seen == [(everything, False), (everything, True)]  # Orbax's mark, and our rename
 

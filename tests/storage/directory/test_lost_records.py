@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 from etils import epath
-from support import PROGRAMS
+from support import PROGRAMS, training
 from support.commands import run_json
 from support.damage import flip_bit, killed_before_setting_aside, set_commit_time
 from support.processes import run_processes
+from support.steps import save
 from support.training import mlp
 from typer.testing import CliRunner
 
@@ -55,9 +56,7 @@ def flip(step: Path, name: str = RECORD) -> None:
 
 
 def test_a_run_does_not_begin_anew_over_its_only_step(directory: Path) -> None:
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.attach(mlp())
-        ckpt.save(5, force=True)
+    training.save(directory, mlp(), step=5)
     flip(directory / "5")
     with TorchaxCheckpointer(directory) as ckpt:
         assert ckpt.latest_step() == 5
@@ -74,15 +73,12 @@ def test_a_run_does_not_begin_anew_over_its_only_step(directory: Path) -> None:
 def test_a_run_goes_on_from_the_step_before_a_damaged_one(directory: Path, name: str) -> None:
     with TorchaxCheckpointer(directory, preservation_policy=ALL) as ckpt:
         ckpt.attach(mlp())
-        for step in (1, 2, 3):
-            ckpt.save(step, force=True)
-            ckpt.wait_until_finished()
+        save(ckpt, 1, 2, 3, of=None)
     flip(directory / "3", name)
     with TorchaxCheckpointer(directory, preservation_policy=ALL) as ckpt:
         with pytest.warns(UserWarning, match=r"skipping .*Other steps in the directory: 1, 2\."):
             assert ckpt.attach(mlp()) == 2
-        ckpt.save(3, force=True)
-        ckpt.wait_until_finished()
+        save(ckpt, 3, of=None)
         assert ckpt.all_steps() == [1, 2, 3]
         assert ckpt.verify(3) == 3
     assert (directory / "abandoned-3").is_dir()
@@ -103,8 +99,7 @@ def test_an_abandoned_step_that_has_lost_its_record_is_not_resumed_from(director
     with TorchaxCheckpointer(directory, preservation_policy=ALL) as ckpt:
         with pytest.warns(UserWarning, match=RECORD):
             assert ckpt.attach() == 11
-        ckpt.save(30, state=state(30), force=True)
-        ckpt.wait_until_finished()
+        save(ckpt, 30, of=state(30))
         assert ckpt.all_steps() == [10, 11, 30]
         assert (ckpt.load(30)["w"] == 30).all()
 
@@ -172,15 +167,12 @@ def test_a_step_in_the_shadow_of_a_later_one_of_its_number_is_nobodys(directory:
     """As where a program could not see that a step was committed, and saved it once more."""
     with TorchaxCheckpointer(directory, preservation_policy=ALL) as ckpt:
         ckpt.attach(mlp())
-        for step in (10, 20):
-            ckpt.save(step, force=True)
-            ckpt.wait_until_finished()
+        save(ckpt, 10, 20, of=None)
     later = epath.Path(shutil.copytree(directory / "20", directory / "incoming-20"))
     set_commit_time(Path(later), commit_record.read_time(later) + 1)
     with TorchaxCheckpointer(directory, preservation_policy=ALL) as ckpt:
         ckpt.attach(mlp())
         ckpt.restore(10)
-        ckpt.save(15, force=True)
-        ckpt.wait_until_finished()
+        save(ckpt, 15, of=None)
         assert ckpt.all_steps() == [10, 15]
     assert TorchaxCheckpointer(directory).attach(mlp()) == 15

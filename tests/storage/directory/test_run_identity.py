@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 from support.steps import save_due, two_tiers
+from support.training import save_state
 
-from torchax_ckpt import TorchaxCheckpointer
 from torchax_ckpt.errors import DirectoryError
 from torchax_ckpt.storage.directory import run_identity
 
@@ -108,8 +108,7 @@ def test_without_a_durable_name_no_local_step_counts(directory: Path, local: Pat
 
 
 def test_steps_that_are_not_local_are_never_removed(directory: Path, local: Path) -> None:
-    with TorchaxCheckpointer(local) as alone:
-        assert alone.save(1, state={"w": np.arange(3)}, force=True)
+    save_state(local, {"w": np.arange(3)})
     saved(directory, directory.with_name("elsewhere"), 1)
     shutil.copytree(directory.with_name("elsewhere") / "1", local / "2")
     for content, foreign in ((None, "1, 2"), ("", "1")):

@@ -12,8 +12,9 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import tensorstore as ts
+from support import training
 from support.damage import damage, flip_bit
-from support.stages import fail_at
+from support.stages import at, fail_at
 from support.steps import save
 from support.training import mlp
 
@@ -22,7 +23,6 @@ from torchax_ckpt.errors import CorruptCheckpointError, DirectoryError, SaveErro
 from torchax_ckpt.storage.arrays import array_checks, read_arrays
 from torchax_ckpt.storage.directory.committed_step import STATE, VERIFIED
 from torchax_ckpt.storage.medium import permissions
-from torchax_ckpt.storage.writing import array_writer
 from torchax_ckpt.stored import stored_step
 from torchax_ckpt.stored.stored_step import StoredStep
 
@@ -68,16 +68,13 @@ def test_no_keep_rule_deletes_the_newest_verified_step(directory: Path) -> None:
 
 
 def test_a_step_that_was_restored_is_verified(directory: Path) -> None:
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.attach(mlp())
-        ckpt.save(1, force=True)
+    training.save(directory, mlp())
     before = sorted(directory.rglob("*"))
     with TorchaxCheckpointer(directory, preservation_policy=LATEST) as ckpt:
         assert ckpt.attach(mlp()) == 1
         assert sorted(directory.rglob("*")) == before  # so far it only reads
         ckpt.save(2, force=True)
-        ckpt.save(3, force=True)
-        ckpt.wait_until_finished()
+        save(ckpt, 3, of=None)
         assert ckpt.all_steps() == [1, 3]
     assert (directory / "1" / VERIFIED).exists()
     assert not (directory / "3" / VERIFIED).exists()
@@ -91,15 +88,12 @@ def test_a_step_that_was_restored_is_verified(directory: Path) -> None:
 def test_a_restore_that_did_not_check_everything_verifies_nothing(
     options: CheckpointOptions, rng: bool, directory: Path
 ) -> None:
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.attach(mlp())
-        ckpt.save(1, force=True)
+    training.save(directory, mlp())
     with TorchaxCheckpointer(directory, options=options, preservation_policy=LATEST) as ckpt:
         ckpt.attach(mlp(), resume=False, rng=rng)
         report = ckpt.restore(1, strict=False)
         assert not report.is_verified
-        ckpt.save(2, force=True)
-        ckpt.wait_until_finished()
+        save(ckpt, 2, of=None)
         assert ckpt.all_steps() == [2]
 
 
@@ -185,17 +179,15 @@ def test_a_step_that_cannot_be_read_back_now_stays_until_the_next_one_is_durable
 
 
 def test_a_step_that_does_not_read_back_is_deleted_and_its_save_has_failed(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    write = array_writer.write_arrays
     fill(directory, 1)
 
-    def damaging(path: Any, *args: Any, **kwargs: Any) -> Any:
-        taken = write(path, *args, **kwargs)
-        damage(Path(path), state(2)["w"].tobytes()[:64])
-        return taken
+    def damaging() -> None:
+        (draft,) = directory.glob("writing-2-*")
+        damage(draft, state(2)["w"].tobytes()[:64])
 
-    monkeypatch.setattr(array_writer, "write_arrays", damaging)
+    no_more = at("write the arrays", damaging, when="after")
     ckpt = TorchaxCheckpointer(
         directory, options=CheckpointOptions(read_back=True), preservation_policy=LATEST
     )
@@ -209,7 +201,7 @@ def test_a_step_that_does_not_read_back_is_deleted_and_its_save_has_failed(
         ckpt.wait_until_finished()
     mend()
     assert "2: this damaged step cannot be deleted: OSError: [Errno 5] I/O error" in caplog.text
-    monkeypatch.setattr(array_writer, "write_arrays", write)
+    no_more()
     assert ckpt.save(3, state=state(3), force=True)
     ckpt.close()
     assert ckpt.all_steps() == [3]

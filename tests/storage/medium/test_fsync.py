@@ -14,7 +14,7 @@ import pytest
 import torch
 from etils import epath
 from support.steps import save
-from support.training import mlp
+from support.training import mlp, save_state
 
 from torchax_ckpt import TorchaxCheckpointer
 from torchax_ckpt.errors import SaveError
@@ -85,8 +85,7 @@ def test_the_names_of_folders_above_a_run_are_synced_whoever_made_them(
     run = (directory / "link" if is_linked else above) / "run"
     syncs = Syncs(run / "1")
     monkeypatch.setattr(os, "fsync", syncs)
-    with TorchaxCheckpointer(run) as ckpt:
-        ckpt.save(1, state={"w": np.arange(3)}, force=True)
+    save_state(run, {"w": np.arange(3)})
     device = directory.stat().st_dev
     may = [path for path in (above, *above.parents) if os.access(path, os.R_OK)]
     expected = [path for path in may if path.stat().st_dev == device]

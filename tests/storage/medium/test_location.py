@@ -15,7 +15,8 @@ from etils import epath
 from support.commands import run, run_json
 from support.compare import assert_trees_identical, bits
 from support.processes import run_python
-from support.training import before_enabling, fsdp_mesh, fsdp_rule, mlp, place
+from support.steps import save, save_due
+from support.training import before_enabling, fsdp_mesh, fsdp_rule, mlp, place, save_state
 
 from torchax_ckpt import (
     CheckpointOptions,
@@ -39,7 +40,7 @@ NO_PATHS = {
     "": "found an empty string. Is a variable unset?",
     "gs://": "found neither",
     "gs:///x": "found neither",
-    "gs:/bucket/x": "give 'gs://bucket/x'",
+    "gs:/bucket/x": "give 'gs://bucket/x'",  # what pathlib makes of a URL
     "gs//bucket": "give 'gs://bucket'",
     " gs://bucket/x": "give 'gs://bucket/x'",
     "GS://bucket": "give 'gs://bucket'",
@@ -121,6 +122,9 @@ def test_every_door_refuses_what_is_no_path_and_creates_nothing(
         at_the_tier = f"LocalTier: path: expected a path on this host, found {path!r}"
         assert said in str(caught.value) or at_the_tier in str(caught.value), (path, caught.value)
         str(caught.value).encode()  # can be printed
+    for thing in (None, 7, b"run") if door == "checkpointer" else ():
+        with pytest.raises(DirectoryError, match="expected a path or a gs:// URL, found"):
+            DOORS[door](thing)  # type: ignore[arg-type]
     assert sorted(tmp_path.rglob("*")) == before
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert location.resolve("~/run") == epath.Path(tmp_path / "home" / "run")
@@ -190,9 +194,7 @@ def saved(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
     near = LocalTier(odd(tmp_path / "two"), save_decision_policy=policies.FixedIntervalPolicy(1))
     with TorchaxCheckpointer(given, local=near) as ckpt:
         ckpt.attach(model)
-        for step in (1, 2):
-            ckpt.save(step)
-            ckpt.wait_until_finished()
+        save_due(ckpt, 1, 2, of=None)
         assert ckpt.verify(2) == 2
     return odd(home), content(model.state_dict())
 
@@ -252,8 +254,7 @@ C_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
 def test_commands_find_names_that_the_locale_lacks(tmp_path: Path) -> None:
     directory = tmp_path / "läufe" / "日本"
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.save(1, state={"w": np.arange(3)}, force=True)
+    save_state(directory, {"w": np.arange(3)})
     program = """
         import sys
         from torchax_ckpt.__main__ import main
@@ -313,8 +314,7 @@ def test_a_save_whose_arrays_lie_elsewhere_is_not_committed(
             ckpt.wait_until_finished()
         assert ckpt.all_steps() == []
         monkeypatch.undo()
-        ckpt.save(2, state={"w": np.arange(3)}, force=True)
-        ckpt.wait_until_finished()
+        save(ckpt, 2, of={"w": np.arange(3)})
         assert ckpt.all_steps() == [2]
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from support.commands import run
 from support.compare import entries
+from support.training import save_state
 
 from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
 from torchax_ckpt.cli import exit_codes
@@ -154,8 +155,7 @@ def test_nothing_is_published_on_a_mounted_bucket(
     directory: Path, tmp_path: Path, mounted: Mounted
 ) -> None:
     mounted()
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.save(1, state=STATE)
+    save_state(directory, STATE)
     out = tmp_path / "published"
     mounted(f"2 1 / {out} {GCS}")
     words = ("follow", directory, out, "--format", "safetensors", "--at", "state", "--once")

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from support.stages import fail_at
+from support.training import save_state
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
 from torchax_ckpt.errors import CorruptCheckpointError, DirectoryError, SaveError
@@ -234,8 +235,7 @@ def test_resuming_goes_back_past_damage_but_not_past_what_cannot_be_read(
 
 
 def test_a_reader_neither_saves_nor_deletes(directory: Path) -> None:
-    with TorchaxCheckpointer(directory) as ckpt:
-        ckpt.save(1, state=STATE)
+    save_state(directory, STATE)
     reader = TorchaxCheckpointer(directory, options=CheckpointOptions(read_only=True))
     np.testing.assert_array_equal(reader.load()["w"], np.arange(3))
     with pytest.raises(DirectoryError, match="cannot be written: .*read_only=True"):

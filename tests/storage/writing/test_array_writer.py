@@ -7,7 +7,7 @@ import gc
 import re
 import shutil
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,9 @@ from jax.sharding import NamedSharding
 from support import PROGRAMS
 from support.compare import assert_trees_identical
 from support.processes import run_python
-from support.training import P, fsdp_mesh
+from support.stages import at
+from support.steps import save, save_due
+from support.training import P, fsdp_mesh, save_state
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
 from torchax_ckpt.errors import DonatedBufferError, SaveError
@@ -47,28 +49,50 @@ def bounded(directory: Path, max_bytes: int | None, **options: Any) -> TorchaxCh
     )
 
 
-@pytest.fixture
-def written(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The arrays that are written together."""
-    given: list[list[str]] = []
-    begin = array_writer._writing
+class Batches:
+    """The batches that are written: the names of their arrays, and which of them are durable."""
 
-    def recorded(batch: Any, context: Any) -> Any:
+    def __init__(self) -> None:
+        self.names: list[list[str]] = []
+        self.are_done: list[bool] = []
+        self.before: Callable[[], Any] = lambda: None
+        self.amid: Callable[[], Any] = lambda: None
+        self._begin = array_writer._writing
+
+    @contextlib.contextmanager
+    def __call__(self, batch: Any, context: Any) -> Iterator[None]:
         paths = [spec["kvstore"]["path"] for _, spec, _ in batch]
-        given.append([path.removeprefix("state.").removesuffix("/") for path in paths])
-        return begin(batch, context)
+        self.names.append([path.removeprefix("state.").removesuffix("/") for path in paths])
+        number = len(self.are_done)
+        self.before()
+        self.are_done.append(False)
+        try:
+            with self._begin(batch, context):
+                self.amid()
+                yield
+        finally:
+            self.are_done[number] = True
 
-    monkeypatch.setattr(array_writer, "_writing", recorded)
-    return given
+
+@pytest.fixture
+def batches(monkeypatch: pytest.MonkeyPatch) -> Batches:
+    monkeypatch.setattr(array_writer, "_writing", found := Batches())
+    return found
+
+
+def layers(kinds: str, step: int = 1) -> dict[str, jax.Array]:
+    """Two arrays of 2 MiB of each kind, which are stacked."""
+    unit = jnp.arange(1 << 19).reshape(512, -1)
+    return {f"{kind}.{i}": unit * i * step * ord(kind) for kind in kinds for i in (1, 2)}
 
 
 @pytest.mark.parametrize(("max_bytes", "most"), [(1, 1), (3 * ONE - 1, 2), (None, 6)])
 def test_a_batch_is_no_larger_than_the_bound_unless_an_array_is(
-    max_bytes: int | None, most: int, directory: Path, written: list[list[str]]
+    max_bytes: int | None, most: int, directory: Path, batches: Batches
 ) -> None:
     with bounded(directory, max_bytes) as ckpt:
         ckpt.save(1, state=state_of())
-    found = [[name for name in batch if name.startswith("w")] for batch in written]
+    found = [[name for name in batch if name.startswith("w")] for batch in batches.names]
     assert max(map(len, found)) == most
     assert sorted(name for batch in found for name in batch) == [*state_of()]
     assert_trees_identical(TorchaxCheckpointer(directory).load(1, state_of()), state_of())
@@ -112,16 +136,14 @@ def test_a_save_takes_as_much_host_memory_as_it_may(tmp_path: Path) -> None:
     "case", [("reference", None, [2, 1]), ("transfer", None, [3]), ("transfer", 5 << 20, [1, 1, 1])]
 )  # a transfer blocks, so it is one batch if it may
 def test_stacks_on_cpus_are_made_in_batches(
-    case: Any, directory: Path, written: list[list[str]], monkeypatch: pytest.MonkeyPatch
+    case: Any, directory: Path, batches: Batches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mode, max_bytes, batches = case
+    mode, max_bytes, num_stacks = case
     monkeypatch.setattr(fetching, "STACK_BYTES", 8 << 20)
-    unit = jnp.arange(1 << 19).reshape(512, -1)
-    state = {f"{kind}.{i}": unit * i * ord(kind) for kind in "abc" for i in (1, 2)}
+    state = layers("abc")
     options = CheckpointOptions(snapshot=mode, max_host_bytes=max_bytes)
-    with TorchaxCheckpointer(directory, options=options) as ckpt:
-        ckpt.save(1, state=state)
-    assert [sum("*" in name for name in batch) for batch in written] == batches
+    save_state(directory, state, options=options)
+    assert [sum("*" in name for name in batch) for batch in batches.names] == num_stacks
     assert_trees_identical(TorchaxCheckpointer(directory).load(1, state), state)
 
 
@@ -133,40 +155,31 @@ def test_a_batch_is_stacked_while_the_one_before_is_written_but_not_in_its_memor
     in_flight: list[int],
     num_memories: int,
     directory: Path,
+    batches: Batches,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given: list[int] = []  # where each stack was made
-    held: set[int] = set()  # where the stacks lie that are not yet durable
     found: dict[str, list[int]] = {"made": [], "written": []}  # beside how many
-    begin, stack = array_writer._writing, fetching.stack
+    stack = fetching.stack
+
+    def held() -> list[int]:
+        """Where the stacks lie that are not yet durable; a batch has one, or none at the end."""
+        return [at for at, is_done in zip(given, batches.are_done, strict=False) if not is_done]
 
     def recorded_stack(rows: Any, out: Any) -> Any:
+        found["made"].append(len(held()))
+        assert out.ctypes.data not in held()
         given.append(out.ctypes.data)
-        found["made"].append(len(held))
-        assert given[-1] not in held
         return stack(rows, out)
 
-    @contextlib.contextmanager
-    def recorded(batch: Any, context: Any) -> Iterator[None]:
-        found["written"].append(len(held))
-        held.update(place := given[-1:])
-        with begin(batch, context):
-            yield
-        held.difference_update(place)
-
+    batches.before = lambda: found["written"].append(len(held()))
     monkeypatch.setattr(fetching, "STACK_BYTES", 4 << 20)
-    monkeypatch.setattr(array_writer, "_writing", recorded)
     monkeypatch.setattr(fetching, "stack", recorded_stack)
-    unit = jnp.arange(1 << 19).reshape(512, -1)
-    states = {
-        step: {f"{kind}.{i}": unit * i * step * ord(kind) for kind in "abcd" for i in (1, 2)}
-        for step in (1, 2)
-    }
+    states = {step: layers("abcd", step) for step in (1, 2)}
     options = CheckpointOptions(snapshot="reference", max_host_bytes=max_bytes)
     with TorchaxCheckpointer(directory, options=options) as ckpt:
         for step, state in states.items():
-            ckpt.save(step, state=state)
-            ckpt.wait_until_finished()
+            save_due(ckpt, step, of=state)
     assert found["made"] == in_flight * 2
     assert max(found["written"]) == max(in_flight)
     assert len(set(given)) == num_memories  # for all batches of all saves
@@ -190,46 +203,32 @@ def test_small_stacks_do_not_lie_in_memory_that_is_used_again(
     with TorchaxCheckpointer(directory, options=options) as ckpt:
         for step, size in enumerate((200, 8191, 8192)):
             state = {f"a.{i}": jnp.arange(size) * i for i in (1, 2)}
-            ckpt.save(step, state=state, force=True)
-            ckpt.wait_until_finished()
+            save(ckpt, step, of=state)
     assert given == [False, False, True]
 
 
 def test_a_batch_that_cannot_be_fetched_waits_for_the_one_in_flight(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
+    directory: Path, batches: Batches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begin, stack, done, made = array_writer._writing, fetching.stack, list[bool](), list[Any]()
-
-    @contextlib.contextmanager
-    def recorded(batch: Any, context: Any) -> Iterator[None]:
-        number = len(done)
-        done.append(False)
-        try:
-            with begin(batch, context):
-                yield
-        finally:
-            done[number] = True
+    stack, made = fetching.stack, list[Any]()
 
     def failing(rows: Any, out: Any) -> Any:
         made.append(out)
         if len(made) == 3:
-            assert done == [True, False]
+            assert batches.are_done == [True, False]
             raise OSError("the host is on fire")
         return stack(rows, out)
 
     monkeypatch.setattr(fetching, "STACK_BYTES", 4 << 20)
-    unit = jnp.arange(1 << 19).reshape(512, -1)
-    state = {f"{kind}.{i}": unit * i * ord(kind) for kind in "abcd" for i in (1, 2)}
+    state = layers("abcd")
     with TorchaxCheckpointer(directory, options=CheckpointOptions(snapshot="reference")) as ckpt:
         with monkeypatch.context() as patch:
-            patch.setattr(array_writer, "_writing", recorded)
             patch.setattr(fetching, "stack", failing)
             ckpt.save(1, state=state)
             with pytest.raises(SaveError, match="the host is on fire"):
                 ckpt.wait_until_finished()
-        assert done == [True, True]
-        ckpt.save(2, state=state, force=True)
-        ckpt.wait_until_finished()
+        assert batches.are_done == [True, True]
+        save(ckpt, 2, of=state)
         assert ckpt.all_steps() == [2]
 
 
@@ -268,59 +267,45 @@ def test_writing_again_and_again_takes_no_more_memory(tmp_path: Path) -> None:
     assert resident_kib[1] - resident_kib[0] < 5_000  # and not 9,500
 
 
-def test_donating_between_batches_fails(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_donating_between_batches_fails(directory: Path, batches: Batches) -> None:
     state = state_of()
-    begin, num_begun = array_writer._writing, 0
 
-    def donating(batch: Any, context: Any) -> Any:
-        nonlocal num_begun
-        num_begun += 1
-        if num_begun == 2:
+    def donate() -> None:
+        if len(batches.names) == 2:
             jax.tree.map(lambda array: array.delete(), state)
-        return begin(batch, context)
 
     ckpt = bounded(directory, 1, snapshot="reference")
-    ckpt.save(1, state=state_of())
-    ckpt.wait_until_finished()
-    monkeypatch.setattr(array_writer, "_writing", donating)
+    save_due(ckpt, 1, of=state_of())
+    batches.names.clear()
+    batches.before = donate
     ckpt.save(2, state=state, force=True)
     with pytest.raises(SaveError, match=r"state/w\d: its buffer was donated") as caught:
         ckpt.wait_until_finished()
     assert isinstance(caught.value.__cause__, DonatedBufferError)
     assert ckpt.all_steps() == [1]
-    monkeypatch.undo()
     ckpt.save(3, state=state_of(), force=True)
     ckpt.close()
 
 
 @pytest.mark.parametrize(("name", "max_bytes"), [("w3", None), ("w3", 1), ("host", 1)])
 def test_what_cannot_be_written_fails_the_save_and_nothing_is_written_after(
-    name: str,
-    max_bytes: int | None,
-    directory: Path,
-    written: list[list[str]],
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, max_bytes: int | None, directory: Path, batches: Batches
 ) -> None:
     state = {**state_of(), "host": np.arange(3)}
-    begin = array_writer._writing
 
-    @contextlib.contextmanager
-    def burning(batch: Any, context: Any) -> Iterator[None]:
-        with begin(batch, context):
-            if name in written[-1]:
-                raise OSError("the disk is on fire")
-            yield
+    def burn() -> None:
+        if name in batches.names[-1]:
+            raise OSError("the disk is on fire")
 
+    batches.amid = burn
     options = CheckpointOptions(max_host_bytes=max_bytes, layout="flat", save_timeout_secs=60)
     with TorchaxCheckpointer(directory, options=options) as ckpt:
-        with monkeypatch.context() as patch:
-            patch.setattr(array_writer, "_writing", burning)
-            ckpt.save(1, state=state)
-            with pytest.raises(SaveError, match="the disk is on fire"):
-                ckpt.wait_until_finished()
-        assert name in written[-1]
-        ckpt.save(2, state=state, force=True)
-        ckpt.wait_until_finished()
+        ckpt.save(1, state=state)
+        with pytest.raises(SaveError, match="the disk is on fire"):
+            ckpt.wait_until_finished()
+        assert name in batches.names[-1]
+        batches.amid = lambda: None
+        save(ckpt, 2, of=state)
         assert ckpt.all_steps() == [2]
     assert {path.name for path in directory.iterdir()} == {"2", "events"}
 
@@ -328,28 +313,23 @@ def test_what_cannot_be_written_fails_the_save_and_nothing_is_written_after(
 @pytest.mark.parametrize(
     ("lost", "said"),
     [
-        ("merge", r"state/w: expected 1 chunk .* found 0: another"),
-        ("write_arrays", "folder was removed while the step was written"),
+        ("state/ocdbt.process_0", r"state/w: expected 1 chunk .* found 0: another"),
+        (".", "folder was removed while the step was written"),
     ],
 )
 def test_a_step_that_lost_a_chunk_or_its_folder_is_not_committed(
-    lost: str, said: str, directory: Path, monkeypatch: pytest.MonkeyPatch
+    lost: str, said: str, directory: Path
 ) -> None:
     """TensorStore makes the folder anew, without what was written before."""
-    original = getattr(array_writer, lost)
 
-    def losing(state: Any, given: Any, *args: Any, **settings: Any) -> Any:
-        if lost == "merge":
-            given = ()
-        else:
-            shutil.rmtree(state.parent)
-        return original(state, given, *args, **settings)
+    def lose() -> None:
+        (draft,) = directory.glob("writing-1-*")
+        shutil.rmtree(draft / lost)
 
+    at("write the arrays", lose, when="before" if lost == "." else "after", number=1)
     with TorchaxCheckpointer(directory) as ckpt:
-        with monkeypatch.context() as patch:
-            patch.setattr(array_writer, lost, losing)
-            ckpt.save(1, state={"w": np.arange(3)})
-            with pytest.raises(SaveError, match=said):
-                ckpt.wait_until_finished()
+        ckpt.save(1, state={"w": np.arange(3)})
+        with pytest.raises(SaveError, match=said):
+            ckpt.wait_until_finished()
         ckpt.save(2, state={"w": np.arange(3)}, force=True)
     assert ckpt.all_steps() == [2]

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 import pytest
 from support.compare import assert_trees_identical
+from support.steps import save_due
 
 from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
 from torchax_ckpt.snapshot import host_array
@@ -64,11 +65,9 @@ def test_it_is_mapped_by_the_save_that_stacks_and_freed_by_close(
     tmp_path: Path, pages: type[Pages]
 ) -> None:
     ckpt = opened(tmp_path)
-    assert ckpt.save(1, state={"w": jnp.ones(3)})
-    ckpt.wait_until_finished()
+    save_due(ckpt, 1, of={"w": jnp.ones(3)})
     assert not pages.num_bytes()
-    assert ckpt.save(2, state=STATE)
-    ckpt.wait_until_finished()
+    save_due(ckpt, 2, of=STATE)
     assert pages.num_bytes() == 2 * fetching.STACK_BYTES  # of each tier, the first of two memories
     assert pages.on == {"save-2"}
     assert ckpt.save(3, state={name: array + 1 for name, array in STATE.items()})

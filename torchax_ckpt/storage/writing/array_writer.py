@@ -81,7 +81,7 @@ def folder_of_process(index: int) -> str:
     return f"ocdbt.process_{index}"
 
 
-@stage("write the arrays")
+@stage("write the arrays", where=lambda state, *args, **options: state)
 def write_arrays(
     state: epath.Path,  # the folder of the step's arrays
     arrays: Mapping[str, AnyArray],  # by stored name; host arrays only if this process stores them
