@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 from support import PROGRAMS, ROOT
-from support.processes import run_processes, run_python
+from support.live import Together
+from support.processes import run_python
 from support.stages import Gate
 
 from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
@@ -92,10 +93,10 @@ def test_async_checkpointing(directory: Path) -> None:
 
 
 @pytest.mark.slow
-def test_enable_single_replica_ckpt_restoring(directory: Path) -> None:
+def test_enable_single_replica_ckpt_restoring(together: Together, directory: Path) -> None:
     row = ROWS["enable_single_replica_ckpt_restoring"][0]
     program = PROGRAMS / "arrays_on_processes.py"
-    first, second = run_processes(program, 2, "bytes_of_restore", directory, row)
+    first, second = together(program, 2, "bytes_of_restore", directory, row)
     nbytes = 256 * 256 * 4
     assert first[:2] == [{"read": nbytes}, {"read": nbytes}]
     assert second[:2] == [{"read": nbytes}, {"read": 0}]  # each slice for itself; then one for both
