@@ -34,7 +34,7 @@ from support.live import DONE, MAX_MESSAGE_BYTES
 from torchax_ckpt.runtime import stages
 
 # How long the threads of a program may take to end.
-ENDING_SECS = 3.0
+ENDING_SECS = 10.0
 # Threads that stay until the process ends, by the beginnings of their names.
 STAYING = ("ThreadPoolExecutor", "liveness")
 

@@ -24,7 +24,7 @@ from support.processes import Running
 # The test's function: takes what ``run_processes`` takes, but neither environment nor devices.
 Together = Callable[..., list[list[Any]]]
 MAX_MESSAGE_BYTES = 1 << 17
-START_SECS = 120.0
+START_SECS = 280.0
 DONE = "done"
 # Then the processes write where all their threads are, and end.
 DEADLINE_SECS = 240
