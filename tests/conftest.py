@@ -39,6 +39,7 @@ import pytest
 import torch
 import torchax
 from support import compiled, forked
+from support.live import Groups, Together
 from support.stages import Gate
 
 from torchax_ckpt.runtime import stages
@@ -63,8 +64,14 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Runs the tests that share a module fixture on one worker, so that it is created once."""
+    """Runs the tests that share a module fixture on one worker, so that it is created once.
+
+    All tests with live groups run on one worker.
+    """
     for item in items:
+        if "together" in item._fixtureinfo.name2fixturedefs:  # type: ignore[attr-defined]
+            item.add_marker(pytest.mark.xdist_group("together"))
+            continue
         known = item._fixtureinfo.name2fixturedefs.values()  # type: ignore[attr-defined]
         shared = {
             d.argname for (*_, d) in known if d.scope == "module" and "parametrize" not in d.argname
@@ -92,6 +99,13 @@ def _torchax_enabled() -> Iterator[None]:
     torchax.enable_globally()
     yield
     torchax.disable_globally()
+
+
+@pytest.fixture(scope="session")
+def together() -> Iterator[Together]:
+    """Runs a program on live processes: ``run_processes``, without starting any."""
+    with Groups() as groups:
+        yield groups.run
 
 
 @pytest.fixture(autouse=True)

@@ -191,14 +191,22 @@ def read_log(path: Path, offset: int = 0) -> tuple[list[dict[str, Any]], int]:
 
 
 class Phase:
-    """Where a process is, in memory that outlives it.
+    """Where a process is, in a file that it and those who watch it have in memory.
 
     One byte for the training thread, one for that of the save, and whether a save has begun.
     """
 
-    def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, 3)
-        self._memory[:] = bytes([PHASES.index("starting"), PHASES.index("idle"), 0])
+    def __init__(self, path: Path) -> None:
+        path.write_bytes(bytes([PHASES.index("starting"), PHASES.index("idle"), 0]))
+        self.__setstate__(path)
+
+    def __getstate__(self) -> Path:
+        return self._path
+
+    def __setstate__(self, path: Path) -> None:
+        self._path = path
+        with path.open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), 3)
 
     def has_saved(self) -> bool:
         return bool(self._memory[2])
@@ -364,9 +372,9 @@ def run(
     log_path: Path,
     settings: Settings,
     start: Start,
+    index: int,
+    on_durable: Callable[[], None] | None,
     phase: Phase,
-    index: int = 0,
-    on_durable: Callable[[], None] = lambda: None,
 ) -> int:
     """Runs one process to its end; returns its exit code."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -423,7 +431,7 @@ def _train(
     start: Start,
     phase: Phase,
     index: int,
-    on_durable: Callable[[], None],
+    on_durable: Callable[[], None] | None,
 ) -> int:
     """Resumes, and trains, saves, deletes and goes back at random."""
     choose, pace = random.Random(start.seed), random.Random(start.seed + index)
@@ -444,7 +452,7 @@ def _train(
     def wait() -> None:
         with phase("waiting"):
             ckpt.wait_until_finished()
-        if begun:
+        if begun and on_durable is not None:
             on_durable()
         for details in begun:
             log("told", **details)

@@ -60,14 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def torture(torture: Torture) -> None:
     """Disturbs so often, in turn on a directory with local tiers and on one without."""
     hosts = Hosts(torture)
-    try:
-        for _ in torture.rounds():
-            hosts.round()
-        if not torture.given.weakened:
-            for name in hosts.settings:
-                hosts.go(name, 2, 8, "nothing", "the last start", is_finished=True)
-    finally:
-        hosts.runs.close()
+    for _ in torture.rounds():
+        hosts.round()
+    if not torture.given.weakened:
+        for name in hosts.settings:
+            hosts.go(name, 2, 8, "nothing", "the last start", is_finished=True)
     torture.count("longest wait for an end, in seconds", round(hosts.longest_secs))
 
 
@@ -167,7 +164,7 @@ class Hosts:
             processes.sleep(choose.uniform(0, SAVING_SECS))
         signum = getattr(signal, kind.split()[0])
         if kind.endswith("to all"):
-            count = len(processes.pids)
+            count = len(processes.started)
             for index in choose.sample(range(count), count):
                 processes.send(signum, [index])
                 time.sleep(choose.choice((0, 0, 0.005, 0.1)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import signal
 import time
@@ -39,31 +40,24 @@ def torture(torture: Torture) -> None:
     settings = Settings() if count == 1 else Settings(every=1, forced=0.25, back=0.15, delete=0)
     runs = Runs(torture, {"run": settings})
     directory = runs.directories["run"]
-
-    def link() -> None:
-        if weakening == "one-copy":
-            link_neighbours(directory)
-
-    try:
-        for _ in torture.rounds():
-            processes = runs.begin("run", count, weakening=weakening, on_durable=link)
-            victim = choose.randrange(count)
-            processes.wait_at_random(victim, choose)
-            phase = processes.phases[victim].describe()
-            torture.count("SIGKILLs", part=f"while {phase}")
-            processes.send(signal.SIGKILL, [victim])
-            if choose.random() >= ONE:
-                time.sleep(choose.choice(GAPS_SECS) if count > 1 else 0)
-                processes.send(signal.SIGKILL, range(count))
-            processes.wait()
-            ends = KILLED if count > 1 else {-signal.SIGKILL}
-            runs.look("run", processes, f"killed while {phase}", ends)
-        if not weakening:
-            processes = runs.begin("run", count, 10)
-            processes.wait()
-            runs.look("run", processes, "which nobody killed", {0}, is_finished=True)
-    finally:
-        runs.close()
+    link = functools.partial(link_neighbours, directory) if weakening == "one-copy" else None
+    for _ in torture.rounds():
+        processes = runs.begin("run", count, weakening=weakening, on_durable=link)
+        victim = choose.randrange(count)
+        processes.wait_at_random(victim, choose)
+        phase = processes.phases[victim].describe()
+        torture.count("SIGKILLs", part=f"while {phase}")
+        processes.send(signal.SIGKILL, [victim])
+        if choose.random() >= ONE:
+            time.sleep(choose.choice(GAPS_SECS) if count > 1 else 0)
+            processes.send(signal.SIGKILL, range(count))
+        processes.wait()
+        ends = KILLED if count > 1 else {-signal.SIGKILL}
+        runs.look("run", processes, f"killed while {phase}", ends)
+    if not weakening:
+        processes = runs.begin("run", count, 10)
+        processes.wait()
+        runs.look("run", processes, "which nobody killed", {0}, is_finished=True)
 
 
 def link_neighbours(directory: Path) -> None:

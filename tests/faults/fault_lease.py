@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import fuse
-from starts import fork
 
 from torchax_ckpt.errors import LeaseError
 from torchax_ckpt.storage.directory import lease
@@ -105,7 +104,7 @@ def torture(torture: Torture) -> str:
             stack.enter_context(fuse.mounted(mount, SharedFolder(folder), fsname="two hosts"))
         pipes = [multiprocessing.Pipe() for _ in mounts]
         pids = [
-            fork(functools.partial(compete, mount, there, bool(torture.given.weakened)))
+            fuse.fork(functools.partial(compete, mount, there, bool(torture.given.weakened)))
             for mount, (_, there) in zip(mounts, pipes, strict=True)
         ]
         hosts = [here for here, _ in pipes]

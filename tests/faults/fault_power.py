@@ -16,7 +16,7 @@ import os
 import random
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ import tensorstore as ts
 from disturbed import Log, Phase, Settings, Start, read_log
 from oracle import LEFT, LOST, WRONG, digest_of
 from power_disk import DiskOperations, ask
-from starts import ENDLESS, FAILED, HUNG, Processes, Runs, fork
+from starts import ENDLESS, FAILED, HUNG, Processes, Runs
 from support.commands import run
 
 from torchax_ckpt import policies
@@ -93,24 +93,15 @@ def _cut(torture: Torture, mount: Path, modes: list[str]) -> None:
     if COPIES in modes:
         _save_source(source)
 
-    def program(directory: Path, log_path: Path, settings: Settings, *rest: Any) -> int:
-        if off is not None:
-            switch_off(off)
-        act: Callable[..., int] = disturbed.run
-        if settings is MODES[COPIES]:
-            act = functools.partial(copy_and_export, source)
-        return act(directory, log_path, settings, *rest)
-
     def begin(mode: str, num_actions: int) -> Processes:
-        directory, settings = runs.directories[mode], MODES[mode]
-
-        def audit() -> None:
-            for place in (directory, settings.local(directory)):
-                if place.exists():
-                    ask(mount, "audit", str(place.relative_to(mount)))
-
+        directory = runs.directories[mode]
+        act = functools.partial(copy_and_export, source) if mode == COPIES else disturbed.run
+        program = functools.partial(weakened, off, act)
+        places = directory, MODES[mode].local(directory)
         count = 1 + (mode == TWO_PROCESSES)
-        return runs.begin(mode, count, num_actions, program, audit)
+        return runs.begin(
+            mode, count, num_actions, program, functools.partial(audit, mount, places)
+        )
 
     def look(mode: str, processes: Processes, what: str, **how: Any) -> None:
         num_audits, *found = ask(mount, "problems").splitlines()
@@ -118,26 +109,37 @@ def _cut(torture: Torture, mount: Path, modes: list[str]) -> None:
         torture.find({LACKING: found}, what)
         runs.look(mode, processes, what, **how)
 
-    try:
-        for number in torture.rounds():
-            mode = modes[(number - 1) % len(modes)]
-            processes = begin(mode, ENDLESS)
-            processes.wait_at_random(0, choose)
-            phase = processes.phases[0].describe()
-            processes.send(signal.SIGKILL, range(len(processes.pids)))
-            processes.wait()
-            left = ask(mount, "cut", str(choose.randrange(1 << 30)))
-            torture.count("cuts of the power", part=mode)
-            for part in left.split("; "):
-                torture.count("ways of forgetting", part=part)
-            what = f"cut {number} ({mode}), while {phase}; left of {left}"
-            look(mode, processes, what, ends={-signal.SIGKILL})
-        for mode in modes if off is None else ():
-            processes = begin(mode, 10)
-            processes.wait()
-            look(mode, processes, f"at the end ({mode})", ends={0}, is_finished=True)
-    finally:
-        runs.close()
+    for number in torture.rounds():
+        mode = modes[(number - 1) % len(modes)]
+        processes = begin(mode, ENDLESS)
+        processes.wait_at_random(0, choose)
+        phase = processes.phases[0].describe()
+        processes.send(signal.SIGKILL, range(len(processes.started)))
+        processes.wait()
+        left = ask(mount, "cut", str(choose.randrange(1 << 30)))
+        torture.count("cuts of the power", part=mode)
+        for part in left.split("; "):
+            torture.count("ways of forgetting", part=part)
+        what = f"cut {number} ({mode}), while {phase}; left of {left}"
+        look(mode, processes, what, ends={-signal.SIGKILL})
+    for mode in modes if off is None else ():
+        processes = begin(mode, 10)
+        processes.wait()
+        look(mode, processes, f"at the end ({mode})", ends={0}, is_finished=True)
+
+
+def audit(mount: Path, places: Sequence[Path]) -> None:
+    """Has the disk compare what it has with what it must have."""
+    for place in places:
+        if place.exists():
+            ask(mount, "audit", str(place.relative_to(mount)))
+
+
+def weakened(off: str | None, act: Callable[..., int], *args: Any) -> int:
+    """Runs a program, which may sync less than it should."""
+    if off is not None:
+        switch_off(off)
+    return act(*args)
 
 
 def switch_off(what: str) -> None:
@@ -160,9 +162,11 @@ def _save_source(source: Path) -> None:
     """Saves steps to copy, on a medium that forgets nothing."""
     source.mkdir()
     settings = Settings(policies.PreserveAll(), back=0, delete=0)
-    given = settings, Start(1, 1, 0, 1, 16, True), Phase()
-    saves = fork(lambda: disturbed.run(source / "run", source / "log", *given))
-    assert os.waitpid(saves, 0)[1] == 0, "there is nothing to copy"
+    given = settings, Start(1, 1, 0, 1, 16, True), 0, None
+    program = functools.partial(disturbed.run, source / "run", source / "log", *given)
+    saves = Processes([program], source / "output", 60)
+    saves.wait()
+    assert saves.codes == {0: 0}, "there is nothing to copy"
 
 
 def copy_and_export(
@@ -171,9 +175,9 @@ def copy_and_export(
     log_path: Path,
     settings: Settings,
     start: Start,
-    phase: Phase,
     index: int,
     on_durable: Callable[[], None],
+    phase: Phase,
 ) -> int:
     """Copies steps one by one in their order, and exports some; deletes and copies them again."""
     disturbed.enable_torchax()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import os
-from collections.abc import Iterator
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from starts import fork, wait_for
+from support.waiting import wait_until
 
 _missing = ""
 try:
@@ -18,6 +20,7 @@ try:
 except (ImportError, OSError) as error:  # it loads libfuse
     _missing = str(error)
 Operations: Any = object if _missing else mfusepy.Operations
+_PR_SET_PDEATHSIG = 1
 
 
 def missing() -> str:
@@ -30,6 +33,23 @@ def missing() -> str:
     return ""
 
 
+def fork(child: Callable[[], object]) -> int:
+    """Calls a function in a process of its own, which ends with this one; returns its id."""
+    assert len(os.listdir("/proc/self/task")) == 1, "forking is only sound before threads start"
+    if pid := os.fork():
+        return pid
+    code = 1
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        child()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
 @contextlib.contextmanager
 def mounted(mount: Path, operations: Any, **options: Any) -> Iterator[None]:
     """Serves a file system in a process of its own."""
@@ -37,9 +57,9 @@ def mounted(mount: Path, operations: Any, **options: Any) -> Iterator[None]:
     forgetful = dict.fromkeys(("entry_timeout", "negative_timeout", "attr_timeout"), 0)
     settings = {"foreground": True, "nothreads": True, **forgetful, **options}
     mount.mkdir()
-    server = fork(lambda: mfusepy.FUSE(operations, str(mount), **settings) and None)
+    server = fork(lambda: mfusepy.FUSE(operations, str(mount), **settings))
     try:
-        assert wait_for(functools.partial(os.path.ismount, mount), server, 20), "no mount"
+        wait_until(lambda: os.path.ismount(mount), 20)
         yield
     finally:
         ctypes.CDLL(None).umount2(os.fsencode(mount), 2)  # MNT_DETACH

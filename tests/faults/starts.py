@@ -1,35 +1,23 @@
-"""Starts disturbed programs as forks of a process that has imported everything, and watches them.
-
-Importing takes seconds, and a kill should not. Before a fork neither JAX's backend nor any thread
-is started. The oracles, too, are in a process of their own.
-"""
+"""Starts disturbed programs, as forks of the tests' server, and watches them."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import functools
-import importlib
-import multiprocessing
-import os
+import pickle
 import random
 import signal
 import socket
-import sys
-import tempfile
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import disturbed
 from disturbed import DEVICES as DEVICES
 from disturbed import ENDLESS, Log, Phase, Settings, Start
-from oracle import Oracle, Verdict
-
-from torchax_ckpt.storage.writing import array_writer
+from oracle import Oracle
+from support import forked
+from support.processes import environment
 
 if TYPE_CHECKING:
     from torture import Torture
@@ -55,34 +43,34 @@ ENDS = {
     -signal.SIGKILL: "by SIGKILL",
 }
 KILLED = ENDS.keys() - {0}
-_PR_SET_PDEATHSIG = 1
+# Runs a function, and leaves out what an interpreter does at its end.
+PROGRAM = """
+import os, pickle, sys, traceback
+sys.path.insert(0, sys.argv[2])
+code = 1
+try:
+    code = pickle.load(open(sys.argv[1], "rb"))()
+except BaseException:
+    traceback.print_exc()
+finally:
+    sys.stderr.flush()
+    os._exit(code)
+"""
 
 
-def fork(child: Callable[[], int | None]) -> int:
-    """Starts a process; the function returns its exit code. It ends with this process."""
-    assert len(os.listdir("/proc/self/task")) == 1, "forking is only sound before threads start"
-    if pid := os.fork():
-        return pid
-    code = 1
-    try:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        code = child() or 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
+def started(program: Callable[[], int], output: Path, scratch: Path) -> forked.Process:
+    """Starts a process; the function, which can be pickled, returns its exit code."""
+    scratch.write_bytes(pickle.dumps(program))
+    with output.open("ab") as out:
+        words = "-c", PROGRAM, str(scratch), str(Path(__file__).parent)
+        # The number of devices is the program's own.
+        return forked.start(words, env=environment(None, {}), stdout=out, stderr=out)
 
 
-def has_ended(pid: int) -> bool:
-    """Whether a child has ended; it can still be waited for."""
-    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-
-def wait_for(condition: Callable[[], bool], pid: int, timeout_secs: float) -> bool:
+def wait_for(condition: Callable[[], bool], process: forked.Process, timeout_secs: float) -> bool:
     """Whether this came to be, or the process ended, in time."""
     deadline = time.monotonic() + timeout_secs
-    while not condition() and not has_ended(pid):
+    while not condition() and process.poll() is None:
         if time.monotonic() > deadline:
             return False
         time.sleep(0.0005)
@@ -96,74 +84,18 @@ def free_port() -> int:
         return port
 
 
-def preload() -> None:
-    """Imports here what a process that trains and saves imports, found out by one that did."""
-    here, there = multiprocessing.Pipe()
-
-    def learn() -> None:
-        before = set(sys.modules)
-        with tempfile.TemporaryDirectory() as scratch:
-            run, log, settings = Path(scratch, "run"), Path(scratch, "log"), Settings()
-            calls = {
-                n: mock.Mock(wraps=getattr(array_writer, n)) for n in ("write_arrays", "_writing")
-            }
-            with mock.patch.multiple(array_writer, **calls):
-                assert disturbed.run(run, log, settings, Start(1, 1, 0, 0, 4, False), Phase()) == 0
-            num_saves, num_batches = (each.call_count for each in calls.values())
-            # A save by reference has a batch for each stack; the first save is one batch.
-            assert num_batches >= 2 * len(disturbed.STACKED) > num_saves
-            Oracle(run, log, settings).inspect()
-        there.send(sorted(set(sys.modules) - before))
-
-    pid = fork(learn)
-    there.close()
-    names = here.recv()
-    assert os.waitpid(pid, 0)[1] == 0, "the program fails even if nobody disturbs it"
-    for name in names:
-        with contextlib.suppress(Exception):  # some can only be imported by what imports them
-            importlib.import_module(name)
-
-
-class Asked:
-    """Oracles in a process of their own, by name: each makes one there, and answers questions."""
-
-    def __init__(self, make: Mapping[str, Callable[[], Oracle]]) -> None:
-        self._here, there = multiprocessing.Pipe()
-
-        def serve() -> None:
-            oracles = {name: each() for name, each in make.items()}
-            while (question := there.recv()) is not None:
-                name, is_finished = question
-                there.send(oracles[name].inspect(is_finished))
-
-        self.pid = fork(serve)
-
-    def inspect(self, name: str, is_finished: bool) -> Verdict:
-        self._here.send((name, is_finished))
-        verdict: Verdict = self._here.recv()
-        return verdict
-
-    def close(self) -> None:
-        self._here.send(None)
-        os.waitpid(self.pid, 0)
-
-
 class Processes:
     """The processes of one start."""
 
     def __init__(
-        self, programs: Sequence[Callable[[Phase], int]], output: Path, limit_secs: float
+        self, programs: Sequence[Callable[..., int]], output: Path, limit_secs: float
     ) -> None:
-        self.phases = [Phase() for _ in programs]
+        self.phases = [Phase(output.with_name(f"phase {i}")) for i in range(len(programs))]
         output.write_bytes(b"")
-
-        def begin(program: Callable[[Phase], int], phase: Phase) -> int:
-            out = os.open(output, os.O_WRONLY | os.O_APPEND)
-            os.dup2(out, 1), os.dup2(out, 2)
-            return program(phase)
-
-        pairs = zip(programs, self.phases, strict=True)
-        self.pids = [fork(functools.partial(begin, *pair)) for pair in pairs]
+        self.started = [
+            started(functools.partial(program, phase), output, output.with_name(f"program {i}"))
+            for i, (program, phase) in enumerate(zip(programs, self.phases, strict=True))
+        ]
         self.codes: dict[int, int] = {}
         self.hung: list[int] = []
         self.longest_secs = 0.0
@@ -172,18 +104,17 @@ class Processes:
 
     def send(self, signum: int, indices: Sequence[int]) -> None:
         for index in indices:
-            if index not in self.codes and not has_ended(self.pids[index]):
-                os.kill(self.pids[index], signum)
+            self.started[index].send_signal(signum)
         self._since = time.monotonic()
 
     def running(self) -> list[int]:
         """The processes that have not ended."""
-        for index, pid in enumerate(self.pids):
-            if index not in self.codes and has_ended(pid):
-                self.codes[index] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        for index, process in enumerate(self.started):
+            if index not in self.codes and (code := process.poll()) is not None:
+                self.codes[index] = code
                 self.longest_secs = max(self.longest_secs, time.monotonic() - self._since)
                 self._since = time.monotonic()
-        return [index for index in range(len(self.pids)) if index not in self.codes]
+        return [index for index in range(len(self.started)) if index not in self.codes]
 
     def sleep(self, secs: float) -> None:
         """Sleeps, but no longer than all processes run."""
@@ -194,14 +125,14 @@ class Processes:
     def wait_until_saving(self) -> None:
         """Waits until all have begun a save, one has ended, or the limit is reached."""
         until = time.monotonic() + self._limit_secs
-        while time.monotonic() < until and len(self.running()) == len(self.pids):
+        while time.monotonic() < until and len(self.running()) == len(self.started):
             if all(phase.has_saved() for phase in self.phases):
                 return
             time.sleep(0.002)
 
     def wait_at_random(self, index: int, choose: random.Random) -> None:
         """Waits for a random moment to kill a process; one that is stuck counts as hung."""
-        pid, phase, aim = self.pids[index], self.phases[index], choose.choice(AIMS)
+        process, phase, aim = self.started[index], self.phases[index], choose.choice(AIMS)
         ends = EARLY_SECS, SAVING_SECS, AIMED_SECS
         early, late, after = (choose.uniform(0, end) for end in ends)
         (way,) = choose.choices(list(WAYS), list(WAYS.values()))
@@ -210,10 +141,10 @@ class Processes:
             return
         # What is recovered from a kill before, is so before anything is saved.
         is_aimed_early = way == "aimed" and aim == "recovering"
-        if not is_aimed_early and not wait_for(phase.has_saved, pid, 2 * self._limit_secs):
+        if not is_aimed_early and not wait_for(phase.has_saved, process, 2 * self._limit_secs):
             self.hung.append(index)
         if way == "aimed":
-            wait_for(lambda: phase.describe() == aim, pid, PATIENCE_SECS)
+            wait_for(lambda: phase.describe() == aim, process, PATIENCE_SECS)
         time.sleep(after if way == "aimed" else late)
 
     def wait(self, *, but: Sequence[int] = ()) -> None:
@@ -250,16 +181,13 @@ class Runs:
         for path in (*folders.values(), *(log.parent for log in self.logs.values())):
             path.mkdir(parents=True, exist_ok=True)
         self._attempt = 0
-        preload()
-        self._oracles = Asked(
-            {
-                name: functools.partial(
-                    Oracle, directory, self.logs[name], settings[name],
-                    can_read_local and settings[name].has_local,
-                )
-                for name, directory in self.directories.items()
-            }
-        )  # fmt: skip
+        self._oracles = {
+            name: Oracle(
+                directory, self.logs[name], settings[name],
+                can_read_local and settings[name].has_local,
+            )
+            for name, directory in self.directories.items()
+        }  # fmt: skip
 
     def begin(
         self,
@@ -267,10 +195,13 @@ class Runs:
         count: int = 1,
         num_actions: int = ENDLESS,
         program: Callable[..., int] = disturbed.run,
-        on_durable: Callable[[], None] = lambda: None,
+        on_durable: Callable[[], None] | None = None,
         **start: Any,
     ) -> Processes:
-        """Starts the processes of a run; ``start``: more of :class:`Start`."""
+        """Starts the processes of a run; ``start``: more of :class:`Start`.
+
+        The functions ``program`` and ``on_durable`` can be pickled.
+        """
         self._attempt += 1
         # After some starts that reuse what is unchanged, one writes all arrays.
         start = {"reuse": self._attempt % 4 != 0, **start}
@@ -278,14 +209,14 @@ class Runs:
         given = Start(self._attempt, count, free_port(), seed, num_actions, **start)
         place = self.directories[name], self.logs[name], self._settings[name], given
         Log(self.logs[name])("starting", count=count)
-        programs = [lambda phase, i=i: program(*place, phase, i, on_durable) for i in range(count)]
+        programs = [functools.partial(program, *place, index, on_durable) for index in range(count)]
         return Processes(programs, self._output, self._limit_secs)
 
     def look(
         self, name: str, processes: Processes, what: str, ends: Any, is_finished: bool = False
     ) -> None:
         """Takes in how the processes ended, and what the oracle finds."""
-        torture, verdict = self._torture, self._oracles.inspect(name, is_finished)
+        torture, verdict = self._torture, self._oracles[name].inspect(is_finished)
         for row, number in verdict.counts.items():
             torture.count(row, number)
         if processes.hung:
@@ -296,6 +227,3 @@ class Runs:
             where = f"start {self._attempt}, {what}; {processes.describe()}"
             tail = self._output.read_text(errors="replace")[-6000:]
             torture.find(verdict.found, where, "    " + tail.replace("\n", "\n    "))
-
-    def close(self) -> None:
-        self._oracles.close()

@@ -12,7 +12,7 @@ import fault_fuzz
 import pytest
 from oracle import LOST, RESTORED, WRONG
 from starts import HUNG
-from support.processes import Started
+from support.processes import Started, run_python
 from torture import Torture
 
 from torchax_ckpt.layout.manifest import Manifest
@@ -27,7 +27,7 @@ def run_torture(fault: str, arguments: str) -> tuple[int, dict[str, int], str]:
     """Returns the exit code, the table and the output of a torture."""
     program = Path(__file__).parent / "torture.py"
     words = "--fault", fault, *shlex.split(arguments)
-    result = Started(program, *words, devices=None, fresh=True).result(280)
+    result = Started(program, *words, devices=None).result(280)
     rows = re.findall(r"^(.+?) +(\d+)$", result.stdout, re.MULTILINE)
     table = {name.strip(): int(value) for name, value in rows}
     return result.returncode, table, result.stdout + result.stderr[-4000:]
@@ -111,6 +111,34 @@ def test_what_is_less_careful_is_found_out(fault: str, arguments: str, row: str)
         case "endurance":
             assert all(table[each] == 1 for each in fault_endurance.FINDINGS), output
     assert "one-copy" not in arguments or "share files" in output
+
+
+@pytest.mark.slow
+def test_the_disturbed_program_writes_stacks_in_batches(tmp_path: Path) -> None:
+    """A save by reference has a batch for each stack; the first save is one batch."""
+    run_python(
+        """
+        import sys
+        from pathlib import Path
+        from unittest import mock
+        sys.path.insert(0, sys.argv[2])
+        import disturbed
+        from oracle import Oracle
+        from torchax_ckpt.storage.writing import array_writer
+
+        run, log = (Path(sys.argv[1], name) for name in ("run", "log"))
+        settings, start = disturbed.Settings(), disturbed.Start(1, 1, 0, 0, 4, False)
+        calls = {n: mock.Mock(wraps=getattr(array_writer, n)) for n in ("write_arrays", "_writing")}
+        phase = disturbed.Phase(Path(sys.argv[1], "phase"))
+        with mock.patch.multiple(array_writer, **calls):
+            assert disturbed.run(run, log, settings, start, 0, None, phase) == 0
+        num_saves, num_batches = (each.call_count for each in calls.values())
+        assert num_batches >= 2 * len(disturbed.STACKED) > num_saves
+        assert not any(Oracle(run, log, settings).inspect().found.values())
+        """,
+        *(str(tmp_path), str(Path(__file__).parent)),
+        devices=1,
+    )
 
 
 # --- fuzz ----------------------------------------------------------------------------------------

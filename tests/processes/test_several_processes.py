@@ -5,7 +5,6 @@ from __future__ import annotations
 import ipaddress
 import shutil
 import socket
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,39 +12,35 @@ import numpy as np
 import pytest
 from processes_program import digest
 from support import PROGRAMS
+from support.live import Together
 from support.processes import run_processes
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, torchax_backend
 
-
-def group(
-    count: int, directory: Path, *do: Any, how: Mapping[str, Any] = {}, **settings: Any
-) -> list[list[Any]]:
-    """Runs a training on processes; see the program."""
-    given = {"directory": str(directory), "do": do, **settings}
-    return run_processes(PROGRAMS / "group.py", count, given, **how)
-
-
+GROUP = PROGRAMS / "group.py"
 CALLS, ARRAYS = PROGRAMS / "calls_on_processes.py", PROGRAMS / "arrays_on_processes.py"
 
 
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+def straight(
+    together: Together, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[Any]]:
     """A run of 8 steps on 2 processes x 2 devices, with steps 4 and 8, and what each reported."""
     run = tmp_path_factory.mktemp("straight") / "run"
-    reports = group(2, run, "attach", ["train", 8], "listens", "close", seed=0)
+    do = "attach", ["train", 8], "listens", "close"
+    reports = together(GROUP, 2, {"directory": str(run), "do": do})
     assert [first["start"] for first, *_ in reports] == [0, 0]
     return run, [report | sockets for _, report, sockets, _ in reports]
 
 
 @pytest.mark.slow
 def test_two_processes_resume_bit_for_bit_and_fail_alike(
-    straight: tuple[Path, list[Any]], directory: Path
+    straight: tuple[Path, list[Any]], together: Together, directory: Path
 ) -> None:
     run, expected = straight
     shutil.copytree(run, directory)
     given = {"directory": str(directory), "seed": 77}
-    resumed = run_processes(PROGRAMS / "resumed_with_faults.py", 2, given)
+    resumed = together(PROGRAMS / "resumed_with_faults.py", 2, given)
     for (attached, again, outcome, end), whole in zip(resumed, expected, strict=True):
         assert (attached["whole"], attached["own"]) == (whole["whole"], whole["own"])
         assert (again["whole"], again["own"]) == (whole["whole"], whole["own"])
@@ -71,11 +66,12 @@ def test_two_processes_resume_bit_for_bit_and_fail_alike(
 
 
 @pytest.mark.slow
-def test_slices_read_and_write_each_a_part_and_one_may_read_for_both(directory: Path) -> None:
+def test_slices_read_and_write_each_a_part_and_one_may_read_for_both(
+    together: Together, directory: Path
+) -> None:
     """Both have all of the state, in every width; what one does not read comes from the other."""
-    (each_0, one_0, end), (each_1, one_1, _) = run_processes(
-        ARRAYS, 2, "bytes_of_restore", directory
-    )
+    first, second = together(ARRAYS, 2, "bytes_of_restore", directory)
+    (each_0, one_0, end), (each_1, one_1, _) = first, second
     nbytes = 256 * 256 * 4
     for written in end["written"]:
         assert nbytes / 2 <= written < nbytes * 0.6
@@ -100,14 +96,15 @@ def test_nothing_listens_on_every_address(straight: tuple[Path, list[Any]]) -> N
 
 @pytest.mark.slow
 def test_other_numbers_of_processes_restore_it(
-    straight: tuple[Path, list[Any]], directory: Path
+    straight: tuple[Path, list[Any]], together: Together, directory: Path
 ) -> None:
     run, expected = straight
     shutil.copytree(run, directory)
     # Written in several batches.
     options = {"process_timeout_secs": 60, "max_host_bytes": 1000}
     do = "attach", ["train", 12], ["restore", 8], ["train", 12, 9], "close"
-    reports = group(4, directory, *do, seed=5, options=options)
+    given = {"directory": str(directory), "do": do, "seed": 5, "options": options}
+    reports = together(GROUP, 4, given)
     for index, (attached, first, _, again, _) in enumerate(reports):
         assert attached["start"] == 8
         assert attached["whole"] == expected[0]["whole"]
@@ -130,10 +127,12 @@ def test_other_numbers_of_processes_restore_it(
 
 
 @pytest.mark.slow
-def test_redistributed_loaders_lose_no_sample_and_see_none_twice(directory: Path) -> None:
+def test_redistributed_loaders_lose_no_sample_and_see_none_twice(
+    together: Together, directory: Path
+) -> None:
     seen: list[int] = []
     for count in (2, 4, 1):
-        reports = run_processes(CALLS, count, "redistributed", directory)
+        reports = together(CALLS, count, "redistributed", directory)
         seen += [sample for (told,) in reports for sample in told["samples"]]
     assert sorted(seen) == list(range(24))
 
@@ -153,9 +152,9 @@ def test_wrong_options_and_those_that_contradict_each_other_are_refused() -> Non
 
 @pytest.mark.slow
 def test_load_belongs_to_the_training_thread_where_processes_send_each_other_what_they_read(
-    tmp_path: Path,
+    together: Together, tmp_path: Path
 ) -> None:
-    for reports in run_processes(CALLS, 2, "loads_on_thread", tmp_path / "run"):
+    for reports in together(CALLS, 2, "loads_on_thread", tmp_path / "run"):
         found = {told["name"]: told["found"] for told in reports}
         assert found.pop("plain") == [0, 1, 2]
         assert len(found) == 2
@@ -165,11 +164,11 @@ def test_load_belongs_to_the_training_thread_where_processes_send_each_other_wha
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "on_save_error"), [(2, "raise"), (3, "continue")])
+@pytest.mark.parametrize(("count", "on_save_error"), [(2, "raise"), (4, "continue")])
 def test_threads_may_read_while_another_trains_in_any_order(
-    count: int, on_save_error: str, tmp_path: Path
+    count: int, on_save_error: str, together: Together, tmp_path: Path
 ) -> None:
-    for reports in run_processes(CALLS, count, "reads_beside", tmp_path / "run", on_save_error):
+    for reports in together(CALLS, count, "reads_beside", tmp_path / "run", on_save_error):
         for told in reports:
             assert told["trained"] == [2, True, True]
             assert told["read"] == [[1, [0, 1, 2], [1, 2]], [[1, 2], [0, 1, 2], 1]]
@@ -177,8 +176,10 @@ def test_threads_may_read_while_another_trains_in_any_order(
 
 
 @pytest.mark.slow
-def test_replicas_that_differ_are_stored_as_each_process_has_its_part(directory: Path) -> None:
-    for (told,) in run_processes(ARRAYS, 2, "differing_replicas", directory):
+def test_replicas_that_differ_are_stored_as_each_process_has_its_part(
+    together: Together, directory: Path
+) -> None:
+    for (told,) in together(ARRAYS, 2, "differing_replicas", directory):
         assert told == {"steps": [1]}
     loaded = np.asarray(TorchaxCheckpointer(directory).load(1)["w"])
     expected = np.arange(4096, dtype=np.float32).reshape(64, 64)
@@ -188,9 +189,9 @@ def test_replicas_that_differ_are_stored_as_each_process_has_its_part(directory:
 
 @pytest.mark.slow
 def test_what_process_0_records_is_the_metrics_of_all_and_decides_on_due_steps(
-    tmp_path: Path,
+    together: Together, tmp_path: Path
 ) -> None:
-    first, second = run_processes(CALLS, 2, "ranked_by_the_first", tmp_path / "run")
+    first, second = together(CALLS, 2, "ranked_by_the_first", tmp_path / "run")
     assert first == second
     fifth, every = first
     assert fifth["steps"] == [*range(5, 44, 5)]
@@ -265,8 +266,8 @@ def test_what_one_process_cannot_save_stops_no_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_calls_that_differ_are_named_at_once(tmp_path: Path) -> None:
-    first, second = run_processes(CALLS, 2, "differing", tmp_path / "run")
+def test_calls_that_differ_are_named_at_once(together: Together, tmp_path: Path) -> None:
+    first, second = together(CALLS, 2, "differing", tmp_path / "run")
     found = {a["name"]: (a, b) for a, b in zip(first, second, strict=True)}
     named = {
         "other steps": ("save(10)", "save(12)"),

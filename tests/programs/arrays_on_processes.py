@@ -24,7 +24,18 @@ import torchax
 from etils import epath
 from jax.experimental.multihost_utils import sync_global_devices
 from jax.sharding import Mesh
-from processes_program import INDEX, MESH, P, Training, init, report, rule, shards, spread
+from processes_program import (
+    INDEX,
+    MESH,
+    P,
+    Training,
+    init,
+    patch,
+    report,
+    rule,
+    shards,
+    spread,
+)
 from support.described import Described, Tokenizer
 from support.models import Counter
 from support.strategies import random_bits
@@ -132,7 +143,7 @@ def bytes_of_restore(directory: str) -> None:
         read.append(piece.nbytes)
         return arrival(committed, target, piece, store, *pace)
 
-    read_arrays._Arrival = counted  # type: ignore[assignment,misc]
+    patch(read_arrays, "_Arrival", counted)
     for each in (CheckpointOptions(), CheckpointOptions(single_replica_restore=True)):
         read.clear()
         with TorchaxCheckpointer(directory, options=each) as ckpt:
@@ -285,7 +296,7 @@ def full_devices(directory: str, mode: str, host_bytes: str, fulls: str) -> None
     FULLS is JSON: for each step the process whose devices are full, or null.
     """
     limit: dict[str, int] = {"bytes_in_use": 0}
-    snapshotter.stacks_on_host = lambda arrays: False
+    patch(snapshotter, "stacks_on_host", lambda arrays: False)
     keep = policies.PreserveAll()
     ckpt = TorchaxCheckpointer(directory, options=PATIENT, preservation_policy=keep)
     memory = DeviceMemory(lambda device: limit, lambda: int(host_bytes))

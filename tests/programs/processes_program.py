@@ -23,6 +23,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 from jax._src import distributed
@@ -272,6 +273,14 @@ def listening() -> list[str]:
                 address = ipaddress.ip_address(words.astype("=u4").tobytes())
                 found.append(str(getattr(address, "ipv4_mapped", None) or address))
     return found
+
+
+patches = contextlib.ExitStack()  # a live group closes it after each program
+
+
+def patch(owner: Any, name: str, value: Any) -> None:
+    """Gives an object another attribute for the rest of this program."""
+    patches.enter_context(mock.patch.object(owner, name, value))
 
 
 def report(**values: Any) -> None:

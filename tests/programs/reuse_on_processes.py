@@ -32,7 +32,7 @@ import jax
 import numpy as np
 from etils import epath
 from jax.sharding import Mesh
-from processes_program import COUNT, INDEX, report, shards, spread
+from processes_program import COUNT, INDEX, patch, report, shards, spread
 
 from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, errors, policies
 from torchax_ckpt.processes.messages import Messages
@@ -144,8 +144,8 @@ def count() -> None:
         counts["arrays"] += array.size >= 1 << 16
         return start(array, *scratch)
 
-    Messages._set = sending  # type: ignore[method-assign,assignment]
-    fetching.start = starting  # type: ignore[assignment]
+    patch(Messages, "_set", sending)
+    patch(fetching, "start", starting)
 
 
 def with_same(found: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
@@ -195,7 +195,7 @@ def main() -> None:
 
     same: dict[str, Any] = {}
     if "same" in settings:
-        identities.is_proof = lambda array: True
+        patch(identities, "is_proof", lambda array: True)
         same = state(mesh, 0)
     count()
     durable = tuple(settings.get("durable", ()))

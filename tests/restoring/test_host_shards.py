@@ -15,7 +15,8 @@ from jax.sharding import NamedSharding
 from processes_program import Training
 from support import PROGRAMS
 from support.commands import run
-from support.processes import Running, run_processes
+from support.live import Together
+from support.processes import Running
 from support.training import P, fsdp_mesh
 from support.waiting import wait_until
 from typer.testing import CliRunner
@@ -39,14 +40,16 @@ def settings(place: Path, *do: Any, **more: Any) -> dict[str, Any]:
     return {**places, "options": options, "do": do, **more}
 
 
-def started(place: Path, seed: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+def started(
+    together: Together, place: Path, seed: int
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Trains to the end; returns from what each process began, and its state at the end."""
     given = settings(place, "attach", ["train", 7], "close", seed=seed)
-    return [(first, end) for first, end, _ in run_processes(PROGRAM, 2, given)]
+    return [(first, end) for first, end, _ in together(PROGRAM, 2, given)]
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+def killed(together: Together, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
     """Where a run of two killed hosts has left its steps, and how one that was not killed ends."""
     place = tmp_path_factory.mktemp("parts")
     do = "attach", ["train", 6], "wait", "steps", "die"
@@ -55,7 +58,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
         for index in range(2):
             first, _, end = running.reports(index)
             assert (first["start"], end["local"]) == (0, [5, 6])
-    return place, started(place / "straight", 0)
+    return place, started(together, place / "straight", 0)
 
 
 @pytest.fixture
@@ -69,12 +72,17 @@ def left(killed: tuple[Path, Any], tmp_path: Path) -> tuple[Path, Path]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("lost", "start", "tier"), [(None, 6, "local"), (1, 4, "durable")])
 def test_killed_hosts_go_on_from_their_own_parts_and_a_lost_host_from_the_durable_step(
-    lost: int | None, start: int, tier: str, killed: tuple[Path, list[Any]], left: tuple[Path, Path]
+    lost: int | None,
+    start: int,
+    tier: str,
+    killed: tuple[Path, list[Any]],
+    left: tuple[Path, Path],
+    together: Together,
 ) -> None:
     directory, ramdisks = left
     if lost is not None:
         shutil.rmtree(ramdisks / str(lost))
-    found = started(directory.parent, 77)
+    found = started(together, directory.parent, 77)
     for (first, here), (_, there) in zip(found, killed[1], strict=True):
         assert (first["start"], first["tier"]) == (start, tier)
         assert len(first["warned"]) == (0 if lost is None else 2)
@@ -148,7 +156,9 @@ def test_no_reader_takes_a_hosts_part_for_a_whole(left: tuple[Path, Path], tmp_p
 
 
 @pytest.mark.slow
-def test_what_cannot_be_put_together_fails_alike_and_leaves_nothing(tmp_path: Path) -> None:
+def test_what_cannot_be_put_together_fails_alike_and_leaves_nothing(
+    together: Together, tmp_path: Path
+) -> None:
     local = {"tier": "local"}
     verified: list[Any] = [["verify", 1, local], ["verify", 2, local], "steps"]
     damaged: list[Any] = [["flip", [1], 1]]
@@ -166,7 +176,7 @@ def test_what_cannot_be_put_together_fails_alike_and_leaves_nothing(tmp_path: Pa
     ]
     do = ["attach", ["train", 2], "wait", *verified, *damaged, *lost, *failed, "close"]
     given = settings(tmp_path, *do, every=[4], keep_local=9)
-    for reports, marked in zip(run_processes(PROGRAM, 2, given), ([1, 2], [2]), strict=True):
+    for reports, marked in zip(together(PROGRAM, 2, given), ([1, 2], [2]), strict=True):
         _, _, one, two, sound, *told, _, after = reports[:9]
         assert (one["verify"], two["verify"], sound["marked"]) == (1, 2, [1, 2])
         assert told == [{"told": "CorruptCheckpointError"}] * 2

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.compare import assert_trees_identical
-from support.processes import run_processes
+from support.live import Together
 from support.slices import PROGRAM, settings
 from support.steps import save_due, state, two_tiers
 from support.unreadable import unreadable
@@ -101,13 +101,12 @@ def test_a_local_step_that_is_asked_for_and_in_no_other_tier_is_an_error(saved: 
 
 
 @pytest.mark.slow
-def test_other_hosts_send_what_a_host_cannot_read(tmp_path: Path) -> None:
+def test_other_hosts_send_what_a_host_cannot_read(together: Together, tmp_path: Path) -> None:
     do: list[object] = ["attach", ["train", 2], "wait", "sync"]
     for what, number in FAILURES:
         do += [["fail_reads", 0, what, number], ["reopen", 77], "attach", "stop_failing"]
     given = settings(tmp_path / "run", tmp_path / "ramdisks", *do, every=[], is_replicated=True)
-    reports = run_processes(PROGRAM, 2, given)
-    for _, saved_state, *found in reports:
+    for _, saved_state, *found in together(PROGRAM, 2, given):
         assert [(each["start"], each["tier"]) for each in found] == [(2, "local")] * len(FAILURES)
         assert all(each["whole"] == saved_state["whole"] for each in found)
         assert all(each["own"] == saved_state["own"] for each in found)

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from support.compare import entries
 from support.damage import fill_disk
-from support.processes import run_processes, run_python
+from support.live import Together
+from support.processes import run_python
 from support.training import save_state
 from support.waiting import wait_until
 
@@ -374,7 +375,7 @@ TWO = """
 
 
 @pytest.mark.slow
-def test_on_two_processes(tmp_path: Path) -> None:
-    for reports in run_processes(TWO, 2, str(tmp_path), devices=2):
+def test_on_two_processes(together: Together, tmp_path: Path) -> None:
+    for reports in together(TWO, 2, tmp_path):
         assert reports == [{"is_done": True}]
     assert not list(tmp_path.glob("*/lease"))

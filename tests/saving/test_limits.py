@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.processes import run_processes
+from support.live import Together
 
 from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
 from torchax_ckpt.errors import SaveError
@@ -170,9 +170,11 @@ TWO = """
 
 
 @pytest.mark.slow
-def test_a_limit_at_the_first_lease_fails_the_save_on_all_processes(tmp_path: Path) -> None:
+def test_a_limit_at_the_first_lease_fails_the_save_on_all_processes(
+    together: Together, tmp_path: Path
+) -> None:
     expected = {"files": "ulimit -n", "threads": "ulimit -u", "memory": "ulimit -v"}
-    for index, found in enumerate(run_processes(TWO, 2, str(tmp_path), devices=2)):
+    for index, found in enumerate(together(TWO, 2, tmp_path)):
         assert [each["kind"] for each in found] == [*expected]
         for each in found:
             assert (each["began"], each["steps"]) == ([False, True], [2])

@@ -6,6 +6,7 @@ import json
 import shutil
 import signal
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from support import PROGRAMS
 from support.compare import entries
 from support.damage import flip_bit
 from support.linked import assert_holds, by_orbax, data_file, databases, files
-from support.processes import Running, run_processes
+from support.live import Together
+from support.processes import Running
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
 
@@ -25,10 +27,17 @@ WHOLE = 8 << 20  # less than the bytes of the leaves that do not change
 SMALL = WHOLE / 100  # more than the bytes of the others
 
 
-def run(directory: Path, count: int, first: int, last: int, **settings: Any) -> list[list[Any]]:
-    """What each process reports after it has saved steps; see the program."""
-    arguments = str(first), str(last), json.dumps(settings)
-    return run_processes(PROGRAM, count, str(directory), *arguments)
+Run = Callable[..., list[list[Any]]]
+
+
+@pytest.fixture(scope="module")
+def run(together: Together) -> Run:
+    """Has processes save steps; returns what each reports, see the program."""
+
+    def saved(directory: Path, count: int, first: int, last: int, **settings: Any) -> Any:
+        return together(PROGRAM, count, directory, first, last, settings)
+
+    return saved
 
 
 def new_bytes(reports: list[Any]) -> dict[int, int]:
@@ -58,7 +67,7 @@ def copied(run: Path, directory: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def by_two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[Any]]]:
+def by_two(run: Run, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[Any]]]:
     """A run of 6 steps on 2 processes with 2 devices each, and what each reported."""
     directory = tmp_path_factory.mktemp("by_two") / "run"
     return directory, run(directory, 2, 1, 6)
@@ -82,7 +91,7 @@ def test_two_processes_write_what_changed_only(by_two: tuple[Path, list[list[Any
 
 @pytest.mark.slow
 def test_only_a_save_that_may_take_something_over_asks_the_others(
-    by_two: tuple[Path, list[list[Any]]], directory: Path
+    run: Run, by_two: tuple[Path, list[list[Any]]], directory: Path
 ) -> None:
     without = run(directory, 2, 1, 3, reuse=False)
     for told, plain in zip(by_two[1], without, strict=True):
@@ -96,7 +105,9 @@ def test_only_a_save_that_may_take_something_over_asks_the_others(
 @pytest.mark.parametrize(
     "mode", ["copy", *(pytest.param(m, marks=pytest.mark.long) for m in ("reference", "auto"))]
 )
-def test_two_processes_look_at_no_array_that_is_the_same_object(mode: str, directory: Path) -> None:
+def test_two_processes_look_at_no_array_that_is_the_same_object(
+    run: Run, mode: str, directory: Path
+) -> None:
     """At steps 9 and 11, one array is another object with the same values, on process 1 alone.
 
     Before step 11, the database is lost that the save would take over. From step 13 on, the objects
@@ -124,7 +135,7 @@ def test_two_processes_look_at_no_array_that_is_the_same_object(mode: str, direc
 
 @pytest.mark.slow
 def test_no_process_answers_for_others(
-    by_two: tuple[Path, list[list[Any]]], directory: Path
+    run: Run, by_two: tuple[Path, list[list[Any]]], directory: Path
 ) -> None:
     """Blocks of the restored step lie on two processes each, and one of these changes its part."""
     copied(by_two[0], directory)
@@ -139,7 +150,7 @@ def test_no_process_answers_for_others(
 
 @pytest.mark.slow
 def test_two_processes_go_on_after_a_failed_save(
-    by_two: tuple[Path, list[list[Any]]], directory: Path
+    run: Run, by_two: tuple[Path, list[list[Any]]], directory: Path
 ) -> None:
     """The failure of one process while it links; from step 11 on, the base changes too."""
     copied(by_two[0], directory)
@@ -158,7 +169,9 @@ def test_two_processes_go_on_after_a_failed_save(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("index", [0, 1])
-def test_what_a_failed_save_has_sent_is_no_base_of_the_next(index: int, directory: Path) -> None:
+def test_what_a_failed_save_has_sent_is_no_base_of_the_next(
+    run: Run, index: int, directory: Path
+) -> None:
     """The base changes in a save that fails on one process once both have written their parts.
 
     To the next saves the base then equals what was sent, but no step has it.
@@ -174,7 +187,7 @@ def test_what_a_failed_save_has_sent_is_no_base_of_the_next(index: int, director
 
 @pytest.mark.slow
 def test_fewer_and_more_processes_go_on(
-    by_two: tuple[Path, list[list[Any]]], directory: Path
+    run: Run, by_two: tuple[Path, list[list[Any]]], directory: Path
 ) -> None:
     """One process after two, on twice as many devices; then two again, which keep one step.
 
@@ -220,7 +233,7 @@ def test_a_process_that_is_killed_between_link_and_commit_harms_no_step(
 @pytest.mark.slow
 @pytest.mark.parametrize("is_damaged", [False, True])
 def test_each_host_takes_over_local_steps(
-    is_damaged: bool, directory: Path, tmp_path: Path
+    run: Run, is_damaged: bool, directory: Path, tmp_path: Path
 ) -> None:
     """After a restart, a host takes over only what it has compared in its own copy."""
     ramdisks = [tmp_path / "ramdisks" / str(index) for index in range(2)]
@@ -247,7 +260,9 @@ def test_each_host_takes_over_local_steps(
 
 
 @pytest.mark.slow
-def test_process_0_takes_over_the_leaves_on_the_host(directory: Path, tmp_path: Path) -> None:
+def test_process_0_takes_over_the_leaves_on_the_host(
+    run: Run, directory: Path, tmp_path: Path
+) -> None:
     """After a restart from a local step, it writes each durable copy once; then one goes on."""
     places = {"ramdisks": str(tmp_path / "ramdisks"), "host": True, "changed": 11}
     ramdisks = [tmp_path / "ramdisks" / str(index) for index in range(2)]
@@ -286,7 +301,7 @@ def test_process_0_takes_over_the_leaves_on_the_host(directory: Path, tmp_path: 
 
 
 @pytest.mark.slow
-def test_the_states_of_single_processes_are_always_written(directory: Path) -> None:
+def test_the_states_of_single_processes_are_always_written(run: Run, directory: Path) -> None:
     (reports, _) = run(directory, 2, 1, 5, stateful=True)
     manifest = json.loads((directory / "5" / "manifest" / "data.json").read_text())
     stored = {name for entry in manifest["unchanged"].values() for name in entry["xxh3_128"]}

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from support import PROGRAMS
 from support.device_memory import donated, exhausted
-from support.processes import run_processes
+from support.live import Together
 from support.training import P, fsdp_mesh
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
@@ -254,11 +254,11 @@ ONE_GIB = 1 << 30
     ],
 )
 def test_a_process_without_memory_costs_no_save(
-    mode: str, fulls: list[int | None], host_bytes: int, directory: Path
+    mode: str, fulls: list[int | None], host_bytes: int, together: Together, directory: Path
 ) -> None:
     """``fulls`` are the processes whose devices have no memory at each step."""
-    arguments = str(directory), mode, str(host_bytes), json.dumps(fulls)
-    told = run_processes(PROGRAMS / "arrays_on_processes.py", 2, "full_devices", *arguments)
+    arguments = directory, mode, host_bytes, json.dumps(fulls)
+    told = together(PROGRAMS / "arrays_on_processes.py", 2, "full_devices", *arguments)
     steps = list(range(1, len(fulls) + 1))
     for (report,) in told:
         assert (report["failed"], report["steps"]) == ({}, steps)
@@ -332,8 +332,10 @@ def test_what_a_plan_takes_is_known_before_it_runs_and_compiled_once(
 
 
 @pytest.mark.slow
-def test_copies_of_arrays_on_several_processes_count_on_each_device_once() -> None:
-    for (told,) in run_processes(PROGRAMS / "arrays_on_processes.py", 2, "sizes"):
+def test_copies_of_arrays_on_several_processes_count_on_each_device_once(
+    together: Together,
+) -> None:
+    for (told,) in together(PROGRAMS / "arrays_on_processes.py", 2, "sizes"):
         assert told["is_as_predicted"]
         assert told["shards"] == [3] * told["devices"]
 

@@ -15,7 +15,8 @@ from support import PROGRAMS
 from support.compare import assert_trees_identical
 from support.device_memory import donated, exhausted, limited
 from support.jax_releases import set_mesh
-from support.processes import run_processes, run_python
+from support.live import Together
+from support.processes import run_python
 from support.strategies import JAX_DTYPES
 from support.training import P, fsdp_mesh
 
@@ -274,7 +275,9 @@ def test_many_saves_leave_no_host_memory_behind(tmp_path: Path) -> None:
         pytest.param("copy", "auto", marks=pytest.mark.long),
     ],
 )
-def test_processes_store_what_each_of_them_has(layout: str, mode: str, tmp_path: Path) -> None:
+def test_processes_store_what_each_of_them_has(
+    layout: str, mode: str, together: Together, tmp_path: Path
+) -> None:
     program = PROGRAMS / "arrays_on_processes.py"
-    told = run_processes(program, 2, "two_tiers", tmp_path, mode, layout)
+    told = together(program, 2, "two_tiers", tmp_path, mode, layout)
     assert [report["different"] for (report,) in told] == [[], []]

@@ -29,6 +29,7 @@ from make_golden import (
 )
 from processes_program import digest
 from support import ROOT, golden
+from support.live import Together
 
 from torchax_ckpt import (
     CheckpointOptions,
@@ -139,13 +140,13 @@ def test_weights_that_processes_have_saved_together_are_read_by_name(version: st
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("kind", ["processes", pytest.param(APART, marks=pytest.mark.slow)])
 def test_each_process_has_its_own_state_of_a_golden_checkpoint_again(
-    kind: str, version: str, tmp_path: Path
+    kind: str, version: str, together: Together, tmp_path: Path
 ) -> None:
     shutil.copytree(GOLDEN / version / kind, tmp_path / "run")
     hosts = tmp_path / "run" if kind == APART else None
     durable = tmp_path / "run" / "durable" if kind == APART else tmp_path / "run"
     tier = "local" if kind == APART else "durable"
-    found = golden.read(durable, STEP, hosts)
+    found = golden.read(together, durable, STEP, hosts)
     for here, there in zip(found, of_processes(version, kind), strict=True):
         assert here == {"start": STEP, "tier": tier, **there}
 

@@ -12,7 +12,7 @@ from support import PROGRAMS
 from support.commands import run, run_json
 from support.damage import edit_json, flip_bit
 from support.described import Described, Tokenizer
-from support.processes import run_processes
+from support.live import Together
 from support.stages import at
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
@@ -130,10 +130,10 @@ def test_a_step_with_lost_assets_fails(directory: Path) -> None:
 
 
 @pytest.mark.slow
-def test_process_0_says_what_the_model_is(tmp_path: Path) -> None:
+def test_process_0_says_what_the_model_is(together: Together, tmp_path: Path) -> None:
     """In the durable directory; in a local tier each host says it in its own."""
     program = PROGRAMS / "arrays_on_processes.py"
-    told = run_processes(program, 2, "assets", tmp_path / "run", tmp_path / "local")
+    told = together(program, 2, "assets", tmp_path / "run", tmp_path / "local")
     for index, (found,) in enumerate(told):
         durable, local = found["durable"], found["local"]
         assert json.loads(durable["model/config.json"])["hidden_size"] == 0

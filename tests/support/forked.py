@@ -67,6 +67,8 @@ READ_LATER = {
     "TENSORSTORE_GCS_HTTP_URL",
 }
 MAX_REQUEST_BYTES = 1 << 20
+# In a fork, variables that its imports have set: programs that it starts share its servers.
+_added: dict[str, str] = {}
 # The process whose end ends the servers: that of the run, also in its workers.
 OWNER = "TORCHAX_CKPT_TESTS_OWNER"
 
@@ -93,7 +95,7 @@ def start(
     modules: Sequence[str] = MODULES,
 ) -> Process:
     """Starts what ``python ARGUMENTS`` would run in this environment, as a fork without stdin."""
-    at_import = {k: v for k, v in env.items() if k not in READ_LATER}
+    at_import = {k: v for k, v in env.items() if k not in READ_LATER and _added.get(k) != v}
     server = next(_servers(frozenset(at_import.items()), tuple(modules)))
     return server.start(arguments, env, stdout, stderr)
 
@@ -308,6 +310,7 @@ def _become(
     os.chdir(directory)
     os.environ.clear()
     os.environ.update({**added, **env})
+    _added.update(added)
     if (folder := env.get("JAX_COMPILATION_CACHE_DIR")) and "jax" in sys.modules:
         from support import compiled
 

@@ -194,12 +194,12 @@ def run_processes(program: str | Path, count: int, *args: Any, **kwargs: Any) ->
 
 def environment(devices: int | None, env: Mapping[str, str]) -> dict[str, str]:
     """Returns this process's environment, changed for a program with that many devices."""
-    path = [*map(str, (TESTS, PROGRAMS, ROOT)), os.environ.get("PYTHONPATH")]
+    path = [*map(str, (TESTS, PROGRAMS, ROOT)), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     variables = {
         **os.environ,
         "XLA_FLAGS": xla_flags(devices),
         "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(filter(None, path))),
         **env,
     }
     if devices is None and "XLA_FLAGS" not in env:

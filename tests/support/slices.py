@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from support import PROGRAMS
-from support.processes import Running, run_processes
+from support.live import Together
+from support.processes import Running
 
 PROGRAM = PROGRAMS / "group.py"
 
@@ -32,20 +33,20 @@ def killed(
 
 
 def resumed(
-    directory: Path | str, ramdisks: Path, count: int, seed: int = 77, **how: Any
+    run: Together, directory: Path | str, ramdisks: Path, count: int, seed: int = 77, **how: Any
 ) -> list[dict[str, Any]]:
     """Resumes a run and trains to its end; returns the reports of the processes.
 
     The run starts with other seeds, so that any state that is not restored differs.
     """
     given = settings(directory, ramdisks, "attach", ["train", 7], "close", seed=seed)
-    reports = run_processes(PROGRAM, count, given, **how)
+    reports = run(PROGRAM, count, given, **how)
     kept = ("start", "tier")
     return [{**end, **{name: first[name] for name in kept}} for first, end, _ in reports]
 
 
-def straight(tmp_path: Path, count: int) -> list[dict[str, Any]]:
-    return resumed(tmp_path / "straight", tmp_path / "straight-ramdisks", count, seed=0)
+def straight(run: Together, tmp_path: Path, count: int) -> list[dict[str, Any]]:
+    return resumed(run, tmp_path / "straight", tmp_path / "straight-ramdisks", count, seed=0)
 
 
 def assert_ends_alike(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:

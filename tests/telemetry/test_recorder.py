@@ -19,7 +19,7 @@ from etils import epath
 from support import PROGRAMS
 from support.damage import fill_disk
 from support.events import names, recorded
-from support.processes import run_processes
+from support.live import Together
 from support.steps import save
 from support.training import mlp
 from support.waiting import wait_until
@@ -142,9 +142,10 @@ def test_where_the_training_is_is_told_now_and_then(
 
 
 @pytest.mark.slow
-def test_each_of_several_processes_is_told_and_one_writes(directory: Path) -> None:
-    arguments = PROGRAMS / "arrays_on_processes.py", 2, "events", str(directory)
-    (first,), (second,) = run_processes(*arguments)
+def test_each_of_several_processes_is_told_and_one_writes(
+    together: Together, directory: Path
+) -> None:
+    (first,), (second,) = together(PROGRAMS / "arrays_on_processes.py", 2, "events", directory)
     saves = ["saving", "durable", "saving", "durable"]
     assert first == {"told": ["started", *saves, "closed"], "durable": 2}
     assert second == {"told": saves, "durable": 2}

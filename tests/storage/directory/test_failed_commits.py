@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from etils import epath
-from support.processes import run_processes
+from support.live import Together
 from support.steps import save, save_due, state
 
 from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
@@ -169,7 +169,9 @@ def test_nothing_is_taken_back_unleased(directory: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-def test_no_process_lists_a_step_that_process_0_cannot_take_back(directory: Path) -> None:
+def test_no_process_lists_a_step_that_process_0_cannot_take_back(
+    together: Together, directory: Path
+) -> None:
     program = """
         import sys
         from pathlib import Path
@@ -198,7 +200,7 @@ def test_no_process_lists_a_step_that_process_0_cannot_take_back(directory: Path
                 save(ckpt, 9)
             report(steps=ckpt.all_steps())
     """
-    found = run_processes(program, 2, str(directory))
+    found = together(program, 2, directory)
     assert [told[0]["steps"] for told in found] == [[2, 3]] * 2
     assert "4" in found[0][0]["names"]
     assert [told[1]["steps"] for told in found] == [[3, 9]] * 2

@@ -13,7 +13,7 @@ from etils import epath
 from support import PROGRAMS, training
 from support.commands import run_json
 from support.damage import flip_bit, killed_before_setting_aside, set_commit_time
-from support.processes import run_processes
+from support.live import Together
 from support.steps import save
 from support.training import mlp
 from typer.testing import CliRunner
@@ -137,10 +137,10 @@ def test_a_verified_step_that_has_lost_its_record_counts_no_more(directory: Path
 
 
 @pytest.mark.slow
-def test_several_processes_agree(directory: Path) -> None:
+def test_several_processes_agree(together: Together, directory: Path) -> None:
     def told(phase: str) -> list[Any]:
         program = PROGRAMS / "arrays_on_processes.py"
-        return run_processes(program, 2, "damaged_records", directory, phase)
+        return together(program, 2, "damaged_records", directory, phase)
 
     told("save")
     flip(directory / "2")

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.compare import entries
-from support.processes import run_processes
+from support.live import Together
 from typer.testing import CliRunner
 
 from torchax_ckpt import LocalTier, TorchaxCheckpointer, policies
@@ -220,7 +220,7 @@ def test_a_leftover_that_cannot_be_removed_stops_no_save(
 
 TWO = """
     import os, sys
-    from processes_program import MESH, P, NamedSharding, jax, np, report, torchax
+    from processes_program import MESH, P, NamedSharding, jax, np, patch, report, torchax
     torchax.enable_globally()
     from torchax_ckpt import TorchaxCheckpointer, policies
     from torchax_ckpt.errors import DirectoryError
@@ -242,7 +242,7 @@ TWO = """
             raise OSError(18, "Invalid cross-device link", str(source))
         rename(source, target, **kwargs)
 
-    os.rename = refusing
+    patch(os, "rename", refusing)
     with TorchaxCheckpointer(run, preservation_policy=policies.LatestN(2)) as ckpt:
         ckpt._tiers.go_on_from(2)
         save(ckpt, 3, 4, 5, 6)
@@ -256,6 +256,6 @@ TWO = """
 
 
 @pytest.mark.slow
-def test_two_processes_know_which_steps_stay(directory: Path) -> None:
-    for (found,) in run_processes(TWO, 2, str(directory), devices=2):
+def test_two_processes_know_which_steps_stay(together: Together, directory: Path) -> None:
+    for (found,) in together(TWO, 2, directory):
         assert found == {"steps": [2, 5, 6], "known": [[2, 5, 6], [3, 4]], "said": True}
