@@ -26,6 +26,7 @@ from support.waiting import wait_until
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
 from torchax_ckpt.errors import SaveError
+from torchax_ckpt.layout import manifest
 from torchax_ckpt.policies.described import described
 from torchax_ckpt.stored import shared_files
 from torchax_ckpt.telemetry import recorder
@@ -212,6 +213,8 @@ def test_telemetry_that_breaks_costs_neither_training_nor_saves(
     def fail(*args: Any) -> Any:
         raise importlib.metadata.PackageNotFoundError("not here")
 
+    uncached = manifest._installed_version.__wrapped__
+    monkeypatch.setattr(manifest, "_installed_version", uncached)
     monkeypatch.setattr(broken, name, fail)
     with TorchaxCheckpointer(directory) as ckpt:
         save(ckpt, 1, 2, of=STATE)

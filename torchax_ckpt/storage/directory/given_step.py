@@ -80,9 +80,11 @@ def refused(step: epath.Path) -> DirectoryError:
 
 def _would_be_a_step(path: epath.Path, *, is_there: bool) -> bool:
     """Returns whether an empty folder, or none, has a step's name, and lies in a run."""
-    if not NUMBER.fullmatch(path.name) or (is_there and any(path.iterdir())):
+    if not NUMBER.fullmatch(path.name):
         return False
-    return medium.of(path.parent).has_run(path.parent, _is_numbered_step)
+    if not medium.of(path.parent).has_run(path.parent, _is_numbered_step):
+        return False
+    return not (is_there and any(path.iterdir()))  # last: a local tier may be unreadable
 
 
 def _is_numbered_step(folder: epath.Path) -> bool:
