@@ -46,7 +46,7 @@ from torchax_ckpt import CheckpointOptions, Event, TorchaxCheckpointer, policies
 from torchax_ckpt.errors import CorruptCheckpointError, SaveError
 from torchax_ckpt.runtime import stages
 from torchax_ckpt.saving.unchanged.reuse import Reuse
-from torchax_ckpt.storage.writing import unchanged_files
+from torchax_ckpt.storage.medium import local_medium
 
 
 def test_unchanged_arrays_are_written_twice_and_then_linked_in_turn(directory: Path) -> None:
@@ -298,7 +298,7 @@ def test_where_links_are_refused_files_are_copied(
 ) -> None:
     """From step to step; none is kept aside."""
     monkeypatch.setattr(os, "link", Mock(side_effect=PermissionError(errno.EPERM, "no")))
-    monkeypatch.setattr(unchanged_files, "_has_warned", False)
+    monkeypatch.setattr(local_medium, "_has_warned", False)
     with caplog.at_level(logging.WARNING, "torchax_ckpt"):
         state = run(directory, range(1, 6), **ALL)
     assert caplog.text.count("Unchanged arrays are copied from step to step") == 1

@@ -21,7 +21,7 @@ from support.training import P, fsdp_mesh
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, torchax_backend
 from torchax_ckpt.errors import SaveError
-from torchax_ckpt.storage.writing import unchanged_files
+from torchax_ckpt.storage.medium.local_medium import LocalMedium
 
 
 def table(seed: int = 0) -> np.ndarray:
@@ -168,7 +168,7 @@ def test_tensors_of_a_module_on_the_cpu_are_taken_over(directory: Path) -> None:
 def test_a_save_without_its_links_is_none(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = host_state()
     save_all(directory, state, range(1, 6))
-    monkeypatch.setattr(unchanged_files, "take_over", lambda *_: None)
+    monkeypatch.setattr(LocalMedium, "take_over", lambda *_: None)
     with pytest.raises(SaveError, match="state/table: expected . chunks? in the new step, found 0"):
         resumed(directory, state, 5, range(6, 8))
     assert not (directory / "7").exists()

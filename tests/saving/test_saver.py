@@ -38,7 +38,7 @@ from torchax_ckpt.errors import (
 )
 from torchax_ckpt.processes import call_log
 from torchax_ckpt.saving import saver
-from torchax_ckpt.storage.directory import run_directory
+from torchax_ckpt.storage.medium import bucket_medium
 from torchax_ckpt.telemetry import recorder
 
 
@@ -334,7 +334,7 @@ def test_nothing_that_a_checkpointer_holds_grows_with_each_save(
         (call_log, "_REMEMBERED"),
         (recorder, "_MAX_VALUES"),
         (saver, "_LOGGED_SAVES"),
-        (run_directory, "_USED_NAMES"),
+        (bucket_medium, "_USED_NAMES"),
     ):
         monkeypatch.setattr(module, limit, 5)
     local, looks = directory.with_name("local"), list[dict[str, int]]()

@@ -25,6 +25,15 @@ from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.state.modules.ties import lost_ties
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_is_frozen() -> Iterator[None]:
+    """Ties are made again only where the garbage collector sees everything."""
+    gc.unfreeze()
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 class Declaring(nn.Module):
     """A language model with tied embeddings, which declares the tie as transformers 5 does."""
 
