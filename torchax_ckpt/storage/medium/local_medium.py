@@ -64,8 +64,7 @@ class LocalMedium:
 
     def names_in(self, folder: epath.Path) -> set[str]:
         try:
-            with _opened(folder) as opened:
-                return set(os.listdir(opened))
+            return set() if os.path.islink(folder) else set(os.listdir(folder))
         except (FileNotFoundError, NotADirectoryError):
             return set()
 
