@@ -121,7 +121,7 @@ def _text(path: str) -> str:
 
 
 def is_url(path: Any) -> bool:
-    """Returns whether what a user gave is a URL, which only this package and fsspec can open."""
+    """Returns whether a path is a URL, so that it lies in a bucket and not on this host."""
     return "://" in str(path)
 
 

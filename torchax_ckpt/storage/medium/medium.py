@@ -30,9 +30,9 @@ from torchax_ckpt.storage.medium.stored_file import Log, StoredFile
 class Medium(Protocol):
     """The storage in which one folder lies, such as the directory of a run.
 
-    ``folder`` is the folder whose steps the methods of the second group begin and commit. Paths are
-    those of files and folders in it or, for the first group, anywhere on the same storage. All
-    raise OSError, or an error of a bucket's client, if storage fails.
+    The methods that begin, commit and take back steps do so in this folder; the others take paths
+    anywhere on the same storage. All raise OSError, or an error of a bucket's client, if storage
+    fails.
     """
 
     append_secs: float
