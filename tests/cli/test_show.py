@@ -220,7 +220,7 @@ def test_ctrl_c_in_a_callback_of_the_collector_is_not_lost() -> None:
         sys.meta_path.insert(0, Collecting())
         main()
     """
-    result = run_python(program, "--version", check=False)
+    result = run_python(program, "--version", check=False, fresh=True)
     assert (result.returncode, result.stdout, result.stderr) == (exit_codes.INTERRUPTED, "", "")
 
 
