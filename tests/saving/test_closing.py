@@ -269,6 +269,7 @@ LEFT = """
     from torchax_ckpt import LocalTier, TorchaxCheckpointer, policies
 
     def everything():
+        gc.collect()
         wakeup = signal.set_wakeup_fd(-1)
         signal.set_wakeup_fd(wakeup)
         return {
@@ -281,7 +282,6 @@ LEFT = """
         }
 
     def resident_bytes():
-        gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
