@@ -99,7 +99,8 @@ def test_a_copy_survives_refusals_lost_answers_and_tokens(
 ) -> None:
     """Each request meets a fault once; the last request of each object meets another one."""
     filesystem, source = fsspec.filesystem("gcs", finalize_on_close=True), f"{url}/a"
-    content = {f"d/{i}": os.urandom(1000) for i in range(4)}
+    # The emulator takes a \r at the end of what gcsfs sends for the end of a line.
+    content = {f"d/{i}": os.urandom(999) + b"." for i in range(4)}
     for name, octets in content.items():
         filesystem.pipe_file(f"{source}/{name}", octets)
     copies: dict[str, list[str]] = {name: [] for name in content}
