@@ -44,7 +44,6 @@ from torchax_ckpt.stored.shared_files import Usage
 from torchax_ckpt.stored.stored_step import StoredStep
 from torchax_ckpt.telemetry.journal import latest_start
 
-# Seconds from one look of ``ls --watch`` to the next, and of those at a bucket.
 _MAX_NAMES = 5  # in a line
 _MAX_TEXT = 100  # characters of a value that differs
 

@@ -29,7 +29,6 @@ from torchax_ckpt.runtime.background import Executor
 from torchax_ckpt.runtime.user_messages import counted
 from torchax_ckpt.storage.medium import compare_and_swap, medium, permissions, storage_errors
 from torchax_ckpt.storage.medium.compare_and_swap import AtomicRecord, Conflict, Seen
-from torchax_ckpt.storage.medium.stored_file import StoredFile
 
 logger = logging.getLogger(__name__)
 
@@ -183,28 +182,15 @@ class PackedPrograms:
 
     def _record(self) -> contextlib.closing[AtomicRecord]:
         permissions.require_own(self._place)
-        beside = medium.of(self._place.parent).files(self._place.parent, self._place.name)
-        for file in beside:
-            if file.name == self._place.name and file.num_bytes > MAX_BYTES:
-                text = f"expected at most {MAX_BYTES} bytes, found {file.num_bytes}"
-                raise ValueError(f"{text}: remove it, or give another name")
-        self._remove_drafts(beside)
+        if (num_bytes := medium.of(self._place).num_bytes(self._place)) > MAX_BYTES:
+            text = f"expected at most {MAX_BYTES} bytes, found {num_bytes}"
+            raise ValueError(f"{text}: remove it, or give another name")
         record = compare_and_swap.record_at(self._place, max_bytes=MAX_BYTES + 1, mode=0o600)
         return contextlib.closing(record)
 
-    def _remove_drafts(self, beside: Iterable[StoredFile]) -> None:
-        """Removes what this user's killed programs left beside the file, each as long as it."""
-        name = rf"{re.escape(self._place.name)}-[0-9a-f]{{32}}{re.escape(permissions.DRAFT_SUFFIX)}"
-        for draft in (f for f in beside if f.identity and re.fullmatch(name, f.name)):
-            path = pathlib.Path(self._place.parent / draft.name)
-            with contextlib.suppress(FileNotFoundError):  # another machine has removed it
-                found = path.lstat()
-                is_old = time.time() - found.st_mtime > _DRAFT_SECS
-                if is_old and stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
-                    path.unlink()
-
     def _take(self, record: AtomicRecord) -> Seen | None:
         """Does what ``fetch`` does; returns what the file holds, None if there is no file."""
+        record.remove_drafts(_DRAFT_SECS)
         seen = record.read()
         if seen is not None:
             programs = unpack(seen.content)

@@ -131,9 +131,7 @@ class PublishedFolders:
                 self._require_ours()  # others may have written there before this had the lease
                 published = tuple(self._recorded())
                 self._finish()
-                for name in self._medium.names_in(self._control):
-                    if _DRAFTS.fullmatch(name):
-                        self._medium.remove_draft(self._control / name)
+                self._medium.remove_drafts(self._control, _DRAFTS)
                 self.published = published
                 self._point_to_newest()
         except BaseException:
@@ -213,10 +211,14 @@ class PublishedFolders:
             self._finish()
             if self._medium.answers_at_once:  # else it costs a request at each look
                 self._point_to_newest()
-            for folder in doomed:
-                self._medium.unname(folder.path, self._control / f"deleting-{folder.path.name}")
+            names = [folder.path.name for folder in doomed]
+            unfinished = [
+                name
+                for name in names
+                if not self._medium.unname(self.path / name, self._control / f"deleting-{name}")
+            ]
             if left != [*self.published]:
-                self._record(left, [folder.path.name for folder in doomed])
+                self._record(left, unfinished)
                 self.published = left
                 self._finish()
 

@@ -38,9 +38,8 @@ class Division:
     digests: dict[str, Digests] = dataclasses.field(default_factory=dict)
     # What this process takes over: the folder in the earlier step, and the new folder's name.
     links: list[tuple[epath.Path, str]] = dataclasses.field(default_factory=list)
-    files: dict[str, StoredFile] = dataclasses.field(
-        default_factory=dict
-    )  # of all links, on process 0
+    # The files of all links; on process 0 only.
+    files: dict[str, StoredFile] = dataclasses.field(default_factory=dict)
 
     def take_over(
         self,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -67,6 +68,9 @@ class BucketMedium:
         found = bucket.contents(folder, prefix)
         return [StoredFile(name, size, crc32c) for name, (size, crc32c) in found.items()]
 
+    def num_bytes(self, path: epath.Path) -> int:
+        return bucket.contents(path.parent, path.name).get(path.name, (0, ""))[0]
+
     def read(self, path: epath.Path) -> bytes:
         return bucket.read(path)
 
@@ -118,8 +122,8 @@ class BucketMedium:
         finally:
             shutil.rmtree(place, ignore_errors=True)
 
-    def remove_draft(self, path: epath.Path) -> None:
-        bucket.remove(path)
+    def remove_drafts(self, folder: epath.Path, names: re.Pattern[str]) -> None:
+        pass  # they were on the host that was killed
 
     def put_folder(
         self,
@@ -143,8 +147,8 @@ class BucketMedium:
         send()
         ended()
 
-    def unname(self, path: epath.Path, doomed: epath.Path) -> None:
-        pass  # the record says first that it is unfinished
+    def unname(self, path: epath.Path, doomed: epath.Path) -> bool:
+        return False
 
     def remove_unfinished(self, path: epath.Path) -> None:
         bucket.remove(path)

@@ -19,7 +19,9 @@ import dataclasses
 import fcntl
 import os
 import pathlib
+import re
 import stat
+import time
 import urllib.parse
 import uuid
 from collections.abc import Iterator
@@ -106,6 +108,18 @@ class _LocalRecord:
             return False
         return True
 
+    def remove_drafts(self, age_secs: float) -> None:
+        """Removes the drafts of this user's programs that were killed so long ago."""
+        name = rf"{re.escape(self._path.name)}-[0-9a-f]{{32}}{re.escape(permissions.DRAFT_SUFFIX)}"
+        for draft in map(self._path.with_name, os.listdir(self._directory)):
+            if not re.fullmatch(name, draft.name):
+                continue
+            with contextlib.suppress(FileNotFoundError):  # another machine has removed it
+                found = draft.lstat()
+                is_old = time.time() - found.st_mtime > age_secs
+                if is_old and stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
+                    draft.unlink()
+
     def remove(self, seen: Seen) -> None:
         """Removes the record; does nothing if it has been replaced since ``seen`` was read."""
         with self._locked():
@@ -180,6 +194,9 @@ class _BucketRecord:
                 raise Conflict from None
             return now
         return Seen(content, made["generation"])
+
+    def remove_drafts(self, age_secs: float) -> None:
+        pass
 
     def remove(self, seen: Seen) -> None:
         with contextlib.suppress(FileNotFoundError, FileExistsError):

@@ -12,6 +12,7 @@ import errno
 import filecmp
 import logging
 import os
+import re
 import shlex
 import shutil
 import stat
@@ -79,9 +80,12 @@ class LocalMedium:
                         found.append(
                             StoredFile(name, status.st_size, "", identity, status.st_nlink)
                         )
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
         return found
+
+    def num_bytes(self, path: epath.Path) -> int:
+        return os.lstat(path).st_size if os.path.lexists(path) else 0
 
     def read(self, path: epath.Path) -> bytes:
         return path.read_bytes()
@@ -142,20 +146,15 @@ class LocalMedium:
 
     @contextlib.contextmanager
     def draft(self, path: epath.Path) -> Iterator[Path]:
-        self.remove_draft(path)  # if that has failed before
+        _remove(path)  # if that has failed before
         try:
             yield Path(path)
         finally:
-            self.remove_draft(path)
+            _remove(path)
 
-    def remove_draft(self, path: epath.Path) -> None:
-        try:
-            if path.is_dir() and not os.path.islink(path):
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
-        except OSError as error:
-            logger.warning("%s cannot be removed: %s", path, error)
+    def remove_drafts(self, folder: epath.Path, names: re.Pattern[str]) -> None:
+        for name in filter(names.fullmatch, os.listdir(folder)):
+            _remove(folder / name)
 
     def put_folder(
         self,
@@ -178,15 +177,15 @@ class LocalMedium:
         ended()
         draft.rename(target)
 
-    def unname(self, path: epath.Path, doomed: epath.Path) -> None:
-        if not path.exists():
-            return
-        self.remove_draft(doomed)
-        path.rename(doomed)
-        # Else a loss of power could leave the folder's name with a part of its files.
-        for folder in (path.parent, doomed.parent):
-            fsync.sync(folder)
-        self.remove_draft(doomed)
+    def unname(self, path: epath.Path, doomed: epath.Path) -> bool:
+        if path.exists():
+            _remove(doomed)
+            path.rename(doomed)
+            # Else a loss of power could leave the folder's name with a part of its files.
+            for folder in (path.parent, doomed.parent):
+                fsync.sync(folder)
+            _remove(doomed)
+        return True
 
     def remove_unfinished(self, path: epath.Path) -> None:
         pass  # a folder gets its name when it is whole, and loses it at once
@@ -299,6 +298,17 @@ class LocalLog:
             finally:
                 os.close(file)
         self._is_torn = False
+
+
+def _remove(path: epath.Path) -> None:
+    """Removes a file or folder that nothing names any more; a failure is only logged."""
+    try:
+        if path.is_dir() and not os.path.islink(path):
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("%s cannot be removed: %s", path, error)
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ the exact object that was examined, and a program writes no two saves under one 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -77,6 +78,10 @@ class Medium(Protocol):
         """
         ...
 
+    def num_bytes(self, path: epath.Path) -> int:
+        """Returns the size of a file, without reading it; 0 if there is none."""
+        ...
+
     def read(self, path: epath.Path) -> bytes:
         """Returns the content of a file."""
         ...
@@ -123,8 +128,8 @@ class Medium(Protocol):
         """Yields the path on this host where a folder is prepared, and removes it at the end."""
         ...
 
-    def remove_draft(self, path: epath.Path) -> None:
-        """Removes what a killed program left; a failure is only logged."""
+    def remove_drafts(self, folder: epath.Path, names: re.Pattern[str]) -> None:
+        """Removes what killed programs left in a folder; a failure is only logged."""
         ...
 
     def put_folder(
@@ -146,12 +151,15 @@ class Medium(Protocol):
         """
         ...
 
-    def unname(self, path: epath.Path, doomed: epath.Path) -> None:
-        """Deletes a folder by renaming it to ``doomed``, if folders can be renamed at once."""
+    def unname(self, path: epath.Path, doomed: epath.Path) -> bool:
+        """Deletes a folder by renaming it to ``doomed``, if folders can be renamed at once.
+
+        Returns whether it is gone. Else ``remove_unfinished`` removes it, once nothing names it.
+        """
         ...
 
     def remove_unfinished(self, path: epath.Path) -> None:
-        """Deletes a folder whose files appeared, or were to vanish, one by one."""
+        """Deletes a folder whose files appeared, or are to vanish, one by one."""
         ...
 
     def replace_file(self, path: epath.Path, content: bytes, draft: epath.Path) -> None:
