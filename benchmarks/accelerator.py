@@ -91,14 +91,14 @@ def measure(mode: str, asked: argparse.Namespace, directory: str) -> str:
     with TorchaxCheckpointer(
         directory, options=options, preservation_policy=policies.LatestN(1)
     ) as ckpt:
-        take = ckpt._saves.snapshotter.take
+        take = ckpt._run.snapshotter.take
 
         def taken(*leaves: Any) -> Any:
             snapshot = take(*leaves)
             ways.append(snapshot.way)
             return snapshot
 
-        ckpt._saves.snapshotter.take = taken  # type: ignore[method-assign, assignment]
+        ckpt._run.snapshotter.take = taken  # type: ignore[method-assign, assignment]
         number, after_few = 0, 0
         while len(blocking) < asked.saves:
             number += 1

@@ -44,7 +44,7 @@ import states  # noqa: E402 - after the devices are forced
 
 from torchax_ckpt import TorchaxCheckpointer  # noqa: E402
 from torchax_ckpt.policies import LatestN  # noqa: E402
-from torchax_ckpt.saving.saver import Saver  # noqa: E402
+from torchax_ckpt.saving.save import Save  # noqa: E402
 from torchax_ckpt.snapshot.snapshotter import Snapshot  # noqa: E402
 from torchax_ckpt.state.training_state import TrainingState  # noqa: E402
 
@@ -182,7 +182,7 @@ def main() -> None:
     parser.add_argument("--functional", action="store_true", help="save a functional state")
     args = parser.parse_args()
     on_training, on_saver = cProfile.Profile(), cProfile.Profile()
-    run, save = Saver._run, TorchaxCheckpointer.save
+    run, save = Save.run, TorchaxCheckpointer.save
 
     def profiled_run(self: Any, *given: Any) -> Any:
         return on_saver.runcall(run, self, *given)
@@ -200,7 +200,7 @@ def main() -> None:
         cold, warm = captures(program, args.saves)
         own, bare, num_stored = processor_secs(program, args.saves)
         with (
-            mock.patch.object(Saver, "_run", profiled_run),
+            mock.patch.object(Save, "run", profiled_run),
             mock.patch.object(TorchaxCheckpointer, "save", profiled_save),
         ):
             program.save(args.saves)

@@ -25,9 +25,10 @@ from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.processes.decision_windows import DecisionWindows
 from torchax_ckpt.processes.per_host import PerHostProcesses, keeper_distances
 from torchax_ckpt.restoring import local_tier
-from torchax_ckpt.saving.saver import Saver
+from torchax_ckpt.saving.capture import Capture
+from torchax_ckpt.saving.save import Save
+from torchax_ckpt.saving.tier import Channels, Tier
 from torchax_ckpt.saving.unchanged.reuse import Reuse
-from torchax_ckpt.saving.writer import Capture
 from torchax_ckpt.snapshot.sharding import Local
 from torchax_ckpt.state import per_process_state
 from torchax_ckpt.state.component import LeafRead
@@ -64,18 +65,23 @@ class Simulated:
         self._index, self._count = index, count
         self._calls, saves = channel("calls"), channel("saves")
         self._hosts = PerHostProcesses(self._calls)
-        self._decisions = DecisionWindows(channel("decisions"), lambda step, coming: False)
-        writers: Processes = PerHostProcesses(saves) if has_local_tier else saves
+        decisions = channel("decisions")
+        self._decisions = DecisionWindows(decisions, lambda step, coming: False)
+        channels = Channels(self._calls, saves, decisions)
+        if has_local_tier:
+            channels = Channels(self._hosts, PerHostProcesses(saves), decisions)
         directory, history = _directory(), _history()
-        self._saver = Saver(
+        self._tier = Tier(
+            "local" if has_local_tier else "durable",
             directory,
-            history,
-            _KEEPING_ALL,
+            _IGNORING,
             CheckpointOptions(),
             _IGNORING,
-            self._hosts if has_local_tier else self._calls,
-            writers,
-            Reuse(directory, history, _KEEPING_ALL, writers, False),
+            channels,
+            history,
+            _KEEPING_ALL,
+            Reuse(directory, history, _KEEPING_ALL, channels.saves, False),
+            lambda: None,
         )
 
     def save(self, step: int, *, changes: bool = True) -> None:
@@ -89,16 +95,16 @@ class Simulated:
         capture = Capture(step, _SNAPSHOT, _DOCUMENT, _state(state), lambda: ({}, None), 0.0)
         done = threading.Event()
         done.set()
-        save: Any = SimpleNamespace(
+        in_flight: Any = SimpleNamespace(
             age_secs=0.0,
             blocking_secs=0.0,
             transferred=done,
             handed_over=done,
             enter=lambda phase: None,
         )
-        self._saver._run(capture, None, save)
-        if self._saver.newest_failure is not None:
-            raise self._saver.newest_failure
+        Save(self._tier, None, in_flight).run(capture)
+        if self._tier.failures.newest is not None:
+            raise self._tier.failures.newest
 
     def decline(self, count: int) -> None:
         """Asks for decisions on ``count`` steps that are not to be saved."""
@@ -188,7 +194,7 @@ def _directory() -> Any:
 
 def _history() -> Any:
     branches = SimpleNamespace(in_place=(), committed=(), unwanted=())
-    names = ("refresh", "committed", "end", "clear_unwanted", "forget")
+    names = ("refresh", "succeed", "fail", "clear_unwanted", "forget")
     ignored = dict.fromkeys(names, lambda *args: None)
     return SimpleNamespace(branches=branches, abandons=list, **ignored)
 

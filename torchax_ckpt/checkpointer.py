@@ -19,12 +19,11 @@ from torchax_ckpt.restoring.read_calls import ReadCalls
 from torchax_ckpt.runtime.call_guard import NO_COPY, Calls, as_step, guarded
 from torchax_ckpt.runtime.preemption import Preemption, exit_if
 from torchax_ckpt.runtime.user_messages import brief, fields
-from torchax_ckpt.saving import closing
-from torchax_ckpt.saving.deadline import Until
-from torchax_ckpt.saving.loop import Loop
+from torchax_ckpt.saving import closing, preserving
+from torchax_ckpt.saving.run import Run
 from torchax_ckpt.saving.save_calls import SaveCalls
-from torchax_ckpt.saving.tiers import Tiers
-from torchax_ckpt.snapshot.snapshotter import Snapshotter
+from torchax_ckpt.saving.training_loop.deadline import Until
+from torchax_ckpt.saving.training_loop.loop import Loop
 from torchax_ckpt.state.findings import RestoreReport
 from torchax_ckpt.state.stateful import explain_worker_error
 from torchax_ckpt.state.training_state import TrainingState
@@ -100,31 +99,29 @@ class TorchaxCheckpointer:
             torchax_backend.check_internals()
         is_default = preservation_policy is None
         self._keep_policy = policies.LatestN(3) if is_default else preservation_policy
-        snapshotter = Snapshotter(self._options.snapshot, self._options.layout)
         # Threads get only hook.call, which keeps neither on_event nor this checkpointer alive.
         self._hook = Hook(on_event) if on_event is not None else None
-        self._tiers = Tiers(
+        self._run = Run(
             directory,
             save_decision_policy,
             self._keep_policy,
             require_kind("local", local, LocalTier),
             self._options,
             self._hook.call if self._hook else None,
-            on_donated=snapshotter.donated,
         )
-        self._processes = self._tiers.processes
-        durable = self._tiers.durable
-        self._directory, self._saver = durable.directory, durable.saver
-        self._telemetry = durable.telemetry
+        self._processes = self._run.processes
+        self._saver = self._run.durable
+        durable = self._saver.tier
+        self._directory, self._telemetry = durable.directory, durable.telemetry
         self._preemption = Preemption(self._options.preemption_grace_secs)
         self._loop = Loop()
         self._saves = SaveCalls(
-            self._tiers, self._loop, self._preemption, snapshotter, self._keep_policy, self._options
+            self._run, self._loop, self._preemption, self._keep_policy, self._options
         )
-        self._reads = ReadCalls(self._tiers, self._options)
+        self._reads = ReadCalls(self._run, self._options)
         self._calls = Calls()
-        self._closing = self._tiers.closing(self._calls, self._preemption.close)
-        self._call_log = self._tiers.call_log
+        self._closing = self._run.closing(self._calls, self._preemption.close)
+        self._call_log = self._run.call_log
         self._attached: TrainingState | None = None
         self._is_closed = self._has_ended = False
 
@@ -209,20 +206,22 @@ class TorchaxCheckpointer:
                     "attach was called before on this checkpointer; attach everything in one call, "
                     "or use a second checkpointer with another directory"
                 )
-            self._tiers.wait()
-            self._tiers.close_others()
+            self._run.wait()
+            self._run.close_others()
             if not self._options.read_only:
-                self._tiers.require_writable()
+                self._run.require_writable()
             attached = TrainingState(
-                model,
-                optimizer,
-                lr_scheduler,
-                dataloader,
-                stateful,
-                shardings,
-                init,
-                rng,
-                redistribute,
+                {
+                    "model": model,
+                    "optimizer": optimizer,
+                    "lr_scheduler": lr_scheduler,
+                    "dataloader": dataloader,
+                    "stateful": stateful,
+                },
+                shardings=shardings,
+                init=init,
+                rng=rng,
+                redistribute=redistribute,
             )
             self._saves.model_files = ModelFiles(model, tokenizer)
         self._loop.restored(self._reads.resume(attached) if resume else None)
@@ -232,12 +231,12 @@ class TorchaxCheckpointer:
                 fresh.require_filled()
                 fresh.apply({}, self._processes.meet)
             if resume:
-                self._tiers.announce_new()
+                self._run.announce_new()
             else:
                 about = fields(step=0, path=self.directory)
                 text = "new run in %s: attach was told not to resume"
                 logger.info(text, self.directory, extra=about)
-        self._tiers.go_on_from(self._loop.position)
+        self._run.go_on_from(self._loop.position)
         self._attached = attached
         if not self._options.read_only:
             self._preemption.listen()
@@ -290,13 +289,13 @@ class TorchaxCheckpointer:
             tier=tier,
         )
         self._loop.restored(report.step)
-        self._tiers.go_on_from(report.step)
+        self._run.go_on_from(report.step)
         return report
 
     def _reads_over_devices(self) -> bool:
         """Returns whether a read sends values between processes over the device network."""
         return self._processes.count > 1 and (
-            self._options.single_replica_restore or self._tiers.local is not None
+            self._options.single_replica_restore or self._run.local is not None
         )
 
     def _kind_of_read(self) -> Kind:
@@ -369,7 +368,7 @@ class TorchaxCheckpointer:
         self._require_open()
         self._require_attached("steps")
         last = as_step(total)
-        self._tiers.deadline.begin(until, self._loop.position or 0, last)
+        self._run.deadline.begin(until, self._loop.position or 0, last)
         return self._loop.steps(last, self.save, self.reached_preemption, self.reached_deadline)
 
     @brief
@@ -452,7 +451,7 @@ class TorchaxCheckpointer:
         times the longest save until its step was durable, and ``deadline_margin_secs``. Then
         ``save`` does the same as after a preemption notice. Call it like ``reached_preemption``.
         """
-        return self._tiers.deadline.reached(None if step is None else as_step(step))
+        return self._run.deadline.reached(None if step is None else as_step(step))
 
     @brief
     def exit_if_preempted(self, step: int | None = None) -> None:
@@ -472,7 +471,7 @@ class TorchaxCheckpointer:
     @brief
     def all_steps(self, tier: TierName | None = None) -> list[int]:
         """Returns the existing steps, ascending, of one tier or (None) of all; opens no step."""
-        return self._tiers.numbers(tier)
+        return self._run.numbers(tier)
 
     @brief
     def latest_step(self, tier: TierName | None = None) -> int | None:
@@ -488,14 +487,14 @@ class TorchaxCheckpointer:
         """
         rule = preservation.best_rule(self._keep_policy)
         sound = [s for s in self._directory.steps() if not self._directory.verified.is_damaged(s)]
-        infos = [self._directory.info(s) for s in sound]
+        infos = [preserving.info(self._directory, s) for s in sound]
         return next((info.step for info in rule.ranked(infos)), None)
 
     @brief
     def metrics(self, step: int) -> dict[str, Any]:
         """Returns a step's metrics, {} without or with damaged ones; raises StepNotFoundError."""
-        committed = self._tiers.find(as_step(step))
-        return self._tiers.holding(committed).directory.metrics(committed)
+        committed = self._run.find(as_step(step))
+        return self._run.holding(committed).directory.metrics(committed)
 
     @guarded(trains=True, kind=Kind.CALL)
     def delete(self, step: int, *, tier: TierName | None = None) -> None:
@@ -510,10 +509,10 @@ class TorchaxCheckpointer:
         """
         self._require_open()
         with self._processes.round("beginning"):
-            self._tiers.wait()
-            self._tiers.named(tier)
+            self._run.wait()
+            self._run.named(tier)
             number = as_step(step)
-        self._tiers.delete(number, tier)
+        self._run.delete(number, tier)
 
     def stats(self) -> Stats:
         """Returns counts and times of saves and restores so far. May be called on any thread."""
@@ -528,7 +527,7 @@ class TorchaxCheckpointer:
         Raises:
           SaveTimeoutError, SaveError: a save is still in flight, and continues; a save failed.
         """
-        self._tiers.wait(timeout_secs)
+        self._run.wait(timeout_secs)
         self.check_for_errors()
 
     @brief
@@ -539,7 +538,7 @@ class TorchaxCheckpointer:
           SaveError: a save failed; names step, path and cause.
           MetricsError: a best-N rule cannot rank a metric of a step that was saved nevertheless.
         """
-        self._tiers.check_for_errors()
+        self._run.check_for_errors()
 
     @guarded(trains=False, kind=Kind.END)
     def close(self) -> None:
@@ -556,8 +555,8 @@ class TorchaxCheckpointer:
         self._closing.close()
         self._has_ended = True
         self._log_end()
-        if self._saver.newest_failure is not None:
-            raise self._saver.newest_failure
+        if (failure := self._saver.tier.failures.newest) is not None:
+            raise failure
 
     def _log_end(self) -> None:
         stats = self.stats()

@@ -12,7 +12,6 @@ from support.travelling import NAMES, PROGRAMS, add_to_each_others, killed, mach
 from support.waiting import wait_until
 
 from torchax_ckpt.compilation import packed_programs
-from torchax_ckpt.runtime import save_in_flight
 
 pytest_plugins = ("gcs_fixtures", "support.travelling_fixtures")
 pytestmark = pytest.mark.usefixtures("no_patience")
@@ -85,5 +84,5 @@ def test_neither_the_start_nor_the_end_of_a_program_waits_for_long(
     programs.finish()
     assert 0.1 <= time.monotonic() - began < 30
     go_on.set()
-    save_in_flight.on_durable[-1]()
+    packed_programs.on_durable[-1]()
     wait_until(lambda: url.removeprefix("gs://bucket/") in gcs.store.names())

@@ -33,7 +33,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies, torchax_backend
 from torchax_ckpt.errors import DirectoryError, PolicyError
 from torchax_ckpt.integrations.lightning import TorchaxCheckpoint, TorchaxStrategy
-from torchax_ckpt.saving import deadline
+from torchax_ckpt.saving.training_loop import deadline
 
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{warning}")

@@ -300,7 +300,7 @@ def full_devices(directory: str, mode: str, host_bytes: str, fulls: str) -> None
     keep = policies.PreserveAll()
     ckpt = TorchaxCheckpointer(directory, options=PATIENT, preservation_policy=keep)
     memory = DeviceMemory(lambda device: limit, lambda: int(host_bytes))
-    ckpt._saves.snapshotter = Snapshotter(cast(Any, mode), "auto", memory)
+    ckpt._run.snapshotter = Snapshotter(cast(Any, mode), "auto", memory)
     failed = {}
     for step, full in enumerate(json.loads(fulls), 1):
         state = {

@@ -32,7 +32,7 @@ from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.processes.liveness import coordination_service, of_run
 from torchax_ckpt.restoring.file_weights import FileWeights
 from torchax_ckpt.runtime.background import Task
-from torchax_ckpt.runtime.save_in_flight import SaveInFlight
+from torchax_ckpt.saving.save_in_flight import SaveInFlight
 from torchax_ckpt.storage.arrays import block_digests
 
 torchax.enable_globally()
@@ -182,7 +182,7 @@ def refused_on_one(folder: str) -> None:
     ckpt = opened(f"{folder}/strict", Failing(), keep, on_save_error="raise")
     told("before", ask(1), ckpt._saver.wait)
     if IS_BAD:
-        ckpt._saver._failures.report(SaveError("what only process 1 knows", step=1))
+        ckpt._saver.tier.failures.report(SaveError("what only process 1 knows", step=1))
     told("a failure that one knows", save(2), save(3), ckpt._saver.wait)
     ckpt.close()
     _calls_that_read(folder, keep)

@@ -23,7 +23,7 @@ from support.waiting import wait_until
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
 from torchax_ckpt.errors import CallError, SaveTimeoutError
-from torchax_ckpt.runtime import save_in_flight
+from torchax_ckpt.saving import save_in_flight
 
 STATE = {"w": np.arange(3)}
 

@@ -22,8 +22,8 @@ from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
 from torchax_ckpt.errors import ArgumentError
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.runtime import preemption
-from torchax_ckpt.saving import deadline
-from torchax_ckpt.saving.deadline import Deadline
+from torchax_ckpt.saving.training_loop import deadline
+from torchax_ckpt.saving.training_loop.deadline import Deadline
 
 NEVER = policies.SpecificStepsPolicy(())
 END = T0 + 1000
@@ -69,7 +69,7 @@ def train(ckpt: TorchaxCheckpointer, clock: Clock, total: int = 100, until: Any 
 def test_the_run_ends_while_the_longest_step_and_a_save_still_fit(
     secs: list[float], save_secs: float | None, last: int, clock: Clock, ckpt: TorchaxCheckpointer
 ) -> None:
-    ckpt._tiers.deadline._longest_save_secs = lambda: save_secs
+    ckpt._run.deadline._longest_save_secs = lambda: save_secs
     trained = []
     for step in ckpt.steps(100, until=END):
         clock.sleep(secs[min(step, len(secs)) - 1])
@@ -394,7 +394,7 @@ TWO = """
     import torchax
     from support.waiting import Clock
     from torchax_ckpt import TorchaxCheckpointer, policies
-    from torchax_ckpt.saving import deadline
+    from torchax_ckpt.saving.training_loop import deadline
 
     class Counted:
         def state_dict(self): return {"step": step}

@@ -74,7 +74,7 @@ def test_a_save_that_meets_a_limit_fails_and_the_next_succeeds(
         with monkeypatch.context() as limited:
             refuse(limited)
             began = ckpt.save(2, state=STATE)
-            ckpt._tiers.wait()
+            ckpt._run.wait()
         assert began == (refuse is no_file and not first)  # that one fails in the background
         with pytest.raises(SaveError, match=said) as caught:
             ckpt.check_for_errors()

@@ -37,7 +37,7 @@ from torchax_ckpt.errors import (
     SaveTimeoutError,
 )
 from torchax_ckpt.processes import call_log
-from torchax_ckpt.saving import saver
+from torchax_ckpt.saving import save_in_flight
 from torchax_ckpt.storage.medium import bucket_medium
 from torchax_ckpt.telemetry import recorder
 
@@ -180,7 +180,7 @@ def test_a_failed_save_keeps_no_copy_of_the_state_alive(
     ckpt = TorchaxCheckpointer(directory, options=CheckpointOptions(snapshot=mode))
     ckpt.save(1, state={"x": x}, force=True)
     ckpt._saver.wait()
-    assert ckpt._saver.newest_failure is not None
+    assert ckpt._saver.tier.failures.newest is not None
     ckpt._saver._in_flight = None
     gc.collect()
     held = [a.shape for a in jax.live_arrays()].count((256, 256))
@@ -333,7 +333,7 @@ def test_nothing_that_a_checkpointer_holds_grows_with_each_save(
     for module, limit in (
         (call_log, "_REMEMBERED"),
         (recorder, "_MAX_VALUES"),
-        (saver, "_LOGGED_SAVES"),
+        (save_in_flight, "_LOGGED_SAVES"),
         (bucket_medium, "_USED_NAMES"),
     ):
         monkeypatch.setattr(module, limit, 5)

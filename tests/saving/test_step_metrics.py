@@ -22,7 +22,7 @@ from support.training import on_cpu
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies, torchax_backend
 from torchax_ckpt.errors import MetricsError
 from torchax_ckpt.runtime import preemption
-from torchax_ckpt.saving.step_metrics import check_metrics, fetching
+from torchax_ckpt.saving.training_loop.step_metrics import check_metrics, fetching
 
 STATE = {"w": np.ones(2)}
 BEST = policies.BestN(metric="loss", mode="min", n=1)

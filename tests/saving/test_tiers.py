@@ -245,7 +245,8 @@ def test_a_slow_durable_tier_does_not_hold_up_the_local_one(directory: Path, ram
                 assert ckpt.save(step, state=state(step))
             with pytest.raises(SaveTimeoutError, match=f"the save of step 1 to {directory}"):
                 ckpt.wait_until_finished(timeout_secs=2)
-            ckpt._tiers.holding(ckpt._tiers.steps("local")[-1]).saver.wait()
+            assert ckpt._run.local is not None
+            ckpt._run.local.wait()
             assert (ckpt.all_steps("durable"), ckpt.all_steps("local")) == ([], [1, 2, 3, 4, 5])
             gate.opened.set()
             ckpt.wait_until_finished()

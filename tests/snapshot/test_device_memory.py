@@ -102,7 +102,7 @@ def test_a_peak_that_holds_the_own_copies_does_not_keep_from_copying(
 ) -> None:
     accelerator = Accelerator()
     ckpt = TorchaxCheckpointer(directory, options=CheckpointOptions(layout=layout))
-    ckpt._saves.snapshotter = Snapshotter("auto", layout, Watched(accelerator))
+    ckpt._run.snapshotter = Snapshotter("auto", layout, Watched(accelerator))
     with ckpt, caplog.at_level(logging.DEBUG, logger="torchax_ckpt"):
         for step in range(1, 5):
             state = start()
@@ -185,7 +185,7 @@ def test_copies_that_do_not_fit_are_said_and_change_nothing(
     content = {name: np.asarray(array).tobytes() for name, array in state.items()}
     needed = sum(array.nbytes for array in state.values()) // len(jax.devices())
     ckpt = TorchaxCheckpointer(directory, options=CheckpointOptions(layout=layout))
-    ckpt._saves.snapshotter = Snapshotter("copy", layout, DeviceMemory(Accelerator(peak=15)))
+    ckpt._run.snapshotter = Snapshotter("copy", layout, DeviceMemory(Accelerator(peak=15)))
     with ckpt:
         ckpt.save(1, state=state, force=True)
         with monkeypatch.context() as patch:
@@ -224,7 +224,7 @@ def test_without_memory_for_stacks_they_are_made_on_the_host(
     make = mock.Mock(wraps=stacking.LateParts.of)
     monkeypatch.setattr(stacking.LateParts, "of", make)
     ckpt = TorchaxCheckpointer(directory)
-    ckpt._saves.snapshotter = Snapshotter(mode, "auto", DeviceMemory(accelerator))
+    ckpt._run.snapshotter = Snapshotter(mode, "auto", DeviceMemory(accelerator))
     state: dict[str, Any] = {**start(), "counters": {str(i): np.int64(i) for i in range(3)}}
     with ckpt:
         ckpt.save(1, state=state)

@@ -106,8 +106,8 @@ def test_a_failed_computation_fails_the_save_and_nothing_else(
         raise jax.errors.JaxRuntimeError(error)
 
     ckpt = TorchaxCheckpointer(directory)
-    ckpt._saves.snapshotter = Snapshotter("auto", "flat", limited(0, 1 << 40))
-    ckpt._saves.snapshotter.donated()
+    ckpt._run.snapshotter = Snapshotter("auto", "flat", limited(0, 1 << 40))
+    ckpt._run.snapshotter.donated()
     with monkeypatch.context() as patch:
         patch.setattr(Offloaded, "_copied", fails)
         ckpt.save(1, state=sizes(4), force=True)
@@ -217,7 +217,7 @@ def test_auto_offloads_when_copies_exhaust_the_devices(monkeypatch: pytest.Monke
 
 def test_a_host_that_is_too_small_is_said_and_nothing_changes(directory: Path) -> None:
     ckpt = TorchaxCheckpointer(directory, options=CheckpointOptions(snapshot="offload"))
-    ckpt._saves.snapshotter = Snapshotter("offload", "auto", limited(1 << 40, 1000))
+    ckpt._run.snapshotter = Snapshotter("offload", "auto", limited(1 << 40, 1000))
     state = state_of()
     said = r"expected \d+ bytes of host memory available, found 1000 bytes.*snapshot=\"transfer\""
     with pytest.raises(OutOfMemoryError, match=said):

@@ -143,7 +143,7 @@ def test_a_donated_reference_is_saved_as_it_was_or_not_at_all(
         time.sleep(0.004)
     ckpt.save(61, state=(state := step_fn(state)), force=True)  # nothing comes after it
     ckpt.close()
-    failures = ckpt._saver._failures.unread
+    failures = ckpt._saver.tier.failures.unread
     assert failures
     assert all(isinstance(failure.__cause__, DonatedBufferError) for failure in failures)
     # Equal failures are reported once, so that not every step that failed is among them.

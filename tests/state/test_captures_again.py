@@ -42,6 +42,10 @@ class Program:
             self.add_state(parameter)
 
     @property
+    def attached(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer}
+
+    @property
     def parameters(self) -> list[Any]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
@@ -126,14 +130,14 @@ CHANGES = (
 @pytest.mark.parametrize("seed", range(2))
 def test_a_capture_after_any_changes_equals_one_that_knows_nothing(seed: int) -> None:
     program = Program(seed)
-    attached = TrainingState(program.model, program.optimizer, rng=False)
+    attached = TrainingState(program.attached, rng=False)
     attached.capture()
     history = []
     for _ in range(60):
         for _ in range(program.choose.choice((0, 1, 1, 2))):
             history.append(program.change())
         found = attached.capture()
-        expected = TrainingState(program.model, program.optimizer, rng=False).capture()
+        expected = TrainingState(program.attached, rng=False).capture()
         for name, want in expected.items():
             assert json.dumps(found[name].form.node) == json.dumps(want.form.node), history
             assert found[name].form.names == want.form.names, history
@@ -142,7 +146,7 @@ def test_a_capture_after_any_changes_equals_one_that_knows_nothing(seed: int) ->
 
 def test_a_form_is_reused_while_only_values_change() -> None:
     program = Program(0)
-    attached = TrainingState(program.model, program.optimizer, rng=False)
+    attached = TrainingState(program.attached, rng=False)
     first = attached.capture()
     for _ in range(3):
         for kind in ("write", "step", "move state to the end"):
@@ -245,7 +249,7 @@ def test_the_form_of_a_state_is_reused_while_only_arrays_change() -> None:
 @pytest.mark.parametrize("part", ["model", "optimizer"])
 def test_a_leaf_that_was_donated_or_traced_since_the_last_capture_is_named(part: str) -> None:
     program = Program(0)
-    attached = TrainingState(program.model, program.optimizer, rng=False)
+    attached = TrainingState(program.attached, rng=False)
     attached.capture()
     tensor = program.parameters[0]
     if part == "optimizer":

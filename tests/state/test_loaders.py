@@ -128,7 +128,7 @@ Document = tuple[dict[str, Any], dict[str, np.ndarray]]
 
 def saved(loaders: Sequence[Any]) -> Document:
     """What the processes of these loaders store together."""
-    parts = [TrainingState(dataloader=loader, rng=False).capture() for loader in loaders]
+    parts = [TrainingState({"dataloader": loader}, rng=False).capture() for loader in loaders]
     sent = [per_process_state.split(part)[2].to_bytes() for part in parts]
     return per_process_state.joined(sent[0], dict(enumerate(sent[1:], 1)))
 
@@ -137,7 +137,7 @@ def resumed(document: Document, loaders: Sequence[Any], redistribute: Any = None
     """Restores every process of another number of processes."""
     nodes, leaves = document
     for index, loader in enumerate(loaders):
-        attached = TrainingState(dataloader=loader, rng=False, redistribute=redistribute)
+        attached = TrainingState({"dataloader": loader}, rng=False, redistribute=redistribute)
         of_process = per_process_state.document_of(
             nodes, index, len(loaders), "step 1", redistributes=attached.redistributes
         )

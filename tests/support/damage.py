@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from etils import epath
@@ -14,6 +15,7 @@ from etils import epath
 from support.compare import entries
 from support.stages import fail_at
 from torchax_ckpt import TorchaxCheckpointer, policies
+from torchax_ckpt.saving.save import Save
 from torchax_ckpt.storage.directory import commit_record
 from torchax_ckpt.storage.medium import seals
 
@@ -73,9 +75,9 @@ def killed_before_setting_aside(directory: Path) -> None:
     ckpt = TorchaxCheckpointer(directory, preservation_policy=policies.PreserveAll())
     ckpt.attach()
     ckpt.restore(10)
-    ckpt._saver._tidy = lambda *_: None  # type: ignore[method-assign]
-    ckpt.save(11, state=fill, force=True)
-    ckpt.close()
+    with mock.patch.object(Save, "_tidy"):
+        ckpt.save(11, state=fill, force=True)
+        ckpt.close()
     assert entries(directory) == {"10", "11", "20", "30"}
 
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import pytest
 
 from torchax_ckpt.compilation import packed_programs
-from torchax_ckpt.runtime import save_in_flight
 
 
 @pytest.fixture
@@ -18,6 +17,6 @@ def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def listening() -> Iterator[None]:
     """Ends the listening that a test begins."""
-    before = [*save_in_flight.on_durable]
+    before = [*packed_programs.on_durable]
     yield
-    save_in_flight.on_durable[:] = before
+    packed_programs.on_durable[:] = before

@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterable, Mapping
 import jax
 from etils import epath
 
-from torchax_ckpt.runtime import save_in_flight
 from torchax_ckpt.runtime.background import Executor
 from torchax_ckpt.runtime.user_messages import counted
 from torchax_ckpt.storage.medium import compare_and_swap, medium, permissions, storage_errors
@@ -42,6 +41,9 @@ _SETTLE_SECS = 1.0
 _ATTEMPTS = 3
 # A draft beside the packed file that is older was left by a program that was killed.
 _DRAFT_SECS = 3600.0
+
+# Called on the thread of a save once its step is durable. They neither wait nor raise.
+on_durable: list[Callable[[], None]] = []
 
 
 def pack(programs: Mapping[str, bytes]) -> bytes:
@@ -123,7 +125,7 @@ class PackedPrograms:
     def start(self) -> None:
         """Fetches on a thread, for which it waits a minute; then writes after each durable save."""
         self._newest = self._executor.submit(self._attempt, "fetch from", self.fetch)
-        save_in_flight.on_durable.append(self._wake)
+        on_durable.append(self._wake)
         atexit.register(self.finish)
         if not concurrent.futures.wait([self._newest], _FETCH_SECS).done:
             text = "%s: no answer after %g s; programs are compiled meanwhile"

@@ -118,7 +118,7 @@ class Publisher:
                 try:
                     # wait_until_finished() would take the errors of saves, which the program's next
                     # call of the checkpointer is to raise.
-                    self._checkpointer._tiers.wait(_MAX_SAVE_SECS)
+                    self._checkpointer._run.wait(_MAX_SAVE_SECS)
                 except SaveTimeoutError as error:
                     text = "%s: publishing the newest durable step without waiting longer: %s"
                     logger.warning(text, self._follower.out, error)

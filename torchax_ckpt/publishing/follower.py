@@ -26,6 +26,7 @@ from torchax_ckpt.policies.preservation import ranking, why_unranked
 from torchax_ckpt.publishing.folder_form import FolderForm
 from torchax_ckpt.publishing.published_folders import Published, PublishedFolders
 from torchax_ckpt.runtime.background import Flag
+from torchax_ckpt.saving import preserving
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import location, medium
@@ -185,7 +186,7 @@ class Follower:
             if newest <= last // every:
                 return None
             return next(committed for committed in steps if committed.step // every == newest)
-        infos = [self._run.info(committed) for committed in steps]
+        infos = [preserving.info(self._run, committed) for committed in steps]
         problem, is_misspelled = why_unranked([self._best], [info.metrics or {} for info in infos])
         if is_misspelled and not self._has_warned:
             self._has_warned = True

@@ -20,7 +20,8 @@ from torchax_ckpt.restoring.restore import restore_attached
 from torchax_ckpt.runtime import progress
 from torchax_ckpt.runtime.call_guard import as_step
 from torchax_ckpt.runtime.user_messages import fields
-from torchax_ckpt.saving.tiers import RunTier, Tiers
+from torchax_ckpt.saving.run import Run
+from torchax_ckpt.saving.tier import Tier
 from torchax_ckpt.state import functional, per_process_state
 from torchax_ckpt.state.findings import Findings, RestoreReport
 from torchax_ckpt.state.training_state import FUNCTIONAL, TrainingState
@@ -34,13 +35,13 @@ logger = logging.getLogger(__name__)
 class ReadCalls:
     """Implements the methods that read steps; what can fail on one process alone is in a round."""
 
-    def __init__(self, tiers: Tiers, options: CheckpointOptions) -> None:
-        self._tiers = tiers
+    def __init__(self, run: Run, options: CheckpointOptions) -> None:
+        self._run = run
         self._options = options
 
     def resume(self, attached: TrainingState) -> int | None:
         """Restores the newest readable step; returns its number, or None without steps."""
-        if not (candidates := self._tiers.steps()):
+        if not (candidates := self._run.steps()):
             return None
         report, _ = newest_readable(
             candidates, lambda s: self._restore(s, attached, strict=True), self._is_spare
@@ -59,14 +60,14 @@ class ReadCalls:
         tier: TierName | None,
     ) -> RestoreReport:
         """Restores a step into the attached objects; see ``TorchaxCheckpointer.restore``."""
-        with self._tiers.processes.round("beginning"):
+        with self._run.processes.round("beginning"):
             attached = require_attached()
-            self._tiers.wait()
+            self._run.wait()
             selection = functools.partial(Selection, _listed(include), _listed(exclude), rename)
             selection()  # raises for what is no pattern
             number = self._checked(step, tier)
         report, skipped = newest_readable(
-            self._tiers.candidates(number, tier),
+            self._run.candidates(number, tier),
             lambda s: self._restore(s, attached, strict, selection()),
             self._is_spare,
         )
@@ -74,9 +75,9 @@ class ReadCalls:
 
     def load(self, step: int | None, abstract_state: Any, tier: TierName | None) -> Any:
         """Returns the content of a step; see ``TorchaxCheckpointer.load``."""
-        with self._tiers.processes.round("beginning"):
+        with self._run.processes.round("beginning"):
             number = self._checked(step, tier)
-        candidates = self._tiers.candidates(number, tier)
+        candidates = self._run.candidates(number, tier)
         state, _ = newest_readable(
             candidates, lambda s: self._load(s, abstract_state), self._is_spare
         )
@@ -84,28 +85,28 @@ class ReadCalls:
 
     def verify(self, step: int | None, tier: TierName | None) -> int:
         """Compares a step with its digests; see ``TorchaxCheckpointer.verify``."""
-        with self._tiers.processes.round("beginning"):
+        with self._run.processes.round("beginning"):
             number = self._checked(step, tier)
-        found = self._tiers.candidates(number, tier)
+        found = self._run.candidates(number, tier)
         newest = found[-1].step
         for committed in [s for s in found if s.step == newest]:
-            self._verify(committed, self._tiers.holding(committed))
+            self._verify(committed, self._run.holding(committed))
         return newest
 
-    def _verify(self, committed: CommittedStep, tier: RunTier) -> None:
+    def _verify(self, committed: CommittedStep, tier: Tier) -> None:
         """Compares a step, or a share of it, with its digests; process 0 marks the result in it."""
         # In a local tier another host may have a step that this host lacks.
-        is_here = not tier.processes.is_per_host or committed.path.exists()
+        is_here = not tier.calls.is_per_host or committed.path.exists()
         verified = tier.directory.verified
-        marks = tier.processes.is_first and not self._options.read_only
+        marks = tier.calls.is_first and not self._options.read_only
         try:
-            with reading(committed, tier.directory, tier.processes):
+            with reading(committed, tier.directory, tier.calls):
                 if is_here:
                     with verified.noting_damage(committed):
                         stored = StoredStep(committed, self._options, allow_part=True)
                         name, total = f"step {committed.step}", stored.stored_bytes
                         with progress.bar(name, lambda: total) as on_bytes:
-                            stored.verify(tier.processes, on_bytes)
+                            stored.verify(tier.calls, on_bytes)
             if is_here:
                 verified.note(committed, is_sound=True)
         except CorruptCheckpointError:
@@ -119,10 +120,10 @@ class ReadCalls:
 
     def _is_spare(self, committed: CommittedStep) -> bool:
         """Returns whether a step is one in a local tier, of which the durable tier has others."""
-        return self._tiers.holding(committed) is self._tiers.local
+        return self._run.holding(committed).is_local
 
     def _checked(self, step: int | None, tier: TierName | None) -> int | None:
-        self._tiers.named(tier)
+        self._run.named(tier)
         return None if step is None else as_step(step)
 
     def _restore(
@@ -133,15 +134,15 @@ class ReadCalls:
         selection: Selection | None = None,
     ) -> RestoreReport:
         began = time.perf_counter()
-        tier = self._tiers.holding(committed)
-        with reading(committed, tier.directory, tier.processes):
+        tier = self._run.holding(committed)
+        with reading(committed, tier.directory, tier.calls):
             source = self._opened(committed, tier)
             report = restore_attached(
-                source, attached, strict, self._options, self._tiers.processes, selection
+                source, attached, strict, self._options, self._run.processes, selection
             )
         secs = time.perf_counter() - began
         where = tier.directory.path  # the step itself may be on other hosts only
-        which = "" if self._tiers.local is None else f" ({tier.name} tier)"
+        which = "" if self._run.local is None else f" ({tier.name} tier)"
         age = "" if committed.has_lost_record else f", saved {committed.age()} ago"
         verb, replaced = "restored", ""
         if selection is None:
@@ -151,28 +152,28 @@ class ReadCalls:
         about = fields(step=report.step, path=where, secs=secs, age_secs=committed.age_secs)
         logger.info("%s", text, extra=about)
         values = {"restore_secs": secs, "is_verified": report.is_verified}
-        self._tiers.durable.telemetry.restored(committed, tier.name, **values)
+        self._run.durable.tier.telemetry.restored(committed, tier.name, **values)
         tier.restored(committed, source.compared, is_verified=report.is_verified)
         return dataclasses.replace(report, tier=tier.name)
 
     def _load(self, committed: CommittedStep, abstract_state: Any) -> Any:
-        tier, processes = self._tiers.holding(committed), self._tiers.processes
-        with reading(committed, tier.directory, tier.processes):
+        tier, processes = self._run.holding(committed), self._run.processes
+        with reading(committed, tier.directory, tier.calls):
             source: StoredStep | HostSteps | None = None
             with contextlib.suppress(ForeignCheckpointError):
                 source = self._opened(committed, tier)
             if source is None:
                 source = ForeignStep(committed, self._options, processes.meet)
             state = load_state(source, abstract_state, processes)
-        tier.loaded(committed, source.compared)
+        tier.reuse.loaded(committed, source.compared)
         return state
 
-    def _opened(self, committed: CommittedStep, tier: RunTier) -> StoredStep | HostSteps:
-        options, hosts = self._options, tier.processes.hosts
+    def _opened(self, committed: CommittedStep, tier: Tier) -> StoredStep | HostSteps:
+        options, hosts = self._options, tier.calls.hosts
         if hosts is not None:
-            axis, verified = self._tiers.replica_axis, tier.directory.verified
+            axis, verified = self._run.replica_axis, tier.directory.verified
             return HostSteps(committed, options, hosts, axis, verified)
-        stored = StoredStep(committed, options, self._tiers.processes.meet)
+        stored = StoredStep(committed, options, self._run.processes.meet)
         stored.require_restorable()
         return stored
 

@@ -27,6 +27,7 @@ from torchax_ckpt.restoring.file_weights import FileWeights
 from torchax_ckpt.restoring.restore import carry_out
 from torchax_ckpt.runtime.call_guard import as_step
 from torchax_ckpt.runtime.user_messages import brief
+from torchax_ckpt.saving.run_history import RunHistory
 from torchax_ckpt.state.component import Restoration
 from torchax_ckpt.state.findings import RestoreReport
 from torchax_ckpt.state.modules.module import ModuleComponent
@@ -34,7 +35,6 @@ from torchax_ckpt.state.stored_entries import StoredModule
 from torchax_ckpt.state.training_state import as_rule, require_callable, require_module
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
-from torchax_ckpt.storage.directory.run_history import RunHistory
 from torchax_ckpt.storage.medium import location
 from torchax_ckpt.stored.stored_step import StoredStep, about
 

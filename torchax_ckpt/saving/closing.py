@@ -20,8 +20,9 @@ from torchax_ckpt.errors import ClosedError, SaveTimeoutError
 from torchax_ckpt.processes.decision_windows import DecisionWindows
 from torchax_ckpt.runtime import background
 from torchax_ckpt.runtime.call_guard import Calls
-from torchax_ckpt.saving.deadline import Deadline
-from torchax_ckpt.saving.saver import Saver, unmended
+from torchax_ckpt.saving.failures import unmended
+from torchax_ckpt.saving.saver import Saver
+from torchax_ckpt.saving.training_loop.deadline import Deadline
 from torchax_ckpt.telemetry.recorder import Hook
 
 logger = logging.getLogger(__name__)
@@ -114,10 +115,10 @@ class Closing:
                 if saver is durable:
                     unmended[saver.path] = error
                 continue
-            if step is not None and saver.newest_failure is None:
+            if step is not None and saver.tier.failures.newest is None:
                 logger.info("step %d is saved", step)
-        if not was_closed and durable.newest_failure is not None:
-            unmended[durable.path] = durable.newest_failure
+        if not was_closed and durable.tier.failures.newest is not None:
+            unmended[durable.path] = durable.tier.failures.newest
 
     def end_decisions(self) -> None:
         """Ends the decisions on later saves; before, an exit handler of the program may save."""
@@ -148,7 +149,7 @@ class Closing:
         if is_new and self._is_dropped:
             text = "%s: closed a garbage-collected checkpointer; call close() to get its errors"
             for saver in self._savers:
-                if (failure := saver.newest_failure) is not None:
+                if (failure := saver.tier.failures.newest) is not None:
                     logger.error(f"{text}. Its newest save failed: %s", saver.path, failure)
                 elif saver.has_begun:
                     logger.info(text, saver.path)

@@ -7,17 +7,24 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torchax_ckpt import policies
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.policies import preservation
 from torchax_ckpt.policies.preservation import preserved
 from torchax_ckpt.processes.coordination import Processes
+from torchax_ckpt.saving.run_history import checkpoint_info
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
-from torchax_ckpt.storage.directory.run_directory import RunDirectory, checkpoint_info
+from torchax_ckpt.storage.directory.run_directory import RunDirectory
 
 logger = logging.getLogger(__name__)
 
 # Before so many saves, a metric that no step has may be that of an evaluation still to come.
 _MANY_SAVES = 100
+
+
+def info(directory: RunDirectory, committed: CommittedStep) -> policies.CheckpointInfo:
+    """Returns a step with its metrics as policies see it."""
+    return checkpoint_info(committed, directory.metrics(committed))
 
 
 class Preserving:
@@ -63,7 +70,7 @@ class Preserving:
 
     def kept(self, steps: Sequence[CommittedStep]) -> list[bool]:
         """Returns for each step, oldest first, whether it is kept; raises as ``preserved`` does."""
-        infos = [*map(self._directory.info, steps)]
+        infos = [info(self._directory, s) for s in steps]
         rules, metrics = preservation.best_rules(self._policy), [i.metrics or {} for i in infos]
         self._problem, is_misspelled = preservation.why_unranked(rules, metrics)
         self._num_saves_without = self._num_saves_without + 1 if self._problem else 0
@@ -88,7 +95,8 @@ class Preserving:
             return steps[-1] if steps else None
         new = CommittedStep(step, self._directory.path / str(step), time.time_ns())
         try:
-            infos = [*map(self._directory.info, steps), checkpoint_info(new, dict(metrics))]
+            known = [info(self._directory, s) for s in steps]
+            infos = [*known, checkpoint_info(new, dict(metrics))]
             keep = preserved(self._policy, infos, [*self._damaged(steps), False])[:-1]
             keep = keep if self._reads_back else self._spared(steps, keep)
         except Exception as error:  # the next call of ``kept`` raises it

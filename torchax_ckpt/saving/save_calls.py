@@ -18,12 +18,12 @@ from torchax_ckpt.processes.call_log import Kind
 from torchax_ckpt.runtime import background
 from torchax_ckpt.runtime.call_guard import as_step
 from torchax_ckpt.runtime.preemption import Preemption
-from torchax_ckpt.saving import step_metrics
-from torchax_ckpt.saving.loop import Loop
-from torchax_ckpt.saving.tiers import RunTier, Tiers
+from torchax_ckpt.saving.capture import Capture
+from torchax_ckpt.saving.run import Run
+from torchax_ckpt.saving.saver import Saver
+from torchax_ckpt.saving.training_loop import step_metrics
+from torchax_ckpt.saving.training_loop.loop import Loop
 from torchax_ckpt.saving.unchanged import identities
-from torchax_ckpt.saving.writer import Capture
-from torchax_ckpt.snapshot.snapshotter import Snapshotter
 from torchax_ckpt.state import per_process_state
 from torchax_ckpt.state.training_state import TrainingState
 from torchax_ckpt.storage.medium import storage_errors
@@ -36,21 +36,19 @@ class SaveCalls:
 
     def __init__(
         self,
-        tiers: Tiers,
+        run: Run,
         loop: Loop,
         preemption: Preemption,
-        snapshotter: Snapshotter,
         keep_policy: policies.PreservationPolicy,
         options: CheckpointOptions,
     ) -> None:
-        self._tiers = tiers
-        self._durable = tiers.durable
-        self._is_alone = tiers.processes.count == 1
-        self._log = tiers.call_log
+        self._run = run
+        self._durable = run.durable
+        self._is_alone = run.processes.count == 1
+        self._log = run.call_log
         self._loop = loop
-        self._preemption, self._deadline = preemption, tiers.deadline
-        self.snapshotter = snapshotter
-        self._is_first = tiers.processes.is_first
+        self._preemption, self._deadline = preemption, run.deadline
+        self._is_first = run.processes.is_first
         self._ranked = [rule.metric for rule in preservation.best_rules(keep_policy)]
         self._has_told_preemption = self._has_warned = False
         self._raises = options.on_save_error == "raise"
@@ -84,7 +82,7 @@ class SaveCalls:
         """
         try:
             self._log.step = number = as_step(step)
-            self._loop.require_next(number, self._durable.directory.path)
+            self._loop.require_next(number, self._durable.path)
         except StepError:  # the others learn that this process comes to no step that they save
             self._log.refuse(f"save({step!r:.40})", None)
             raise
@@ -95,27 +93,27 @@ class SaveCalls:
             # Several processes could notice a failure at different steps here, so they check it
             # after prepare().
             if self._raises and self._is_alone:
-                self._tiers.check_for_errors(SaveError)
+                self._run.check_for_errors(SaveError)
             refusal = _Refusal(is_alone=self._is_alone)
             pending: Mapping[str, Any] = {}
             if must_save:
-                self._durable.saver.announce(number)
+                self._durable.announce(number)
             with refusal:
                 _require_state(attached, state, number)
                 pending = self._loop.take_metrics(number, metrics)
                 self._loop.keep_metrics(number, pending)  # the save may be declined, or fail
                 if must_save:
-                    self._durable.saver.wait()  # a save of this step may be in flight, and may fail
+                    self._durable.wait()  # a save of this step may be in flight, and may fail
             is_due = self._loop.is_due(number, pending, self._ranked)
             due = self._required(number) if must_save else self._wanted(number, is_due=is_due)
             if not due:
                 refusal.raise_error()
                 if not must_save:  # otherwise the step is not skipped but saved already
-                    self._durable.telemetry.skipped(number)
+                    self._durable.tier.telemetry.skipped(number)
                 return False
-            for tier in due:
+            for saver in due:
                 if not must_save:
-                    tier.saver.announce(number)
+                    saver.announce(number)
             if self._preemption.reached() and not self._has_told_preemption:
                 self._has_told_preemption = True
                 self._durable.tell_preemption(number)
@@ -126,24 +124,24 @@ class SaveCalls:
                     pending, self._ranked, number, must_save=must_save
                 )
             try:
-                self._tiers.prepare(number)
+                self._run.prepare(number)
             except DirectoryError as error:
                 if self._is_alone or background.ending.is_set or not storage_errors.is_limit(error):
                     raise
                 refusal.raise_error()
-                self._durable.saver.report(number, error)  # on all processes
+                self._durable.tier.failures.of_save(number, error)  # on all processes
                 self._loop.position = number
                 return False
-            self._tiers.announce_new()
+            self._run.announce_new()
             if self._raises:  # the oldest failure, on all processes at the same step
-                with self._tiers.processes.round(f"raising failures before step {number}"):
-                    for tier in due:
-                        tier.saver.wait()
-                    self._tiers.check_for_errors(SaveError)
+                with self._run.processes.round(f"raising failures before step {number}"):
+                    for saver in due:
+                        saver.wait()
+                    self._run.check_for_errors(SaveError)
             try:
                 refusal.raise_error()
-                for tier in due:
-                    tier.saver.wait()
+                for saver in due:
+                    saver.wait()
                 parts = attached or self._unattached
                 captures = self._captures(number, due, parts, state, fetch_metrics, began)
             except BaseException as error:
@@ -174,7 +172,7 @@ class SaveCalls:
             if not storage_errors.is_limit(error) or not (self._is_alone or is_ending):
                 self._loop.keep_metrics(step, {})  # one of them may be the reason
                 raise
-            failure = self._durable.saver.report(step, error)
+            failure = self._durable.tier.failures.of_save(step, error)
             if is_ending:
                 raise ClosedError(
                     f"the program is ending, so no later save can mend this: {failure}",
@@ -188,24 +186,24 @@ class SaveCalls:
         is_preempted = self._preemption.decide(step)  # all processes ask this at each step
         return self._deadline.reached(step) or is_preempted
 
-    def _required(self, step: int) -> list[RunTier]:
-        """Returns the tiers to save to whatever the policies say: the durable one, or none."""
-        self._tiers.open()
-        return [] if self._durable.history.has(step) else [self._durable]
+    def _required(self, step: int) -> list[Saver]:
+        """Returns the savers of a step whatever the policies say: the durable tier's, or none."""
+        self._run.open()
+        return [] if self._durable.tier.history.has(step) else [self._durable]
 
-    def _wanted(self, step: int, *, is_due: bool) -> list[RunTier]:
-        """Returns the tiers whose policies want a step, and the durable one if ``is_due``."""
-        self._tiers.open()
+    def _wanted(self, step: int, *, is_due: bool) -> list[Saver]:
+        """Returns the savers of the tiers whose policies want a step, or for which it is due."""
+        self._run.open()
         looks_ahead = not self._ranked or self._loop.measures_every_step
         wanted = []
-        for tier in self._tiers:
-            if tier.history.has(step):
+        for saver in self._run:
+            if saver.tier.history.has(step):
                 continue
-            is_local = tier is not self._durable
-            if tier.windows.ask(
+            is_local = saver.tier.is_local
+            if saver.windows.ask(
                 step, is_due=is_due and not is_local, looks_ahead=looks_ahead or is_local
             ):
-                wanted.append(tier)
+                wanted.append(saver)
             elif is_due and self._is_first and not (is_local or self._has_warned):
                 self._has_warned = True
                 logger.warning(
@@ -220,7 +218,7 @@ class SaveCalls:
     def _captures(
         self,
         step: int,
-        due: Sequence[RunTier],
+        due: Sequence[Saver],
         attached: TrainingState,
         state: Any,
         fetch_metrics: Callable[[], Any],
@@ -234,12 +232,12 @@ class SaveCalls:
         if not self._is_alone:
             names, arrays, per_process = per_process_state.split(captured)
         document = {name: part.form.node for name, part in captured.items()}
-        if any(tier is self._durable for tier in due):
-            self._durable.reuse.plan_save(names, arrays, attached.frozen)
-        skipped = identities.common([tier.reuse.skipped(names, arrays) for tier in due])
+        if self._durable in due:
+            self._durable.tier.reuse.plan_save(names, arrays, attached.frozen)
+        skipped = identities.common([saver.tier.reuse.skipped(names, arrays) for saver in due])
         others = skipped[0].others(names, arrays)  # in all tiers the same
         stacks = frozenset[str]().union(*(each.stacks for each in skipped))
-        snapshot = self.snapshotter.take(*others, stacks, self._durable.reuse.apart)
+        snapshot = self._run.snapshotter.take(*others, stacks, self._durable.tier.reuse.apart)
         assets = self.model_files.encoded()
         return [
             Capture(
@@ -257,25 +255,25 @@ class SaveCalls:
             for number, each in enumerate(skipped)
         ]
 
-    def _begin(self, captures: Sequence[Capture], tiers: Sequence[RunTier]) -> bool:
+    def _begin(self, captures: Sequence[Capture], savers: Sequence[Saver]) -> bool:
         has_begun = False
-        for number, (tier, capture) in enumerate(zip(tiers, captures, strict=True)):
-            tier.windows.keep()
+        for number, (saver, capture) in enumerate(zip(savers, captures, strict=True)):
+            saver.windows.keep()
             try:
-                has_begun |= tier.saver.begin(capture)
+                has_begun |= saver.begin(capture)
             except BaseException as error:
                 if not self._is_alone:
-                    _abstain(capture.step, tiers[number + 1 :], error)
+                    _abstain(capture.step, savers[number + 1 :], error)
                 raise
         return has_begun
 
     def _finish(self, capture: Capture) -> bool:
         """Waits for the durable save, repeats it once if it failed; returns if it is durable."""
-        self._durable.saver.wait()
-        if not self._durable.history.has(capture.step):
-            self._durable.saver.begin(capture)  # now, because no later save will try again
-            self._durable.saver.wait()
-        return self._durable.history.has(capture.step)
+        self._durable.wait()
+        if not self._durable.tier.history.has(capture.step):
+            self._durable.begin(capture)  # now, because no later save will try again
+            self._durable.wait()
+        return self._durable.tier.history.has(capture.step)
 
 
 class _Refusal:
@@ -309,8 +307,8 @@ def _require_state(attached: TrainingState | None, state: Any, step: int) -> Non
         )
 
 
-def _abstain(step: int, tiers: Sequence[RunTier], error: BaseException) -> None:
+def _abstain(step: int, savers: Sequence[Saver], error: BaseException) -> None:
     """Makes the save of a step, which the other processes begin, fail on all of them."""
-    for tier in tiers:
-        tier.windows.keep()
-        tier.saver.abstain(step, error)
+    for saver in savers:
+        saver.windows.keep()
+        saver.abstain(step, error)

@@ -32,15 +32,16 @@ _TRAINED = ("model", "optimizer")
 
 
 class TrainingState:
-    """The attached components by name, ``rng`` last; arguments as in ``attach``."""
+    """The attached components by name, ``rng`` last.
+
+    ``attached`` has the objects that ``attach`` was given, by the names of its arguments; the other
+    arguments are as in ``attach``.
+    """
 
     def __init__(
         self,
-        model: Any = None,
-        optimizer: Any = None,
-        lr_scheduler: Any = None,
-        dataloader: Any = None,
-        stateful: Mapping[str, Any] | None = None,
+        attached: Mapping[str, Any] | None = None,
+        *,
         shardings: Any = None,
         init: Init | None = None,
         rng: bool = True,
@@ -73,15 +74,18 @@ class TrainingState:
             return OptimizerComponent(value, path, self._parameter_names, self._placements)
 
         loader = functools.partial(StatefulComponent, redistribute=redistribute)
-        for name, value, build in (
-            ("model", model, module),
-            ("optimizer", optimizer, stepper),
-            ("lr_scheduler", _as_mapping(lr_scheduler), StatefulComponent),
-            ("dataloader", dataloader, loader),
-            ("stateful", stateful, StatefulComponent),
+        given = {name: value for name, value in (attached or {}).items() if value is not None}
+        if "lr_scheduler" in given:
+            given["lr_scheduler"] = _as_mapping(given["lr_scheduler"])
+        for name, build in (
+            ("model", module),
+            ("optimizer", stepper),
+            ("lr_scheduler", StatefulComponent),
+            ("dataloader", loader),
+            ("stateful", StatefulComponent),
         ):
-            if value is not None:
-                self.components[name] = _component(name, value, build)
+            if name in given:
+                self.components[name] = _component(name, given[name], build)
         if rng:
             self.components["rng"] = RandomStateComponent()
 

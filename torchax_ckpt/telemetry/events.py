@@ -53,6 +53,16 @@ _VALUES: Mapping[str, Callable[[Any], bool]] = {
     "steps": _are(_is_count, _MAX_STEPS),
 }
 
+
+@dataclasses.dataclass(frozen=True)
+class SaveCost:
+    """The times of a save, in seconds since the training thread began the save."""
+
+    step: int
+    blocking_secs: float  # until the training thread continued
+    durable_secs: float  # until the step was committed
+
+
 # Names of values in older journals -> their names.
 _RENAMED = {"secs": "restore_secs", "num_steps": "interval_steps"}
 

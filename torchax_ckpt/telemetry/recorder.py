@@ -26,11 +26,10 @@ from etils import epath
 from torchax_ckpt.errors import ArgumentError
 from torchax_ckpt.layout.manifest import installed_versions
 from torchax_ckpt.runtime.background import Task
-from torchax_ckpt.runtime.save_in_flight import SaveCost
 from torchax_ckpt.runtime.user_messages import counted, fields
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.stored.shared_files import Usage
-from torchax_ckpt.telemetry.events import Event, bounded
+from torchax_ckpt.telemetry.events import Event, SaveCost, bounded
 from torchax_ckpt.telemetry.journal import Journal
 from torchax_ckpt.telemetry.stats import Quantiles, Stats
 

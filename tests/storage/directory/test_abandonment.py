@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
 from torchax_ckpt.errors import SaveError
-from torchax_ckpt.saving.writer import Writer
+from torchax_ckpt.saving.save import Save
 from torchax_ckpt.storage.directory import committed_step
 from torchax_ckpt.storage.directory.abandonment import Key
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
@@ -99,7 +99,7 @@ class Run:
         with (
             mock.patch.object(array_writer, "write_arrays", return_value={}),
             mock.patch.object(step_writer, "complete", complete),
-            mock.patch.object(Writer, "read_back", read_back),
+            mock.patch.object(Save, "_read_back", read_back),
         ):
             yield
 
@@ -118,8 +118,8 @@ class Run:
         self.start()
 
     def go_back(self, step: int | None) -> None:
-        self.ckpt._tiers.wait()
-        self.ckpt._tiers.go_on_from(step)
+        self.ckpt._run.wait()
+        self.ckpt._run.go_on_from(step)
         self.goes_on = {
             tier: [key for key in keys if step is not None and key[0] <= step]
             for tier, keys in self.counts.items()
@@ -153,8 +153,7 @@ class Run:
         self.ckpt._loop.position = None  # any step may be saved next
         with contextlib.ExitStack() as stack:
             if how in ("untidied", "half"):
-                for stopped in self.ckpt._tiers._tiers:
-                    self.stop_tidying(stack, stopped, how)
+                self.stop_tidying(stack, how)
             assert self.ckpt.save(step, state={"w": np.zeros(2)})
             with contextlib.suppress(SaveError):
                 self.ckpt.wait_until_finished()
@@ -172,19 +171,21 @@ class Run:
         if how in ("untidied", "half"):
             self.restart()
 
-    def stop_tidying(self, stack: contextlib.ExitStack, tier: Any, how: str) -> None:
-        directory = tier.directory
-        set_aside = directory.set_aside
+    def stop_tidying(self, stack: contextlib.ExitStack, how: str) -> None:
+        tidy = Save._tidy
 
-        def stopped(steps: Any) -> None:
-            set_aside(list(steps)[: int(how == "half")])
-            raise OSError(5, "killed")
+        def only_while_tidying(save: Save, *args: Any) -> None:
+            directory = save._tier.directory
+            set_aside = directory.set_aside
 
-        def only_while_tidying(*args: Any, tidy: Any = tier.saver._tidy) -> None:
+            def stopped(steps: Any) -> None:
+                set_aside(list(steps)[: int(how == "half")])
+                raise OSError(5, "killed")
+
             with mock.patch.object(directory, "set_aside", stopped):
-                tidy(*args)
+                tidy(save, *args)
 
-        stack.enter_context(mock.patch.object(tier.saver, "_tidy", only_while_tidying))
+        stack.enter_context(mock.patch.object(Save, "_tidy", only_while_tidying))
 
     # --- what is to be seen ---
 
@@ -196,7 +197,7 @@ class Run:
             assert [s.key for s in local.steps()] == self.counts["local"]
         assert [s.key for s in durable.steps()] == self.counts["durable"]
         if self.goes_on is not None:
-            for tier in self.ckpt._tiers._tiers:
+            for tier in self.ckpt._run.tiers:
                 known = [(s.step, s.commit_timestamp_nsecs) for s in tier.history.checkpoints()]
                 assert known == self.goes_on[tier.name]
 

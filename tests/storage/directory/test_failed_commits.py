@@ -194,8 +194,8 @@ def test_no_process_lists_a_step_that_process_0_cannot_take_back(
                 with pytest.raises(SaveError, match="saving step 4"):
                     save(ckpt, 4)
                 report(steps=ckpt.all_steps(), names=sorted(names(directory)))
-                with ckpt._tiers.processes.round("looking"):
-                    ckpt._tiers.processes.meet()
+                with ckpt._run.processes.round("looking"):
+                    ckpt._run.processes.meet()
                 disk.refuses = False
                 save(ckpt, 9)
             report(steps=ckpt.all_steps())

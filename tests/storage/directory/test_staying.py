@@ -244,9 +244,9 @@ TWO = """
 
     patch(os, "rename", refusing)
     with TorchaxCheckpointer(run, preservation_policy=policies.LatestN(2)) as ckpt:
-        ckpt._tiers.go_on_from(2)
+        ckpt._run.go_on_from(2)
         save(ckpt, 3, 4, 5, 6)
-        branches = ckpt._tiers.durable.history.branches
+        branches = ckpt._run.durable.tier.history.branches
         known = [[s.step for s in each] for each in (branches.committed, branches.abandoned)]
         try:
             ckpt.delete(2)

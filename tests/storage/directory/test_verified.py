@@ -171,7 +171,7 @@ def test_a_step_that_cannot_be_read_back_now_stays_until_the_next_one_is_durable
         assert ckpt.all_steps() == [1, 3, 4]
         assert "2: removing: its save failed" in caplog.text
         fails(ckpt, 5)
-        ckpt._tiers.go_on_from(5)  # as after a restore of it
+        ckpt._run.go_on_from(5)  # as after a restore of it
         save(ckpt, 6, of=state)
         assert ckpt.all_steps() == [4, 5, 6]
     assert {path.name for path in directory.iterdir()} == {"4", "5", "6", "events"}

@@ -33,6 +33,7 @@ from torchax_ckpt.layout.unchanged import Database, Digests
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.runtime.user_messages import fields
 from torchax_ckpt.saving.preserving import Preserving
+from torchax_ckpt.saving.run_history import RunHistory
 from torchax_ckpt.saving.unchanged import identities, ledger
 from torchax_ckpt.saving.unchanged.division import Division
 from torchax_ckpt.saving.unchanged.identities import Skipped
@@ -43,7 +44,6 @@ from torchax_ckpt.storage.arrays.chunking import AnyArray
 from torchax_ckpt.storage.directory.abandonment import Key
 from torchax_ckpt.storage.directory.committed_step import STATE, CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
-from torchax_ckpt.storage.directory.run_history import RunHistory
 from torchax_ckpt.storage.medium import medium, storage_errors
 from torchax_ckpt.storage.medium.stored_file import StoredFile
 from torchax_ckpt.storage.writing import unchanged_files

@@ -35,7 +35,6 @@ from typing import Any
 
 from etils import epath
 
-from torchax_ckpt import policies
 from torchax_ckpt.errors import CheckpointError, DirectoryError
 from torchax_ckpt.runtime import user_messages
 from torchax_ckpt.runtime.stages import stage
@@ -60,19 +59,6 @@ from torchax_ckpt.storage.medium import (
 from torchax_ckpt.storage.medium.stored_file import MARK, first_free
 
 logger = logging.getLogger(__name__)
-
-
-def checkpoint_info(
-    committed: CommittedStep, metrics: dict[str, Any] | None = None
-) -> policies.CheckpointInfo:
-    """Returns a step as policies see it."""
-    return policies.CheckpointInfo(
-        committed.step,
-        committed.path,
-        metadata=None,
-        commit_timestamp_nsecs=committed.commit_timestamp_nsecs,
-        metrics=metrics,
-    )
 
 
 @functools.cache  # a run lists its tier at each save
@@ -187,10 +173,6 @@ class RunDirectory:
         """Returns the metrics saved with a step; {} if there are none."""
         with self._translated("read"):
             return self._summaries.metrics(committed)
-
-    def info(self, committed: CommittedStep) -> policies.CheckpointInfo:
-        """Returns a step as a ``CheckpointInfo``, the form in which policies see it."""
-        return checkpoint_info(committed, self.metrics(committed))
 
     def _visible(self, first: int = 0) -> list[CommittedStep]:
         return commit_record.steps_among(

@@ -1,40 +1,33 @@
-"""A save in flight, with reports if it takes longer than is expected; the log of failed saves."""
+"""A save as the training thread sees it: whether it is in flight, its stage, and its cost."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import logging
+import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from torchax_ckpt.errors import CheckpointError, SaveTimeoutError
+from torchax_ckpt.errors import SaveTimeoutError
 from torchax_ckpt.runtime.background import Flag, Task
 from torchax_ckpt.runtime.user_messages import fields
+from torchax_ckpt.telemetry.events import SaveCost
 
 logger = logging.getLogger(__name__)
 
-# Called on the thread of a save once its step is durable. They neither wait nor raise.
-on_durable: list[Callable[[], None]] = []
-
-
-@dataclasses.dataclass(frozen=True)
-class SaveCost:
-    """The times of a save, in seconds since the training thread began the save."""
-
-    step: int
-    blocking_secs: float  # until the training thread continued
-    durable_secs: float  # until the step was committed
+_LOGGED_SAVES = 100  # in a line of the log at the level INFO
 
 
 class SaveInFlight(Task):
-    """The state of one save in flight, which the task's thread carries out by calling ``write``."""
+    """One save, which its thread carries out by calling ``run``. Holds nothing of the state."""
 
-    def __init__(self, step: int, began: float, write: Callable[[SaveInFlight], None]) -> None:
-        super().__init__(f"save-{step}", functools.partial(write, self))
+    def __init__(self, step: int, began: float, run: Callable[[SaveInFlight], object]) -> None:
+        super().__init__(f"save-{step}", functools.partial(run, self))
         self.step = step
         self._began = began  # a ``time.perf_counter()``
         self.enter("starting its thread")
@@ -86,35 +79,36 @@ class SaveInFlight(Task):
             logger.warning(text, self.step, limit_secs, error)
 
 
-class FailureLog:
-    """The failures of background work; ``unread`` were not raised to the user yet."""
+class SaveCosts:
+    """The costs of a tier's durable saves, for its policy, its deadline and the log."""
 
     def __init__(self) -> None:
-        self._known: dict[str, str] = {}
-        self.unread: list[CheckpointError] = []
+        self.longest_secs: float | None = None  # until a step was durable; None if none is
+        # Those that no policy has observed yet. A policy that observes none removes none.
+        self._unobserved: collections.deque[SaveCost] = collections.deque(maxlen=64)
+        self._unlogged: list[SaveCost] = []
 
-    def report(self, failure: CheckpointError, action: str = "", kind: str = "") -> None:
-        """Logs a failure, and keeps it until ``raise_oldest`` raises it.
+    def add(self, cost: SaveCost, path: Any) -> None:
+        """Adds, and logs, the cost of a save that has just become durable in ``path``."""
+        self.longest_secs = max(self.longest_secs or 0.0, cost.durable_secs)
+        self._unobserved.append(cost)
+        _log([cost], path, logging.DEBUG)
+        self._unlogged.append(cost)
+        if len(self._unlogged) == _LOGGED_SAVES:
+            _log(self._unlogged, path, logging.INFO)
+            self._unlogged.clear()
 
-        A failure is a repetition if the last one of the same action had the same kind (the same
-        remedy), and ``over`` was not called since. Repetitions are logged at level DEBUG instead of
-        ERROR, and not kept while earlier failures wait to be raised.
-        """
-        is_known = bool(action) and self._known.get(action) == kind
-        level = logging.DEBUG if is_known else logging.ERROR
-        logger.log(level, "%s", failure, extra=fields(step=failure.step, path=failure.path))
-        if action:
-            self._known[action] = kind
-        if not is_known or not self.unread:
-            self.unread.append(failure)
+    def observed(self) -> Iterator[SaveCost]:
+        """Yields, and forgets, the costs that were added since the last call."""
+        while self._unobserved:
+            yield self._unobserved.popleft()
 
-    def over(self, action: str) -> None:
-        """Records that the action succeeded, so that its next failure counts as new."""
-        self._known.pop(action, None)
 
-    def raise_oldest(self, kind: type[CheckpointError] = CheckpointError) -> None:
-        """Raises the oldest failure of this class that was not raised yet; nothing without one."""
-        for failure in self.unread:
-            if isinstance(failure, kind):
-                self.unread.remove(failure)
-                raise failure
+def _log(costs: list[SaveCost], path: Any, level: int) -> None:
+    """Logs the medians of the costs of saves; the step is that of the last one."""
+    columns = zip(*map(dataclasses.astuple, costs), strict=True)
+    _, blocking, durable = map(statistics.median, columns)
+    text = "%s: step %d is durable (median of %d: blocked %.4f s, durable after %.3f s)"
+    step = costs[-1].step
+    about = fields(step=step, path=path, blocking_secs=blocking, durable_secs=durable)
+    logger.log(level, text, path, step, len(costs), blocking, durable, extra=about)

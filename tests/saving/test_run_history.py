@@ -18,11 +18,11 @@ from support.held import held
 
 from torchax_ckpt import TorchaxCheckpointer, policies
 from torchax_ckpt.processes.coordination import SINGLE_PROCESS
-from torchax_ckpt.storage.directory import run_history
+from torchax_ckpt.saving import run_history
+from torchax_ckpt.saving.run_history import RunHistory
 from torchax_ckpt.storage.directory.abandonment import Branches
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
-from torchax_ckpt.storage.directory.run_history import RunHistory
 from torchax_ckpt.storage.medium import bucket_medium
 from torchax_ckpt.storage.medium.bucket_medium import BucketMedium
 
@@ -93,11 +93,12 @@ def committed(directory: Path, step: int) -> CommittedStep:
 def test_what_some_host_lacks_is_removed_but_not_abandoned(directory: Path) -> None:
     """The hosts together may have all of it, and need it until a new step is on all of them."""
     durable, local = RunDirectory(directory), RunDirectory(directory.with_name("local"))
-    of_durable = RunHistory(durable, SINGLE_PROCESS)
-    history = RunHistory(local, SINGLE_PROCESS, of_durable)
+    of_run: list[RunHistory] = []
+    of_durable = RunHistory(durable, SINGLE_PROCESS, of_run)
+    history = RunHistory(local, SINGLE_PROCESS, of_run)
     for step in (1, 2, 3, 4):
         history.begin(step)
-        history.end(committed(directory, step))
+        history.succeed(committed(directory, step), {})
     history.keep_only({(1, 1)})
     assert [c.step for c in history.checkpoints()] == [1]
     assert history.abandons() == of_durable.abandons() == []
@@ -106,7 +107,7 @@ def test_what_some_host_lacks_is_removed_but_not_abandoned(directory: Path) -> N
     assert [s.step for s in history.branches.unwanted] == [2, 4]
     history.begin(3)
     assert history.abandons() == [[4, 4]], "of a branch that the run has left"
-    history.end(committed(directory, 3))
+    history.succeed(committed(directory, 3), {})
     assert [s.step for s in history.branches.unwanted] == [4, 2]
     history.refresh(history.branches.committed)
     assert [s.step for s in history.branches.in_place] == [1, 3]
@@ -117,11 +118,12 @@ def test_a_save_that_ends_while_the_other_tier_goes_back_loses_nothing(
     is_tidying: bool, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The training thread begins a save to one tier; the thread of the other's save ends it."""
-    local = RunHistory(RunDirectory(directory), SINGLE_PROCESS)
-    other = RunHistory(RunDirectory(directory.with_name("local")), SINGLE_PROCESS, local)
+    of_run: list[RunHistory] = []
+    local = RunHistory(RunDirectory(directory), SINGLE_PROCESS, of_run)
+    other = RunHistory(RunDirectory(directory.with_name("local")), SINGLE_PROCESS, of_run)
     for step in (2, 5):
         local.begin(step)
-        local.end(committed(directory, step))
+        local.succeed(committed(directory, step), {})
     local.begin(6)
     describe, going_back = run_history.checkpoint_info, list[threading.Thread]()
 
@@ -136,7 +138,7 @@ def test_a_save_that_ends_while_the_other_tier_goes_back_loses_nothing(
     if is_tidying:
         local.refresh(local.branches.in_place)
     else:
-        local.end(committed(directory, 6))
+        local.succeed(committed(directory, 6), {})
     going_back[0].join()
     assert not local.has(5), "a save of this step would be declined"
     assert [c.step for c in local.checkpoints() if c.step != 6] == [2]
@@ -152,7 +154,7 @@ def test_what_process_0_has_deleted_is_forgotten_by_all(directory: Path) -> None
     sizes = []
     for step in range(1, 9):
         history.begin(step)
-        history.end(committed(directory, step), {"metrics": {"loss": step}})
+        history.succeed(committed(directory, step), {"metrics": {"loss": step}})
         steps.verified.note(committed(directory, step), is_sound=True)
         history.refresh(history.branches.committed[-2:])
         sizes.append(held([steps, history]))

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torchax_ckpt.errors import StepError
-from torchax_ckpt.saving import step_metrics
+from torchax_ckpt.saving.training_loop import step_metrics
 from torchax_ckpt.storage.directory.committed_step import MAX_STEP
 
 logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Measured:
+    """Whether the newest step that ``is_due`` was asked about has a ranked metric."""
+
+    step: int | None = None
+    has_ranked: bool = True
+    had_ranked: bool = True  # whether the step before has one
 
 
 class Loop:
@@ -25,10 +35,7 @@ class Loop:
         self._recorded: dict[str, Any] = {}
         # The step of the newest ``save`` and its metrics, for another ``save`` of this step.
         self._saved: tuple[int | None, Mapping[str, Any]] = None, {}
-        # The newest step that ``is_due`` was asked about, and whether this step and the one before
-        # it have a ranked metric.
-        self._asked: int | None = None
-        self._has_ranked = self._had_ranked = True
+        self._measured = _Measured()
 
     def restored(self, step: int | None) -> None:
         """Sets the loop's position to a restored step, and discards the recorded metrics.
@@ -38,7 +45,8 @@ class Loop:
         self.position = step
         self._num_restores += 1
         self._recorded, self._saved = {}, (None, {})
-        self._asked, self._has_ranked = step or 0, True  # so that the first step is not due
+        # So that the first step is not due.
+        self._measured = dataclasses.replace(self._measured, step=step or 0, has_ranked=True)
 
     def record(self, metrics: Mapping[str, Any]) -> None:
         """Keeps metrics of the current step for the next ``save``, which stores or drops them."""
@@ -62,23 +70,25 @@ class Loop:
 
     def is_due(self, step: int, metrics: Mapping[str, Any], ranked: Sequence[str]) -> bool:
         """Returns whether a step has a metric of those ``ranked``, and the step before has none."""
-        if step != self._asked:
-            is_next = self._asked in (None, step - 1)  # None: this is the first step
-            self._had_ranked = is_next and self._has_ranked
-            self._asked, self._has_ranked = step, False
+        if not ranked:
+            return False
+        known = self._measured
+        if step != known.step:
+            is_next = known.step in (None, step - 1)  # None: this is the first step
+            known = _Measured(step, has_ranked=False, had_ranked=is_next and known.has_ranked)
         found = [metrics[name] for name in ranked if metrics.get(name) is not None]
-        self._has_ranked |= bool(found)
-        return not self._had_ranked and any(map(step_metrics.may_rank, found))
+        self._measured = dataclasses.replace(known, has_ranked=known.has_ranked or bool(found))
+        return not known.had_ranked and any(map(step_metrics.may_rank, found))
 
     def follows(self, step: int) -> None:
         """Says that the program asks at every step, although the numbers rise by more than one."""
-        if self._asked is not None and self._asked < step:
-            self._asked = step - 1
+        if self._measured.step is not None and self._measured.step < step:
+            self._measured = dataclasses.replace(self._measured, step=step - 1)
 
     @property
     def measures_every_step(self) -> bool:
         """Whether the newest two steps have a ranked metric: then the next is not due either."""
-        return self._has_ranked and self._had_ranked
+        return self._measured.has_ranked and self._measured.had_ranked
 
     def require_next(self, step: int, path: Any) -> None:
         """Raises StepError for a step too large, or below the last saved, restored or completed."""

@@ -12,12 +12,10 @@ import pytest
 from etils import epath
 from support.group import Group
 
-from torchax_ckpt import CheckpointOptions
 from torchax_ckpt.errors import ProcessError, ProcessTimeoutError
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.processes.per_host import PerHostProcesses
-from torchax_ckpt.runtime.save_in_flight import FailureLog
-from torchax_ckpt.saving.writer import Writer
+from torchax_ckpt.saving.save import Save
 
 
 def committed(group: Group, commit: Callable[[int], None]) -> tuple[list[Any], set[int], set[int]]:
@@ -32,15 +30,19 @@ def committed(group: Group, commit: Callable[[int], None]) -> tuple[list[Any], s
             commit(member.index)
             return "part"
 
-        directory: Any = SimpleNamespace(
-            path=epath.Path("run"), commit=own, delete=lambda part: lose.add(member.index)
-        )
-        history: Any = SimpleNamespace(committed=lambda part: have.add(member.index))
-        hosts = PerHostProcesses(member)
-        reuse: Any = None
-        writer = Writer(directory, history, CheckpointOptions(), hosts, FailureLog(), reuse)
+        def delete(part: Any) -> None:
+            assert save._committed == part
+            lose.add(member.index)
+
+        directory: Any = SimpleNamespace(path=epath.Path("run"), commit=own, delete=delete)
+        tier: Any = SimpleNamespace(saves=PerHostProcesses(member), directory=directory)
+        save = Save(tier, None, None)  # type: ignore[arg-type]
         with member.round("saving step 1"):
-            writer._commit_part(member, 1, "writing-1")
+            try:
+                save._commit_part(member, 1, epath.Path("writing-1"))
+            finally:
+                if save._committed is not None:
+                    have.add(member.index)
 
     return group(act), have, lose
 

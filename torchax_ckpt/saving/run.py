@@ -1,17 +1,16 @@
-"""The tiers of a run: its durable directory, and optionally a local one for more frequent saves.
+"""A run: its tiers, the channel between its processes, its name, and where it continues from.
 
-Both work alike, each with its own steps, history, saver and policies. The run resumes from its
-newest step that is not abandoned; if both tiers have it, from the local tier, which is closer.
+The durable tier is the run's directory; a local one, on a disk of each host, gets more frequent
+saves. Both work alike, each with its own steps, saves and policies. The run resumes from its newest
+step that is not abandoned; if both tiers have it, from the local tier, which is closer.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import logging
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from etils import epath
@@ -19,111 +18,29 @@ from etils import epath
 from torchax_ckpt import policies
 from torchax_ckpt.errors import ArgumentError, CheckpointError, TierError
 from torchax_ckpt.options import CheckpointOptions, LocalTier, TierName
-from torchax_ckpt.policies import described, preservation, save_decision
+from torchax_ckpt.policies import described, preservation
 from torchax_ckpt.processes.coordination import Processes, open_channel
-from torchax_ckpt.processes.decision_windows import DecisionWindows
 from torchax_ckpt.processes.per_host import PerHostProcesses
 from torchax_ckpt.runtime.call_guard import Calls
-from torchax_ckpt.runtime.lazily import root_logger_left_alone
 from torchax_ckpt.saving.closing import Closing, close_others
-from torchax_ckpt.saving.deadline import Deadline
 from torchax_ckpt.saving.preserving import Preserving
+from torchax_ckpt.saving.run_history import RunHistory
 from torchax_ckpt.saving.saver import Saver
+from torchax_ckpt.saving.tier import Channels, Tier
+from torchax_ckpt.saving.training_loop.deadline import Deadline
 from torchax_ckpt.saving.unchanged.reuse import Reuse
+from torchax_ckpt.snapshot.snapshotter import Snapshotter
 from torchax_ckpt.storage.directory import committed_step, new_runs
 from torchax_ckpt.storage.directory.abandonment import Key
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
-from torchax_ckpt.storage.directory.run_directory import RunDirectory, checkpoint_info
-from torchax_ckpt.storage.directory.run_history import RunHistory
+from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import location, medium
-from torchax_ckpt.stored.stored_step import Compared
 from torchax_ckpt.telemetry.events import Event
 from torchax_ckpt.telemetry.recorder import Telemetry
 
-logger = logging.getLogger(__name__)
 
-
-@dataclasses.dataclass(frozen=True)
-class RunTier:
-    """One tier and its parts. Its ``processes`` are a channel between training threads."""
-
-    name: TierName
-    directory: RunDirectory
-    history: RunHistory
-    saver: Saver
-    telemetry: Telemetry
-    processes: Processes
-    reuse: Reuse
-    policy: policies.SaveDecisionPolicy
-    decisions: Processes  # a channel for save decisions only
-    deadline: Deadline | None  # None: no save is due because of it
-
-    @functools.cached_property
-    def windows(self) -> DecisionWindows:
-        """Decides which steps to save to this tier, with one answer for all processes."""
-        return DecisionWindows(self.decisions, self._ask)
-
-    @functools.cached_property
-    def _observers(self) -> list[Any]:
-        return save_decision.observers(self.policy)
-
-    def tell_preemption(self, step: int) -> None:
-        """Tells the policy, on process 0, that a step is saved because of a preemption."""
-        if not self.decisions.is_first:
-            return
-        try:
-            self._ask(step, reached_preemption=True)
-        except Exception:
-            logger.warning(
-                "step %d: the save decision policy failed at a preemption; the step is saved "
-                "whatever the policy says",
-                step,
-                exc_info=True,
-            )
-
-    def _ask(
-        self, step: int, coming: Sequence[int] = (), *, reached_preemption: bool = False
-    ) -> bool:
-        """Returns the policy's answer; the saves of steps ``coming`` are decided, not begun."""
-        while self.saver.finished:
-            cost = self.saver.finished.popleft()
-            for observer in self._observers:
-                observer.observe_save(
-                    blocking_secs=cost.blocking_secs, durable_secs=cost.durable_secs
-                )
-        asked, *decided = (
-            checkpoint_info(CommittedStep(n, self.history.path, time.time_ns()))
-            for n in (step, *coming)
-        )
-        # Not copied, because this runs at each step and there may be many checkpoints.
-        known = self.history.checkpoints()
-        context = save_decision.decision_context(
-            is_saving_in_progress=bool(coming) or self.saver.is_saving,
-            reached_preemption=reached_preemption,
-        )
-        is_due = self.deadline is not None and self.deadline.needs_save
-        if is_due and not reached_preemption:
-            return not context.is_saving_in_progress
-        with root_logger_left_alone():  # Orbax's policies log
-            return self.policy.should_save(
-                asked, (*known, *decided) if decided else known, context=context
-            )
-
-    def restored(
-        self, committed: CommittedStep, compared: Compared | None, *, is_verified: bool
-    ) -> None:
-        """Records that this run restored a step of this tier, having compared these leaves."""
-        if is_verified:
-            self.directory.verified.note(committed, is_sound=True)
-        self.reuse.restored(committed, compared)
-
-    def loaded(self, committed: CommittedStep, compared: Compared | None) -> None:
-        """Records that this run read a step of this tier; ``compared`` as for ``restored``."""
-        self.reuse.loaded(committed, compared)
-
-
-class Tiers:
-    """The tiers of a run; iteration yields the durable tier, then the local tier if there is one.
+class Run:
+    """What one checkpointer works on; iteration yields the savers, that of the durable tier first.
 
     Raises PolicyError, TierError and DirectoryError.
     """
@@ -136,52 +53,56 @@ class Tiers:
         local: LocalTier | None,
         options: CheckpointOptions,
         on_event: Callable[[Event], None] | None,
-        on_donated: Callable[[], None],
     ) -> None:
-        self._options = options
-        self._on_event = on_event
-        self._on_donated = on_donated
+        self._options, self._on_event = options, on_event
+        self.snapshotter = Snapshotter(options.snapshot, options.layout)
         durable = RunDirectory(directory, read_only=options.read_only)
         durable.require_run()
-        self.processes = open_channel(f"calls {durable.path}", options.process_timeout_secs)
+        path = durable.path
+        self.processes = open_channel(f"calls {path}", options.process_timeout_secs)
         self.call_log = self.processes.log
         self.processes.liveness.add(self.call_log)
-        saves = self._connect(f"saves {durable.path}")
-        self._tiers: list[RunTier] = []
+        saves, decisions = (
+            self._connect(f"saves {path}"),
+            self._connect(f"durable decisions {path}"),
+        )
         self.deadline = Deadline(
-            self._connect(f"deadline {durable.path}"),
+            self._connect(f"deadline {path}"),
             options.deadline,
             options.deadline_margin_secs,
-            lambda: self.durable.saver.longest_secs,
+            lambda: self.durable.tier.costs.longest_secs,
         )
-        self.durable = self._tier(
-            "durable", durable, save_decision_policy, preservation_policy, self.processes, saves
-        )
-        self._tiers.append(self.durable)
-        self.local: RunTier | None = None
+        self._histories: list[RunHistory] = []
+        channels = Channels(self.processes, saves, decisions)
+        tier = self._tier("durable", durable, save_decision_policy, preservation_policy, channels)
+        self.durable = Saver(tier, self.call_log, self.deadline)
+        self.local: Saver | None = None
+        self._savers = [self.durable]
         self._is_open = self._is_named = self._is_announced = False
-        self._name = uuid.uuid4().hex
         if local is not None:
-            if options.restore_in_budget and self.processes.count > 1:
-                raise TierError(
-                    "on several processes, a local tier restores all leaves together, but "
-                    "restore_in_budget restores leaves in parts that differ between processes: "
-                    "give either local=LocalTier(...) or restore_in_budget=True, not both"
-                )
-            nearby = RunDirectory(local.path, read_only=options.read_only, durable=durable)
-            nearby.require_run()
-            _require_apart(nearby.path, durable.path)
-            saves = self._connect(f"local saves {durable.path}")
-            self.replica_axis = local.replica_axis
-            self.local = self._tier(
-                "local",
-                nearby,
-                local.save_decision_policy,
-                policies.LatestN(local.keep),
-                PerHostProcesses(self.processes),
-                PerHostProcesses(saves),
+            self._add_local(local)
+
+    def _add_local(self, local: LocalTier) -> None:
+        options, durable = self._options, self.durable.tier.directory
+        if options.restore_in_budget and self.processes.count > 1:
+            raise TierError(
+                "on several processes, a local tier restores all leaves together, but "
+                "restore_in_budget restores leaves in parts that differ between processes: "
+                "give either local=LocalTier(...) or restore_in_budget=True, not both"
             )
-            self._tiers.append(self.local)
+        nearby = RunDirectory(local.path, read_only=options.read_only, durable=durable)
+        nearby.require_run()
+        _require_apart(nearby.path, durable.path)
+        self.replica_axis = local.replica_axis
+        channels = Channels(
+            PerHostProcesses(self.processes),
+            PerHostProcesses(self._connect(f"local saves {durable.path}")),
+            self._connect(f"local decisions {durable.path}"),
+        )
+        keep_policy = policies.LatestN(local.keep)
+        tier = self._tier("local", nearby, local.save_decision_policy, keep_policy, channels)
+        self.local = Saver(tier, self.call_log)
+        self._savers.append(self.local)
 
     def _tier(
         self,
@@ -189,43 +110,55 @@ class Tiers:
         directory: RunDirectory,
         save_policy: Any,
         keep_policy: Any,
-        calls: Processes,
-        saves: Processes,
-    ) -> RunTier:
+        channels: Channels,
+    ) -> Tier:
         if save_policy is None:
             save_policy = policies.AnySavePolicy(
                 [policies.ContinuousCheckpointingPolicy(), policies.PreemptionCheckpointingPolicy()]
             )
-        of_tier = "LocalTier: " if name == "local" else ""
+        is_local = name == "local"
+        of_tier = "LocalTier: " if is_local else ""
         preservation.require_policy(f"{of_tier}save_decision_policy", save_policy, "should_save")
         preservation.require_policy("preservation_policy", keep_policy, "should_preserve")
-        history = RunHistory(directory, calls, None if name == "durable" else self.durable.history)
-        on_event = self._on_event if name == "durable" else None
-        rules = described.described(keep_policy)
-        telemetry = Telemetry(directory.path, on_event, rules, directory.abandoned)
-        preserving = Preserving(
-            directory, keep_policy, self._options, saves, is_local=name == "local"
+        history = RunHistory(directory, channels.calls, self._histories)
+        telemetry = Telemetry(
+            directory.path,
+            None if is_local else self._on_event,
+            described.described(keep_policy),
+            directory.abandoned,
         )
-        is_single = name == "local" and keep_policy.n == 1  # two copies would take more space
+        options, saves = self._options, channels.saves
+        preserving = Preserving(directory, keep_policy, options, saves, is_local=is_local)
+        is_single = is_local and keep_policy.n == 1  # two copies would take more space
         reuse = Reuse(
             directory,
             history,
             preserving,
             saves,
-            False if self._options.read_only else self._options.reuse,
+            False if options.read_only else options.reuse,
             has_two_copies=not is_single and medium.of(directory.path).has_links,
-            leader=None if name == "durable" else self.durable.reuse,
+            leader=self.durable.tier.reuse if is_local else None,
         )
-        parts = directory, history, preserving, self._options, telemetry, calls, saves
-        saver = Saver(*parts, reuse, self._on_donated)
-        durable = self._tiers[0].directory if self._tiers else directory
-        decisions = self._connect(f"{name} decisions {durable.path}")
-        deadline = self.deadline if name == "durable" else None
-        parts_of_tier = directory, history, saver, telemetry, calls, reuse, save_policy, decisions
-        return RunTier(name, *parts_of_tier, deadline)
+        return Tier(
+            name,
+            directory,
+            save_policy,
+            options,
+            telemetry,
+            channels,
+            history,
+            preserving,
+            reuse,
+            self.snapshotter.donated,
+        )
 
-    def __iter__(self) -> Iterator[RunTier]:
-        return iter(self._tiers)
+    def __iter__(self) -> Iterator[Saver]:
+        return iter(self._savers)
+
+    @property
+    def tiers(self) -> list[Tier]:
+        """The durable tier, then the local tier if there is one."""
+        return [saver.tier for saver in self._savers]
 
     def _connect(self, channel: str) -> Processes:
         return open_channel(channel, self._options.process_timeout_secs, self.call_log)
@@ -244,7 +177,7 @@ class Tiers:
         tiers, (local_steps, _) = self.named(name), self._compare_local_steps()
         found = []
         for tier in tiers:
-            if tier is self.local and self.processes.count > 1:
+            if tier.is_local and self.processes.count > 1:
                 found += [local_steps[key] for key in sorted(local_steps)]
             else:
                 found += tier.history.found(tier.directory.steps)
@@ -253,17 +186,17 @@ class Tiers:
     def find(self, step: int) -> CommittedStep:
         """Returns a step, preferably local, from readable directories, without messages."""
         found: list[CommittedStep] = []
-        for tier in reversed(self._tiers):  # the other one need not be readable if this has it
+        for tier in reversed(self.tiers):  # the other one need not be readable if this has it
             found += tier.directory.steps()
             if same := [s for s in found if s.step == step]:
                 return same[-1]
-        return committed_step.chosen(found, step, [tier.directory.path for tier in self])[-1]
+        return committed_step.chosen(found, step, [tier.directory.path for tier in self.tiers])[-1]
 
     def _compare_local_steps(self) -> tuple[dict[Key, CommittedStep], set[Key]]:
         """Returns steps of any host's local tier, not abandoned; the keys that all hosts have."""
         if self.local is None or self.processes.count == 1:
             return {}, set()
-        directory = self.local.directory
+        directory = self.local.tier.directory
         with self.processes.round("comparing local steps"):
             here = {s.key: s for s in directory.steps()}
             told = directory.abandonment.told(here.values())
@@ -282,16 +215,16 @@ class Tiers:
         """Returns step numbers, ascending, from readable directories only, without messages."""
         return sorted({s.step for tier in self.named(name) for s in tier.directory.steps()})
 
-    def holding(self, committed: CommittedStep) -> RunTier:
+    def holding(self, committed: CommittedStep) -> Tier:
         """Returns the tier whose directory contains the given step."""
-        return next(t for t in self._tiers if t.directory.path == committed.path.parent)
+        return next(t for t in self.tiers if t.directory.path == committed.path.parent)
 
-    def named(self, name: TierName | None) -> list[RunTier]:
+    def named(self, name: TierName | None) -> list[Tier]:
         """Returns one tier or all; raises TierError if there is no tier of this name."""
-        tiers = [tier for tier in self._tiers if name in (None, tier.name)]
+        tiers = [tier for tier in self.tiers if name in (None, tier.name)]
         if not tiers:
             raise TierError(
-                f"tier: expected one of {', '.join(t.name for t in self._tiers)}, found {name!r}; "
+                f"tier: expected one of {', '.join(t.name for t in self.tiers)}, found {name!r}; "
                 "a local tier is given as TorchaxCheckpointer(directory, local=LocalTier(path))"
             )
         return tiers
@@ -300,29 +233,29 @@ class Tiers:
 
     def require_writable(self) -> None:
         """Raises DirectoryError if the directory of a tier must not be written."""
-        for tier in self._tiers:
+        for tier in self.tiers:
             tier.directory.require_writable()
 
     def claim(self, step: int | None = None) -> None:
         """Acquires the tiers' leases, unless held; raises if a directory cannot be written."""
-        for tier in self._tiers:
-            tier.saver.claim(step, functools.partial(close_others, tier.saver))
+        for saver in self:
+            saver.tier.claim.acquire(step, functools.partial(close_others, saver))
 
     def prepare(self, step: int) -> None:
         """Acquires leases and stores the run's name, unless done, on all processes or on none."""
-        if not all(tier.saver.is_claimed for tier in self._tiers):
-            self._name, self._is_named = uuid.uuid4().hex, False
+        if not all(tier.claim.is_held for tier in self.tiers):
+            self._is_named = False
         self.claim(step)
         if self._is_named:
             return
         # In both tiers: see ``storage/directory/run_identity.py``.
         with self.processes.round("naming the run"):
-            durable = self.durable.directory
+            durable = self.durable.tier.directory
             if self.local is None:
                 self.processes.first(durable.leave_tiers)
             else:
-                name = self.processes.first(lambda: self._name)
-                self.local.directory.join(self.processes.first(durable.runs), name)
+                name = self.processes.first(lambda: uuid.uuid4().hex)
+                self.local.tier.directory.join(self.processes.first(durable.runs), name)
                 self.processes.meet()
                 self.processes.first(lambda: durable.join([], name))
         self._is_named = True
@@ -332,8 +265,8 @@ class Tiers:
         is_known, self._is_announced = self._is_announced, True
         if is_known or self._options.read_only or not self.processes.is_first:
             return
-        if not any(tier.history.branches.in_place for tier in self._tiers):
-            new_runs.announce(self.durable.directory.path)
+        if not any(tier.history.branches.in_place for tier in self.tiers):
+            new_runs.announce(self.durable.path)
 
     def wait(self, timeout_secs: float | None = None) -> None:
         """Waits until no save is in flight in any tier."""
@@ -342,20 +275,20 @@ class Tiers:
                 f"timeout_secs: expected a number of seconds or None, found {timeout_secs!r:.80}"
             )
         deadline = None if timeout_secs is None else time.monotonic() + timeout_secs
-        for tier in self._tiers:
-            tier.saver.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        for saver in self:
+            saver.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
     def check_for_errors(self, kind: type[CheckpointError] = CheckpointError) -> None:
         """Raises the durable tier's oldest unraised failure; if none, the local tier's."""
-        for tier in self._tiers:
-            tier.saver.check_for_errors(kind)
+        for saver in self:
+            saver.check_for_errors(kind)
 
     def open(self) -> None:
         """Lists the steps in the directory of each tier, unless the steps are listed already."""
         if not self._is_open:
             self.close_others()
             _, on_all = self._compare_local_steps()
-            for tier in self._tiers:
+            for tier in self.tiers:
                 tier.history.open()
             self._forget_what_others_lack(on_all)
             self._is_open = True
@@ -364,7 +297,7 @@ class Tiers:
         """Continues the run from ``step`` (None: from the start), and abandons all newer steps."""
         _, on_all = self._compare_local_steps()
         self.call_log.go_on_from(step)
-        for tier in self._tiers:
+        for tier in self.tiers:
             tier.history.go_on_from(step)
         self._forget_what_others_lack(on_all)
         self._is_open = True
@@ -372,19 +305,19 @@ class Tiers:
     def _forget_what_others_lack(self, on_all: set[Key]) -> None:
         """Leaves out local steps that a host lacks, so that all hosts decide alike."""
         if self.local is not None and self.processes.count > 1:
-            self.local.history.keep_only(on_all)
+            self.local.tier.history.keep_only(on_all)
 
     def delete(self, step: int, name: TierName | None = None) -> None:
         """Deletes a step from one tier or all; raises as ``candidates`` does."""
         found = self.candidates(step, name)
         self.claim()  # after the search, so that a missing step does not create a directory
-        for committed in found:
-            self.holding(committed).saver.delete(step)
+        for path in [committed.path.parent for committed in found]:
+            next(saver for saver in self if saver.path == path).delete(step)
 
     def close_others(self) -> None:
         """Closes collected or half-closed checkpointers of this process that may write here."""
-        for tier in self._tiers:
-            close_others(tier.saver)
+        for saver in self:
+            close_others(saver)
 
     def closing(self, calls: Calls, last: Callable[[], None]) -> Closing:
         """Returns a ``Closing`` that ends the saves, releases leases and then calls ``last``."""
@@ -394,8 +327,8 @@ class Tiers:
             last()
             watch.remove(log)
 
-        savers, windows = [t.saver for t in self._tiers], [t.windows for t in self._tiers]
-        return Closing(savers, [*windows, self.deadline], calls, end)
+        windows = [saver.windows for saver in self]
+        return Closing(self._savers, [*windows, self.deadline], calls, end)
 
 
 def _require_apart(local: epath.Path, durable: epath.Path) -> None:

@@ -1,0 +1,49 @@
+"""The captured state that one save writes, as it was when ``save`` was called."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torchax_ckpt.errors import CheckpointError, DonatedBufferError
+from torchax_ckpt.layout.manifest import Node
+from torchax_ckpt.saving.unchanged.identities import Skipped
+from torchax_ckpt.snapshot.snapshotter import Snapshot
+from torchax_ckpt.state.per_process_state import PerProcessState
+from torchax_ckpt.storage.medium.assets import Assets
+
+
+@dataclasses.dataclass(frozen=True)
+class Capture:
+    """A captured state, and what else a save stores with it."""
+
+    step: int
+    snapshot: Snapshot
+    document: Mapping[str, Node]
+    per_process: PerProcessState | None  # None in a run of one process
+    # may wait for devices; returns an error that does not prevent the save
+    fetch_metrics: Callable[[], tuple[dict[str, Any], CheckpointError | None]]
+    began: float  # ``time.perf_counter()`` on the training thread
+    # taken over from an earlier step; not in ``snapshot``
+    skipped: Skipped = dataclasses.field(default_factory=Skipped)
+    assets: Assets | None = None
+    attached: tuple[str, ...] | None = None  # see ``Manifest``
+    reports_metrics: bool = True  # whether this save reports that error, of all tiers' saves
+
+    def explained(self, error: BaseException) -> BaseException:
+        """Returns the error, or a DonatedBufferError naming the leaf if a donation caused it."""
+        if "has been deleted" in str(error):
+            try:
+                self.snapshot.require_alive()
+                self.skipped.require_alive()
+            except DonatedBufferError as donated:
+                return donated.with_traceback(None)
+        return error
+
+    def state(self, document: Mapping[str, Node]) -> bytes:
+        """Returns this process's per-process state with its nodes; b"" in a run of one process."""
+        if self.per_process is None:
+            return b""
+        nodes = {name: document[name] for name in self.per_process.nodes}
+        return dataclasses.replace(self.per_process, nodes=nodes).to_bytes()

@@ -1,0 +1,216 @@
+"""The steps of a run in one tier, as this program knows them: its branch, and abandoned steps.
+
+Process 0 lists the directory for all processes. After that, ``RunHistory`` changes what it knows
+whenever this run saves, renames or deletes a step. It lists the directory again when the run
+continues from another step. ``abandonment.py`` decides which steps are abandoned.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torchax_ckpt import policies
+from torchax_ckpt.processes.coordination import Processes
+from torchax_ckpt.runtime.user_messages import fields
+from torchax_ckpt.storage.directory import committed_step
+from torchax_ckpt.storage.directory.abandonment import Branches, Key
+from torchax_ckpt.storage.directory.committed_step import CommittedStep
+from torchax_ckpt.storage.directory.run_directory import RunDirectory
+
+logger = logging.getLogger(__name__)
+
+
+def checkpoint_info(
+    committed: CommittedStep, metrics: dict[str, Any] | None = None
+) -> policies.CheckpointInfo:
+    """Returns a step as policies see it."""
+    return policies.CheckpointInfo(
+        committed.step,
+        committed.path,
+        metadata=None,
+        commit_timestamp_nsecs=committed.commit_timestamp_nsecs,
+        metrics=metrics,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Known:
+    """The steps of one tier, which a listing found or this run saved."""
+
+    branches: Branches = dataclasses.field(default_factory=Branches)
+    # The steps of the branch as policies see them, oldest first. While a save is in flight, its
+    # step is the last one.
+    checkpoints: tuple[policies.CheckpointInfo, ...] = ()
+    is_saving: bool = False
+    # The numbers of steps that the next save will abandon, until they were logged.
+    leaving: tuple[int, ...] = ()
+
+    def with_branches(self, branches: Branches) -> _Known:
+        in_flight = self.checkpoints[-1:] if self.is_saving else ()
+        checkpoints = (*map(checkpoint_info, branches.committed), *in_flight)
+        return dataclasses.replace(self, branches=branches, checkpoints=checkpoints)
+
+    def without_save(self) -> _Known:
+        left = self.checkpoints[:-1] if self.is_saving else self.checkpoints
+        return dataclasses.replace(self, checkpoints=left, is_saving=False)
+
+
+class RunHistory:
+    """Tracks the steps of a run in one tier; ``of_run`` has the histories of all its tiers."""
+
+    def __init__(
+        self, directory: RunDirectory, processes: Processes, of_run: list[RunHistory] | None = None
+    ) -> None:
+        self._directory = directory
+        self._processes = processes
+        self.path = directory.path
+        self._of_run = [] if of_run is None else of_run
+        self._of_run.append(self)
+        # A save to one tier may end while the training thread begins one to the other.
+        self._changing = threading.RLock()
+        # Replaced as a whole: the training reads it at each step while a save's thread changes it.
+        self._known: _Known | None = None  # None before the directory was listed
+
+    @property
+    def branches(self) -> Branches:
+        """The steps that this run builds on, and those to set aside once a new step is durable."""
+        return Branches() if self._known is None else self._known.branches
+
+    def open(self) -> None:
+        """Lists the directory, unless this object has listed it before."""
+        if self._known is None:
+            with self._processes.round("looking for steps"):
+                found = self._processes.first(lambda: self._directory.branches().described())
+            self._known = _Known().with_branches(Branches.named(found, self.path))
+
+    def found(
+        self, find: Callable[[], Sequence[CommittedStep]], what: str = "looking for steps"
+    ) -> list[CommittedStep]:
+        """Calls ``find`` on process 0 only; returns the steps that it finds on every process."""
+        with self._processes.round(what):
+            found = self._processes.first(lambda: committed_step.described(find()))
+        return committed_step.named(found, self.path)
+
+    def unknown(self, step: int | None = None) -> list[CommittedStep]:
+        """Returns steps of other programs, from ``step`` on or newer than the run's own."""
+        if self._known is None:
+            return []
+        known = {s.key for s in self.branches.in_place}
+        # The first save waits for this listing, and there may be thousands of old steps.
+        if step is not None:
+            found = self._directory.found(first=step)
+        else:
+            known_here = {s.key for s in self.branches.committed}
+            present = self._directory.steps()
+            newest = max((s.step for s in present if s.key in known_here), default=-1)
+            found = [s for s in present if s.step > newest]
+        return sorted((s for s in found if s.key not in known), key=lambda s: s.key)
+
+    def go_on_from(self, step: int | None) -> None:
+        """Lists the directory again; marks steps newer than ``step`` (None: all) as abandoned."""
+        self._known = None
+        self._directory.failed.clear()  # the run may continue from one of them
+        self.open()
+        self._go_back(step)
+
+    def keep_only(self, keys: set[Key]) -> None:
+        """Marks as incomplete each step whose key is not in ``keys``, those that all hosts have."""
+        with self._changing:
+            missing = [s for s in self.branches.committed if s.key not in keys]
+            self._replace(self.branches.leaving(incomplete=missing))
+
+    def begin(self, step: int) -> None:
+        """Begins a save of ``step``; newer steps in all tiers of the run become abandoned."""
+        for history in self._of_run:
+            history.open()
+            history._go_back(step)
+            history._warn_of_leaving()
+        with self._changing:
+            info = checkpoint_info(CommittedStep(step, self.path, time.time_ns()))
+            known = self._now
+            checkpoints = (*known.checkpoints, info)
+            self._known = dataclasses.replace(known, checkpoints=checkpoints, is_saving=True)
+
+    def abandons(self) -> list[list[int]]:
+        """Returns [number, commit time] of each abandoned step of all tiers, for a summary."""
+        tiers = sorted(self._of_run, key=lambda history: history is not self)
+        return [list(s.key) for history in tiers for s in history.branches.abandoned]
+
+    def succeed(self, durable: CommittedStep, summary: Mapping[str, Any]) -> None:
+        """Ends a save that has succeeded on all processes."""
+        with self._changing:
+            self._directory.record_saved(durable, summary)
+            known = self._now.without_save()
+            branches = dataclasses.replace(
+                known.branches, committed=(*known.branches.committed, durable)
+            )
+            checkpoints = (*known.checkpoints, checkpoint_info(durable))
+            self._known = dataclasses.replace(known, branches=branches, checkpoints=checkpoints)
+
+    def fail(self, step: int, committed: CommittedStep | None) -> None:
+        """Ends a save that has failed; a step that it ``committed`` nevertheless is abandoned."""
+        with self._changing:
+            known, self._known = self._now, self._now.without_save()
+            if committed is not None:
+                self._directory.failed.add(committed.key)
+                self._replace(self.branches.leaving((committed,)))
+            elif known.is_saving:
+                self._directory.leave_out(step, self.branches.in_place)
+
+    def refresh(self, steps: Iterable[CommittedStep]) -> None:
+        """Takes the steps' new paths from ``steps``; forgets each step that is not in ``steps``."""
+        with self._changing:
+            before, branches = self.branches, self.branches.moved(steps)
+            self._replace(branches)
+        left = {s.key for s in branches.in_place}
+        for gone in (s for s in before.in_place if s.key not in left):
+            self._directory.forget(gone)  # only process 0 has deleted it
+
+    def has(self, step: int) -> bool:
+        """Returns whether the run's branch has a step of this number, committed or being saved."""
+        for checkpoint in reversed(self.checkpoints()):
+            if checkpoint.step <= step:
+                return checkpoint.step == step
+        return False
+
+    def checkpoints(self) -> Sequence[policies.CheckpointInfo]:
+        """Returns the branch's steps for policies, oldest first; a step being saved comes last."""
+        return () if self._known is None else self._known.checkpoints
+
+    @property
+    def _now(self) -> _Known:
+        return _Known() if self._known is None else self._known
+
+    def _replace(self, branches: Branches) -> None:
+        self._known = self._now.with_branches(branches)
+
+    def _go_back(self, step: int | None) -> None:
+        with self._changing:
+            if newer := self.branches.newer_than(step):
+                self._replace(self.branches.leaving(newer))
+                leaving = (*self._now.leaving, *(s.step for s in newer))
+                self._known = dataclasses.replace(self._now, leaving=leaving)
+
+    def _warn_of_leaving(self) -> None:
+        # At a save, because only a save abandons them: a restore may come first, or no save at all.
+        with self._changing:
+            known, self._known = self._now, dataclasses.replace(self._now, leaving=())
+        if known.leaving:
+            fate = "deleted once a new step is durable"
+            if self is self._of_run[0]:  # the durable tier's
+                fate = (
+                    "set aside once a new step is durable, and stay on storage until "
+                    f"`torchax-ckpt prune {self.path} --abandoned --delete` deletes them"
+                )
+            logger.warning(
+                "%s: steps %s are not on the branch that this run continues; they will be %s",
+                self.path,
+                list(known.leaving),
+                fate,
+                extra=fields(path=self.path, steps=list(known.leaving)),
+            )
