@@ -26,10 +26,10 @@ import peers
 import tensorstore as ts
 import xxhash
 
+from torchax_ckpt.devices.host_array import HostArray
+from torchax_ckpt.devices.sharding import LateParts, stack
 from torchax_ckpt.layout.storage_plan import Plan
-from torchax_ckpt.snapshot.host_array import HostArray
 from torchax_ckpt.snapshot.planner import plan_snapshot
-from torchax_ckpt.snapshot.sharding import LateParts, stack
 from torchax_ckpt.snapshot.snapshotter import stacks_on_host
 from torchax_ckpt.snapshot.stacking import execute
 from torchax_ckpt.storage.arrays import chunking

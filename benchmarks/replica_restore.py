@@ -108,7 +108,7 @@ def child(index: int, count: int, port: str, root: Path, settings: dict[str, Any
     }
     with TorchaxCheckpointer(root / "run") as ckpt:
         ckpt.save(1, state=state, force=True)
-    arrival = read_arrays._Arrival
+    arrival = read_arrays.Arrival
 
     def took(single: bool, rate: float) -> float:
         line = Line(root / "line", rate * 1e6)
@@ -117,7 +117,7 @@ def child(index: int, count: int, port: str, root: Path, settings: dict[str, Any
             line.take(piece.nbytes)
             return arrival(committed, target, piece, store, *pace)
 
-        read_arrays._Arrival = delayed  # type: ignore[assignment, misc]
+        read_arrays.Arrival = delayed  # type: ignore[assignment, misc]
         options = CheckpointOptions(single_replica_restore=single)
         with TorchaxCheckpointer(root / "run", options=options) as ckpt:
             multihost_utils.sync_global_devices("both begin")

@@ -145,7 +145,7 @@ def read_slowly() -> None:
     """Has reads of arrays take the time of ``BYTES_PER_SEC``, as from a bucket."""
     from torchax_ckpt.storage.arrays import read_arrays
 
-    fetch = read_arrays._Arrival.fetch
+    fetch = read_arrays.Arrival.fetch
     began = 0.0
     total = 0
 
@@ -157,7 +157,7 @@ def read_slowly() -> None:
         time.sleep(max(0.0, began + total / BYTES_PER_SEC - time.monotonic()))
         return array
 
-    setattr(read_arrays._Arrival, "fetch", slowly)  # noqa: B010
+    setattr(read_arrays.Arrival, "fetch", slowly)  # noqa: B010
 
 
 def age_secs() -> float:

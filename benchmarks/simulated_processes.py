@@ -20,6 +20,7 @@ import numpy as np
 from etils import epath
 
 from torchax_ckpt import CheckpointOptions
+from torchax_ckpt.devices.sharding import Local
 from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.processes.decision_windows import DecisionWindows
@@ -29,13 +30,14 @@ from torchax_ckpt.saving.capture import Capture
 from torchax_ckpt.saving.save import Save
 from torchax_ckpt.saving.tier import Channels, Tier
 from torchax_ckpt.saving.unchanged.reuse import Reuse
-from torchax_ckpt.snapshot.sharding import Local
 from torchax_ckpt.state import per_process_state
 from torchax_ckpt.state.component import LeafRead
 from torchax_ckpt.state.leaf import Spec
 from torchax_ckpt.state.per_process_state import PerProcessState
 from torchax_ckpt.storage.directory.abandonment import Abandonment
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
+from torchax_ckpt.storage.directory.run_directory import RunDirectory
+from torchax_ckpt.storage.directory.step_folder import StepFolder
 from torchax_ckpt.storage.writing import array_writer, step_writer, unchanged_files
 
 # A path on which nothing is read, written or synced.
@@ -139,7 +141,7 @@ class Simulated:
 
 
 class _Copy:
-    """A host's copy of a step, as ``StoredStep``; the state is that of its process."""
+    """A host's copy of a step, as ``RestorableStep``; the state is that of its process."""
 
     def __init__(self, index: int, count: int) -> None:
         state = _state(bytes(STATE_BYTES)).to_bytes()
@@ -149,9 +151,6 @@ class _Copy:
         self.attached: None = None
 
     def require_plausible(self, reads: Any) -> None:
-        pass
-
-    def require_restorable(self) -> None:
         pass
 
     def read_leaves(self, reads: Any) -> Any:
@@ -220,6 +219,9 @@ def processes(
         for index, client in enumerate(clients)
     ]
 
+    def begun(directory: RunDirectory, step: int) -> StepFolder:
+        return StepFolder(directory, step, directory.path_for(step))
+
     def opened(committed: Any, *args: Any, **settings: Any) -> _Copy:
         return _Copy(local.index, count)
 
@@ -233,11 +235,11 @@ def processes(
         with (
             ThreadPoolExecutor(count) as pool,
             mock.patch.object(array_writer, "write_arrays", return_value={}),
-            mock.patch.multiple(
-                step_writer, make_folder=mock.DEFAULT, complete=mock.DEFAULT, mark=mock.DEFAULT
-            ),
+            mock.patch.multiple(StepFolder, begin=begun, _mark=mock.DEFAULT),
+            mock.patch.object(step_writer, "complete"),
             mock.patch.object(unchanged_files, "remove_retained"),
             mock.patch.object(local_tier, "StoredStep", opened),
+            mock.patch.object(local_tier, "RestorableStep", lambda copy: copy),
         ):
 
             def on_all(act: Callable[[Simulated], Any]) -> None:

@@ -23,11 +23,12 @@ ROOMS: dict[str, set[str]] = {
     "runtime": {JAX, ORBAX},
     "plain_torch": {TORCH},
     "torchax_backend": {TOP, TORCH, JAX},
-    "snapshot": {JAX},
-    "planning": {TORCH, JAX},  # names of torch for the type checker; JAX loaded at first use
-    "state": {TORCH, JAX},
+    "devices": {JAX},
     "processes": {JAX},
-    "policies": {ORBAX},
+    "policies": {ORBAX, TORCH},  # names of torch for the type checker
+    "snapshot": {JAX},
+    "planning": {TORCH, JAX},  # JAX loaded at first use
+    "state": {TORCH, JAX},
     "storage/medium": set(),
     "storage/directory": {JAX},
     "storage/arrays": {JAX},

@@ -42,9 +42,9 @@ from torchax_ckpt import (
     policies,
     torchax_backend,
 )
+from torchax_ckpt.devices.sharding import shards_of
 from torchax_ckpt.runtime import stages
 from torchax_ckpt.runtime.stages import Stage
-from torchax_ckpt.snapshot.sharding import shards_of
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.writing import array_writer, fetching
 

@@ -16,7 +16,7 @@ from support.processes import Started, run_python
 from torture import Torture
 
 from torchax_ckpt.layout.manifest import Manifest
-from torchax_ckpt.state import node_checks
+from torchax_ckpt.state import pytree
 
 LONG = (pytest.mark.slow, pytest.mark.long)
 EXACT = "steps restored exactly"
@@ -188,7 +188,7 @@ def test_a_reader_that_is_less_careful_is_found_out(
     readers: fault_fuzz.Readers,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    changed = (readers, "by_name"), (Manifest, "from_json"), (node_checks, "check_document")
+    changed = (readers, "by_name"), (Manifest, "from_json"), (pytree, "check_document")
     for owner, name in changed:
         monkeypatch.setattr(owner, name, getattr(owner, name))  # is put back
     fault_fuzz.WEAKENINGS[weakening](readers)

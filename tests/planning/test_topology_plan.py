@@ -15,10 +15,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from torchax_ckpt import planning
+from torchax_ckpt.devices.device_memory import DeviceMemory
 from torchax_ckpt.errors import PlanError
 from torchax_ckpt.planning import topology
 from torchax_ckpt.planning.topology_plan import fsdp_and_tp
-from torchax_ckpt.snapshot.device_memory import DeviceMemory
 from torchax_ckpt.snapshot.snapshotter import Snapshotter
 
 V5E = topology.CHIPS["v5e"]

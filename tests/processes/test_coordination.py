@@ -28,7 +28,7 @@ from torchax_ckpt.processes.coordination import SINGLE_PROCESS, Processes
 from torchax_ckpt.processes.liveness import Liveness
 from torchax_ckpt.processes.messages import POLL_SECS
 from torchax_ckpt.processes.per_host import PerHostProcesses
-from torchax_ckpt.state import per_process_state
+from torchax_ckpt.state import per_process_state, training_state
 from torchax_ckpt.state.component import Captured, Form
 from torchax_ckpt.storage.arrays import block_digests
 
@@ -441,8 +441,8 @@ def test_what_each_process_has_for_itself_goes_into_one_document() -> None:
             "rng": Captured(Form(node, ("rng/torch",)), [np.full(2, seed, np.uint8)]),
         }
 
-    assert per_process_state.split(captured(0))[0] == ["model/w"]
-    sent = [per_process_state.split(captured(seed))[2].to_bytes() for seed in (4, 5, 4)]
+    assert training_state.split(captured(0))[0] == ["model/w"]
+    sent = [training_state.split(captured(seed))[2].to_bytes() for seed in (4, 5, 4)]
     document, leaves = per_process_state.joined(sent[0], dict(enumerate(sent[1:], 1)))
     expected = {"rng/torch": [4, 4], "processes/1/rng/torch": [5, 5]}
     assert {name: leaf.tolist() for name, leaf in leaves.items()} == expected

@@ -41,10 +41,10 @@ from support.models import Counter
 from support.strategies import random_bits
 
 from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, errors, policies
+from torchax_ckpt.devices.device_memory import DeviceMemory
+from torchax_ckpt.devices.device_sizes import bytes_on_devices
 from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.snapshot import snapshotter
-from torchax_ckpt.snapshot.device_memory import DeviceMemory
-from torchax_ckpt.snapshot.device_sizes import bytes_on_devices
 from torchax_ckpt.snapshot.snapshotter import Snapshotter
 from torchax_ckpt.snapshot.stacking import execute, needed_to_execute
 from torchax_ckpt.storage.arrays import read_arrays
@@ -137,13 +137,13 @@ def bytes_of_restore(directory: str) -> None:
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
     )
     read: list[int] = []
-    arrival = read_arrays._Arrival
+    arrival = read_arrays.Arrival
 
     def counted(committed: Any, target: Any, piece: Any, store: Any, *pace: Any) -> Any:
         read.append(piece.nbytes)
         return arrival(committed, target, piece, store, *pace)
 
-    patch(read_arrays, "_Arrival", counted)
+    patch(read_arrays, "Arrival", counted)
     for each in (CheckpointOptions(), CheckpointOptions(single_replica_restore=True)):
         read.clear()
         with TorchaxCheckpointer(directory, options=each) as ckpt:

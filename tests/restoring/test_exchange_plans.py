@@ -11,12 +11,12 @@ import pytest
 from support.group import Group
 
 from torchax_ckpt import CheckpointOptions
+from torchax_ckpt.devices.sharding import Local
 from torchax_ckpt.errors import CorruptCheckpointError
 from torchax_ckpt.layout.manifest import array_nodes
 from torchax_ckpt.layout.names import of_process
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.restoring import local_tier
-from torchax_ckpt.snapshot.sharding import Local
 from torchax_ckpt.state import per_process_state
 from torchax_ckpt.state.component import LeafRead
 from torchax_ckpt.state.leaf import Spec
@@ -33,7 +33,7 @@ def state_of(index: int) -> bytes:
 
 
 class Copy:
-    """A host's copy of a step, as ``StoredStep``; its host keeps the states of all processes."""
+    """A host's copy of a step; its host keeps the states of all processes."""
 
     attached = None
 
@@ -45,9 +45,6 @@ class Copy:
         self._damaged = {LEAF if i == index else of_process(i, LEAF) for i in damaged}
 
     def require_plausible(self, reads: Mapping[str, LeafRead]) -> None:
-        pass
-
-    def require_restorable(self) -> None:
         pass
 
     def read_leaves(self, reads: Mapping[str, LeafRead]) -> dict[str, Any]:
@@ -66,6 +63,7 @@ def restored(
       damaged: host -> the processes whose states are damaged in its copy.
     """
     monkeypatch.setattr(local_tier, "StoredStep", Copy)
+    monkeypatch.setattr(local_tier, "RestorableStep", lambda copy: copy)
 
     def act(member: Processes) -> list[int]:
         path: Any = SimpleNamespace(

@@ -18,7 +18,7 @@ from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, torchax_backend
 from torchax_ckpt.errors import MismatchError, UnsupportedLeafError, UnusableStateError
 from torchax_ckpt.options import Layout
 from torchax_ckpt.restoring import restore
-from torchax_ckpt.storage.arrays import read_arrays
+from torchax_ckpt.storage.arrays import onto_devices
 
 IN_BUDGET = CheckpointOptions(restore_in_budget=True, layout="flat")
 LAYOUTS = ["auto", pytest.param("flat", marks=pytest.mark.long)]
@@ -77,7 +77,7 @@ def test_old_buffers_are_freed_as_new_ones_arrive(
     expected_bytes = live_bytes()
     leave_free(monkeypatch, size // 3)
     peak = 0
-    read = read_arrays.read_arrays
+    read = onto_devices.read_leaves
 
     def probe(*args: Any, **kwargs: Any) -> Any:
         nonlocal peak
@@ -85,7 +85,7 @@ def test_old_buffers_are_freed_as_new_ones_arrive(
         peak = max(peak, live_bytes() if result else 0)
         return result
 
-    monkeypatch.setattr(read_arrays, "read_arrays", probe)
+    monkeypatch.setattr(onto_devices, "read_leaves", probe)
     options = CheckpointOptions(restore_in_budget=in_budget)
     ckpt = TorchaxCheckpointer(directory, options=options)
     ckpt.attach(model, optimizer)
@@ -106,7 +106,7 @@ def test_a_failure_on_the_way_leaves_no_mix_of_old_and_new(
     expected = content(model, optimizer)
     leave_free(monkeypatch, 0)
     reads = 0
-    read = read_arrays.read_arrays
+    read = onto_devices.read_leaves
 
     def fail_later(*args: Any, **kwargs: Any) -> Any:
         nonlocal reads
@@ -117,7 +117,7 @@ def test_a_failure_on_the_way_leaves_no_mix_of_old_and_new(
 
     ckpt = TorchaxCheckpointer(directory, options=IN_BUDGET)
     ckpt.attach(model, optimizer, rng=True)
-    monkeypatch.setattr(read_arrays, "read_arrays", fail_later)
+    monkeypatch.setattr(onto_devices, "read_leaves", fail_later)
     with pytest.raises(UnusableStateError, match=r"step 2 .* hold no state any more"):
         ckpt.restore(2)
     for parameter in model.parameters():
@@ -125,7 +125,7 @@ def test_a_failure_on_the_way_leaves_no_mix_of_old_and_new(
         assert torchax_backend.buffer(optimizer.state[parameter]["exp_avg"]).is_deleted()
     with pytest.raises(UnsupportedLeafError, match="is gone"):
         ckpt.save(3, force=True)
-    monkeypatch.setattr(read_arrays, "read_arrays", read)
+    monkeypatch.setattr(onto_devices, "read_leaves", read)
     ckpt.restore(2)  # and it can be tried again
     assert content(model, optimizer) == expected
 
@@ -157,14 +157,14 @@ def test_parts_of_padded_leaves_are_smaller(
     ckpt.wait_until_finished()
     leave_free(monkeypatch, 2 * live_bytes())  # half of this is one part
     reads: list[int] = []
-    read = read_arrays.read_arrays
+    read = onto_devices.read_leaves
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         result = read(*args, **kwargs)
         reads.append(len(result))
         return result
 
-    monkeypatch.setattr(read_arrays, "read_arrays", counting)
+    monkeypatch.setattr(onto_devices, "read_leaves", counting)
 
     def largest_part() -> int:
         reads.clear()

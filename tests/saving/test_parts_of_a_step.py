@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import pytest
-from etils import epath
 from support.group import Group
 
 from torchax_ckpt.errors import ProcessError, ProcessTimeoutError
@@ -25,7 +24,7 @@ def committed(group: Group, commit: Callable[[int], None]) -> tuple[list[Any], s
     here = threading.Barrier(3)
 
     def act(member: Processes) -> None:
-        def own(*_: Any) -> str:
+        def own() -> str:
             here.wait(60)
             commit(member.index)
             return "part"
@@ -34,12 +33,13 @@ def committed(group: Group, commit: Callable[[int], None]) -> tuple[list[Any], s
             assert save._committed == part
             lose.add(member.index)
 
-        directory: Any = SimpleNamespace(path=epath.Path("run"), commit=own, delete=delete)
+        folder: Any = SimpleNamespace(commit=own)
+        directory: Any = SimpleNamespace(delete=delete)
         tier: Any = SimpleNamespace(saves=PerHostProcesses(member), directory=directory)
         save = Save(tier, None, None)  # type: ignore[arg-type]
         with member.round("saving step 1"):
             try:
-                save._commit_part(member, 1, epath.Path("writing-1"))
+                save._commit_part(member, folder)
             finally:
                 if save._committed is not None:
                     have.add(member.index)

@@ -25,12 +25,12 @@ from support.live import Together
 from support.training import P, fsdp_mesh
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
+from torchax_ckpt.devices.device_memory import DeviceMemory
+from torchax_ckpt.devices.device_sizes import Needed, bytes_on_devices, padded_bytes
 from torchax_ckpt.errors import OutOfMemoryError
 from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.runtime.jax_versions import Tiles
 from torchax_ckpt.snapshot import planner, snapshotter, stacking
-from torchax_ckpt.snapshot.device_memory import DeviceMemory
-from torchax_ckpt.snapshot.device_sizes import Needed, bytes_on_devices, padded_bytes
 from torchax_ckpt.snapshot.planner import Planner
 from torchax_ckpt.snapshot.snapshotter import Snapshot, Snapshotter, way_if_donated
 from torchax_ckpt.snapshot.stacking import execute, needed_to_execute

@@ -21,11 +21,11 @@ from support.strategies import JAX_DTYPES
 from support.training import P, fsdp_mesh
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
+from torchax_ckpt.devices.device_memory import DeviceMemory
+from torchax_ckpt.devices.host_array import HostArray
 from torchax_ckpt.errors import OutOfMemoryError, SaveError
 from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.snapshot import offload, stacking
-from torchax_ckpt.snapshot.device_memory import DeviceMemory
-from torchax_ckpt.snapshot.host_array import HostArray
 from torchax_ckpt.snapshot.offload import Offloaded, needed_to_offload
 from torchax_ckpt.snapshot.snapshotter import Snapshotter
 

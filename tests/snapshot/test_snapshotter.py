@@ -22,11 +22,12 @@ from support.stages import at
 from support.training import P, fsdp_mesh
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies, torchax_backend
+from torchax_ckpt.devices import move_shards
+from torchax_ckpt.devices.sharding import LateParts, replicas, shards_of
 from torchax_ckpt.errors import DonatedBufferError, SaveError
 from torchax_ckpt.options import SnapshotMode
-from torchax_ckpt.snapshot import move_shards, snapshotter
+from torchax_ckpt.snapshot import snapshotter
 from torchax_ckpt.snapshot.planner import Planner
-from torchax_ckpt.snapshot.sharding import LateParts, replicas, shards_of
 from torchax_ckpt.snapshot.snapshotter import Snapshot, Snapshotter
 from torchax_ckpt.storage.writing import fetching
 

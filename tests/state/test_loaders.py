@@ -17,7 +17,7 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from torchax_ckpt import TorchaxCheckpointer
 from torchax_ckpt.errors import AttachError, MismatchError
-from torchax_ckpt.state import per_process_state
+from torchax_ckpt.state import per_process_state, training_state
 from torchax_ckpt.state.training_state import TrainingState
 
 
@@ -129,7 +129,7 @@ Document = tuple[dict[str, Any], dict[str, np.ndarray]]
 def saved(loaders: Sequence[Any]) -> Document:
     """What the processes of these loaders store together."""
     parts = [TrainingState({"dataloader": loader}, rng=False).capture() for loader in loaders]
-    sent = [per_process_state.split(part)[2].to_bytes() for part in parts]
+    sent = [training_state.split(part)[2].to_bytes() for part in parts]
     return per_process_state.joined(sent[0], dict(enumerate(sent[1:], 1)))
 
 

@@ -24,9 +24,8 @@ from torchax_ckpt import torchax_backend
 from torchax_ckpt.errors import UnsupportedLeafError
 from torchax_ckpt.layout.manifest import array_nodes
 from torchax_ckpt.layout.nodes import decode
-from torchax_ckpt.state.component import revive
 from torchax_ckpt.state.leaf import describe
-from torchax_ckpt.state.pytree import Encoder
+from torchax_ckpt.state.pytree import Encoder, revive
 
 
 def through_json(tree: Any) -> Any:

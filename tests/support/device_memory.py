@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from torchax_ckpt.devices.device_memory import DeviceMemory
 from torchax_ckpt.snapshot import offload
-from torchax_ckpt.snapshot.device_memory import DeviceMemory
 from torchax_ckpt.snapshot.snapshotter import Snapshot, Snapshotter
 
 # The modes of a snapshot that offloads, if the devices can; CPU devices of jaxlib 0.7 cannot.

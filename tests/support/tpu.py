@@ -11,8 +11,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from torchax_ckpt.devices import device_sizes
 from torchax_ckpt.planning import topology
-from torchax_ckpt.snapshot import device_sizes
 
 Groups = frozenset[frozenset[int]]
 """Groups of devices, by their positions in the mesh, that exchange data with each other."""

@@ -27,7 +27,7 @@ def unreadable(place: Path, what: str, number: int) -> Iterator[None]:
 
         return called
 
-    class FailingArrival(read_arrays._Arrival):
+    class FailingArrival(read_arrays.Arrival):
         """Fails as TensorStore does, which does not name the file either."""
 
         def __init__(self, committed: Any, *args: Any, **kwargs: Any) -> None:
@@ -51,6 +51,6 @@ def unreadable(place: Path, what: str, number: int) -> Iterator[None]:
         mock.patch.object(os, "listdir", failing(os.listdir, is_meant=is_listed)),
         mock.patch.object(os, "scandir", failing(os.scandir, is_meant=is_listed)),
         mock.patch.object(builtins, "open", failing(builtins.open, is_meant=is_read)),
-        mock.patch.object(read_arrays, "_Arrival", FailingArrival),
+        mock.patch.object(read_arrays, "Arrival", FailingArrival),
     ):
         yield

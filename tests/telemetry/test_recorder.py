@@ -28,7 +28,7 @@ from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
 from torchax_ckpt.errors import SaveError
 from torchax_ckpt.layout import manifest
 from torchax_ckpt.policies.described import described
-from torchax_ckpt.stored import shared_files
+from torchax_ckpt.storage.directory import shared_files
 from torchax_ckpt.telemetry import recorder
 from torchax_ckpt.telemetry.events import Event
 from torchax_ckpt.telemetry.journal import read_events

@@ -21,8 +21,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from support.strategies import FP8, JAX_DTYPES
 from support.tpu import Collective, Compiled, along, compiled, devices, mesh, one_host
 
-from torchax_ckpt.snapshot import device_programs, move_shards, offload, stacking
-from torchax_ckpt.snapshot.device_sizes import padded_bytes, shard_bytes
+from torchax_ckpt.devices import device_programs, move_shards
+from torchax_ckpt.devices.device_sizes import padded_bytes, shard_bytes
+from torchax_ckpt.snapshot import offload, stacking
 from torchax_ckpt.snapshot.planner import plan_snapshot
 
 pytestmark = pytest.mark.tpu

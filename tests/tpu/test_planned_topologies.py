@@ -15,12 +15,13 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from support.tpu import devices, one_host
 
 from torchax_ckpt import planning
+from torchax_ckpt.devices import device_programs
+from torchax_ckpt.devices.device_memory import is_exhausted
 from torchax_ckpt.errors import PlanError
 from torchax_ckpt.planning import topology
 from torchax_ckpt.planning.topology import CHIPS
 from torchax_ckpt.planning.topology_plan import fsdp_and_tp
-from torchax_ckpt.snapshot import device_programs, offload
-from torchax_ckpt.snapshot.device_memory import is_exhausted
+from torchax_ckpt.snapshot import offload
 from torchax_ckpt.snapshot.planner import plan_snapshot
 
 pytestmark = pytest.mark.tpu

@@ -26,9 +26,9 @@ from torchax_ckpt.runtime.user_messages import counted
 from torchax_ckpt.storage.directory import given_step
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
+from torchax_ckpt.storage.directory.shared_files import Usage
 from torchax_ckpt.storage.medium import medium
 from torchax_ckpt.stored.copy import copy_steps
-from torchax_ckpt.stored.shared_files import Usage
 
 
 def prune(

@@ -33,7 +33,7 @@ from torchax_ckpt.telemetry.journal import read_events
 from torchax_ckpt.telemetry.stats import Quantiles, Stats
 from torchax_ckpt.telemetry.timeline import (
     RecordedRun,
-    Save,
+    SaveSpan,
     bytes_over_time,
     numbers_of,
     runs_of,
@@ -199,7 +199,7 @@ def _figures_of_steps(steps: Sequence[dict[str, Any]], num_bytes: int) -> list[_
 
 
 def _figures_of_saves(
-    saves: Sequence[Save], num_lost: int, numbers: Mapping[str, Sequence[float]]
+    saves: Sequence[SaveSpan], num_lost: int, numbers: Mapping[str, Sequence[float]]
 ) -> list[_Figure]:
     if not saves:
         return []

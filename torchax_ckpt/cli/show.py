@@ -32,15 +32,14 @@ from torchax_ckpt.policies import described
 from torchax_ckpt.policies.preservation import with_newest
 from torchax_ckpt.runtime import progress
 from torchax_ckpt.runtime.user_messages import counted
-from torchax_ckpt.storage.directory import commit_record, lease, run_identity
+from torchax_ckpt.storage.directory import commit_record, lease, run_identity, shared_files
 from torchax_ckpt.storage.directory.committed_step import ASSETS, VERIFIED, CommittedStep
 from torchax_ckpt.storage.directory.lease import LeaseHolder
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
+from torchax_ckpt.storage.directory.shared_files import Usage
 from torchax_ckpt.storage.medium import medium
 from torchax_ckpt.storage.medium.compare_and_swap import record_at
-from torchax_ckpt.stored import shared_files
 from torchax_ckpt.stored.compare import Difference, compare, plain_values
-from torchax_ckpt.stored.shared_files import Usage
 from torchax_ckpt.stored.stored_step import StoredStep
 from torchax_ckpt.telemetry.journal import latest_start
 

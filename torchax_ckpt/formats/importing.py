@@ -30,16 +30,13 @@ from torchax_ckpt.state import node_checks
 from torchax_ckpt.state.component import encoded
 from torchax_ckpt.state.leaf import Spec
 from torchax_ckpt.state.stored_entries import StoredOptimizer
+from torchax_ckpt.storage.directory import step_folder
 from torchax_ckpt.storage.directory.abandonment import SUMMARY_FIELD
 from torchax_ckpt.storage.directory.committed_step import (
-    ASSETS,
-    MANIFEST,
     STATE,
-    SUMMARY,
     CommittedStep,
 )
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
-from torchax_ckpt.storage.medium import seals
 from torchax_ckpt.storage.medium.assets import Assets
 from torchax_ckpt.storage.writing import array_writer, step_writer
 
@@ -106,37 +103,30 @@ def import_weights(
         IMPORTED: [path.name for path in source.paths],
     }
     began_nsecs = time.time_ns()
-    seal = None if assets is None else assets.seal
     run = RunDirectory(directory)
     _require_empty(run)
-    try:
-        run.claim()
+    with step_folder.claimed(run):
         _require_empty(run)  # again: before the claim, another program could still write a step
-        run.recover()
-        path = run.path_for(step)
-        step_writer.make_folder(path)
-        digests = array_writer.write_arrays(
-            path / STATE,
-            stored,
-            {},
-            stacks=plan.stacks,
-            codec=array_writer.codec_of(options.compression),
-            max_bytes=options.max_host_bytes,
-        )
-        manifest = Manifest(document, plan, installed_versions(), digests, assets=seal)
-        items = {
-            MANIFEST: seals.encoded(manifest.to_json()),
-            SUMMARY: seals.encoded({"metrics": {}, SUMMARY_FIELD: []}),
-        }
-        if assets is not None:
-            items[ASSETS] = assets.content
-        times = {"began_nsecs": began_nsecs, "at_nsecs": time.time_ns()}
-        step_writer.complete(path, stored, {}, 1, items, **times)
-        run.fence()
-        step_writer.mark(path)
-        return run.commit(step, path)
-    finally:
-        run.release()
+        with step_folder.writing(run, step) as folder:
+            digests = array_writer.write_arrays(
+                folder.path / STATE,
+                stored,
+                {},
+                stacks=plan.stacks,
+                codec=array_writer.codec_of(options.compression),
+                max_bytes=options.max_host_bytes,
+            )
+            seal = None if assets is None else assets.seal
+            step_writer.complete(
+                folder.path,
+                stored,
+                Manifest(document, plan, installed_versions(), digests, assets=seal),
+                {"metrics": {}, SUMMARY_FIELD: []},
+                began_nsecs=began_nsecs,
+                at_nsecs=time.time_ns(),
+                assets=assets,
+            )
+            return folder.commit()
 
 
 def _optimizer_node(optimizer: ImportedOptimizer, arrays: dict[str, Any]) -> Node:

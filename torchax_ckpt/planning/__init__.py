@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchax_ckpt.planning.closed_forms import (
+from torchax_ckpt.policies.closed_forms import (
     BestInterval,
     StateBytes,
     best_interval,

@@ -11,11 +11,11 @@ import jax
 from jax.sharding import Sharding
 
 from torchax_ckpt import torchax_backend
+from torchax_ckpt.devices.device_memory import is_exhausted
+from torchax_ckpt.devices.device_sizes import shard_bytes
 from torchax_ckpt.errors import PlanError
 from torchax_ckpt.layout import names
 from torchax_ckpt.planning import topology, topology_plan
-from torchax_ckpt.snapshot.device_memory import is_exhausted
-from torchax_ckpt.snapshot.device_sizes import shard_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from torchax_ckpt.errors import PlanError
-from torchax_ckpt.planning import closed_forms
+from torchax_ckpt.policies import closed_forms
 
 _TOPOLOGY = re.compile(r"(v\w+):([1-9][0-9]*(?:x[1-9][0-9]*){1,2})")
 _PRODUCT = re.compile(r"(v\w+?)-([1-9][0-9]*)")

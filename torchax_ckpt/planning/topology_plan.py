@@ -12,11 +12,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from torchax_ckpt.devices.device_memory import HEADROOM, DeviceMemory, is_exhausted
+from torchax_ckpt.devices.device_sizes import shard_bytes
 from torchax_ckpt.errors import PlanError
-from torchax_ckpt.planning import closed_forms, topology
+from torchax_ckpt.planning import topology
 from torchax_ckpt.planning.topology import CHIPS, Chip
-from torchax_ckpt.snapshot.device_memory import HEADROOM, DeviceMemory, is_exhausted
-from torchax_ckpt.snapshot.device_sizes import shard_bytes
+from torchax_ckpt.policies import closed_forms
 from torchax_ckpt.snapshot.planner import plan_snapshot
 from torchax_ckpt.snapshot.snapshotter import way_if_donated
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from torchax_ckpt.errors import PolicyError
-from torchax_ckpt.planning import save_cost_secs, young_interval_secs
+from torchax_ckpt.policies.closed_forms import save_cost_secs, young_interval_secs
 from torchax_ckpt.policies.preservation import with_children
 from torchax_ckpt.runtime.lazily import orbax
 

@@ -17,8 +17,8 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import Sharding
 
 from torchax_ckpt import torchax_backend
+from torchax_ckpt.devices.sharding import placement_of
 from torchax_ckpt.errors import CallError
-from torchax_ckpt.snapshot.sharding import placement_of
 from torchax_ckpt.state import random_state
 
 logger = logging.getLogger(__name__)

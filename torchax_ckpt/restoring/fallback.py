@@ -16,9 +16,9 @@ from torchax_ckpt.errors import (
 )
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.runtime import user_messages
+from torchax_ckpt.storage.directory import shared_files
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
-from torchax_ckpt.stored import shared_files
 from torchax_ckpt.stored.stored_step import still_there
 
 T = TypeVar("T")

@@ -17,12 +17,12 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
+from torchax_ckpt.devices.move_shards import put
 from torchax_ckpt.errors import MismatchError
 from torchax_ckpt.formats.tensor_files import NARROWED, FileTensor, TensorFiles
 from torchax_ckpt.formats.weights import MODEL
 from torchax_ckpt.layout import names
 from torchax_ckpt.options import CheckpointOptions
-from torchax_ckpt.snapshot.move_shards import put
 from torchax_ckpt.state.component import LeafRead
 from torchax_ckpt.state.leaf import Spec
 from torchax_ckpt.state.stored_entries import StoredModule
@@ -35,7 +35,7 @@ from torchax_ckpt.storage.arrays.assembly import (
     bounds_of,
     empty,
 )
-from torchax_ckpt.storage.arrays.read_arrays import BytesInFlight
+from torchax_ckpt.storage.arrays.onto_devices import BytesInFlight
 
 _MAX_TRANSIT_BYTES = 1 << 30
 # A tensor is read as a whole up to this size, so that reading and moving overlap for larger ones.

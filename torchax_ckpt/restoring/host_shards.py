@@ -10,9 +10,9 @@ from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from torchax_ckpt.devices.move_shards import Rounds
+from torchax_ckpt.devices.sharding import Local, host_part, spans_hosts
 from torchax_ckpt.layout.manifest import Node, leaf_nodes
-from torchax_ckpt.snapshot.move_shards import Rounds
-from torchax_ckpt.snapshot.sharding import Local, host_part, spans_hosts
 from torchax_ckpt.state.component import LeafRead
 from torchax_ckpt.state.leaf import Spec
 

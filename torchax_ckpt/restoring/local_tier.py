@@ -24,17 +24,18 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from torchax_ckpt.devices.move_shards import permute_over_processes, put, reshard
+from torchax_ckpt.devices.sharding import shards_as, spans_hosts
 from torchax_ckpt.errors import CorruptCheckpointError, DirectoryError, StepNotFoundError
 from torchax_ckpt.layout.manifest import Node, array_nodes
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.restoring import host_shards
 from torchax_ckpt.restoring.host_shards import Answer, StateSenders, rounds_of, routes, runs
+from torchax_ckpt.restoring.restorable_step import RestorableStep
 from torchax_ckpt.runtime.user_messages import counted
 from torchax_ckpt.saving import host_parts
 from torchax_ckpt.saving.host_parts import digest
-from torchax_ckpt.snapshot.move_shards import permute_over_processes, put, reshard
-from torchax_ckpt.snapshot.sharding import shards_as, spans_hosts
 from torchax_ckpt.state import per_process_state
 from torchax_ckpt.state.component import LeafRead
 from torchax_ckpt.state.per_process_state import PerProcessState, ProcessStates
@@ -51,7 +52,7 @@ _NO_COPY = (
 
 
 class HostSteps:
-    """One step in the local tiers of all hosts, read like a ``StoredStep``.
+    """One step in the local tiers of all hosts, read like a ``RestorableStep``.
 
     All processes must call its methods in the same order, within a round. Hosts may have no copy:
     the path of ``committed`` need not exist. ``verified`` is of this host's copy only.
@@ -70,11 +71,10 @@ class HostSteps:
         self._options = dataclasses.replace(options, single_replica_restore=False)
         self._processes = processes
         # This host's copy; None if the copy does not exist, is damaged or does not fit the reads.
-        self._copy: StoredStep | None = None
+        self._copy: RestorableStep | None = None
         if committed.path.exists():
             with self._ignoring_damage():
-                self._copy = StoredStep(committed, self._options, allow_part=True)
-                self._copy.require_restorable()
+                self._copy = RestorableStep(StoredStep(committed, self._options, allow_part=True))
         # The host leaves of this process's state. They are read at once, because in every copy of
         # the step their names stand for the state of the process that wrote the copy.
         self._state_leaves: dict[str, np.ndarray] = {}

@@ -16,6 +16,7 @@ from torchax_ckpt.options import CheckpointOptions, TierName
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.restoring.fallback import newest_readable, reading
 from torchax_ckpt.restoring.local_tier import HostSteps
+from torchax_ckpt.restoring.restorable_step import RestorableStep
 from torchax_ckpt.restoring.restore import restore_attached
 from torchax_ckpt.runtime import progress
 from torchax_ckpt.runtime.call_guard import as_step
@@ -159,23 +160,21 @@ class ReadCalls:
     def _load(self, committed: CommittedStep, abstract_state: Any) -> Any:
         tier, processes = self._run.holding(committed), self._run.processes
         with reading(committed, tier.directory, tier.calls):
-            source: StoredStep | HostSteps | None = None
+            source: RestorableStep | HostSteps | None = None
             with contextlib.suppress(ForeignCheckpointError):
                 source = self._opened(committed, tier)
             if source is None:
-                source = ForeignStep(committed, self._options, processes.meet)
+                source = RestorableStep(ForeignStep(committed, self._options), processes.meet)
             state = load_state(source, abstract_state, processes)
         tier.reuse.loaded(committed, source.compared)
         return state
 
-    def _opened(self, committed: CommittedStep, tier: Tier) -> StoredStep | HostSteps:
+    def _opened(self, committed: CommittedStep, tier: Tier) -> RestorableStep | HostSteps:
         options, hosts = self._options, tier.calls.hosts
         if hosts is not None:
             axis, verified = self._run.replica_axis, tier.directory.verified
             return HostSteps(committed, options, hosts, axis, verified)
-        stored = StoredStep(committed, options, self._run.processes.meet)
-        stored.require_restorable()
-        return stored
+        return RestorableStep(StoredStep(committed, options), self._run.processes.meet)
 
 
 def _listed(patterns: str | Iterable[str] | None) -> str | Iterable[str] | None:
@@ -183,12 +182,14 @@ def _listed(patterns: str | Iterable[str] | None) -> str | Iterable[str] | None:
     return tuple(patterns) if isinstance(patterns, Iterator) else patterns
 
 
-def load_state(source: StoredStep | HostSteps, abstract_state: Any, processes: Processes) -> Any:
+def load_state(
+    source: RestorableStep | HostSteps, abstract_state: Any, processes: Processes
+) -> Any:
     """Returns a step's functional state, or the states of the components in ``abstract_state``."""
     committed = source.committed
     findings = Findings()
     prefix: tuple[str, ...] = ()
-    is_foreign = isinstance(source, ForeignStep)
+    is_foreign = isinstance(source, RestorableStep) and isinstance(source.stored, ForeignStep)
     if FUNCTIONAL in source.document:
         root = source.document[FUNCTIONAL]
         prefix = () if is_foreign else (FUNCTIONAL,)

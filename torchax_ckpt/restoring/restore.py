@@ -13,6 +13,9 @@ import jax
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
+from torchax_ckpt.devices.device_memory import free_device_bytes
+from torchax_ckpt.devices.device_sizes import shard_bytes
+from torchax_ckpt.devices.sharding import Local
 from torchax_ckpt.errors import CheckpointError, UnusableStateError
 from torchax_ckpt.layout.batches import batches
 from torchax_ckpt.layout.selection import Selection
@@ -20,26 +23,24 @@ from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.restoring.file_weights import FileWeights
 from torchax_ckpt.restoring.local_tier import HostSteps
+from torchax_ckpt.restoring.restorable_step import RestorableStep
 from torchax_ckpt.runtime import user_messages
-from torchax_ckpt.snapshot.device_memory import free_device_bytes
-from torchax_ckpt.snapshot.device_sizes import shard_bytes
-from torchax_ckpt.snapshot.sharding import Local
 from torchax_ckpt.state import per_process_state, random_state
 from torchax_ckpt.state.component import LeafRead, Restoration
 from torchax_ckpt.state.findings import Call, RestoreReport
 from torchax_ckpt.state.training_state import TrainingState
-from torchax_ckpt.stored.stored_step import StoredStep, about
+from torchax_ckpt.stored.stored_step import about
 
 # The smallest bound for the parts that restore_in_budget frees and reads, in bytes per device. The
 # same bound applies if the free memory is unknown. Smaller parts would read stacks more often.
 _MIN_PART_BYTES = 64 << 20
 
-Source = StoredStep | HostSteps | FileWeights
+Source = RestorableStep | HostSteps | FileWeights
 """What leaves are read from."""
 
 
 def restore_attached(
-    source: StoredStep | HostSteps,
+    source: RestorableStep | HostSteps,
     attached: TrainingState,
     strict: bool,
     options: CheckpointOptions,

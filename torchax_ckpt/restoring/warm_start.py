@@ -1,6 +1,6 @@
 """Warm starts: a model's initial weights come from another run's checkpoint or from files.
 
-Compared and written by the code of restores, read by ``StoredStep`` or ``FileWeights``.
+Compared and written by the code of restores, read by ``RestorableStep`` or ``FileWeights``.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torchax_ckpt.options import CheckpointOptions, require_kind
 from torchax_ckpt.processes.coordination import open_for_call
 from torchax_ckpt.restoring.fallback import newest_readable, reading
 from torchax_ckpt.restoring.file_weights import FileWeights
+from torchax_ckpt.restoring.restorable_step import RestorableStep
 from torchax_ckpt.restoring.restore import carry_out
 from torchax_ckpt.runtime.call_guard import as_step
 from torchax_ckpt.runtime.user_messages import brief
@@ -151,7 +152,7 @@ def warm_start(
                 )
 
         def start(
-            source: StoredStep | FileWeights, module: StoredModule, path: str, step: int | None
+            source: RestorableStep | FileWeights, module: StoredModule, path: str, step: int | None
         ) -> RestoreReport:
             plan = Restoration(Selection(include, exclude, rename))
             component.prepare_from(module, plan, ties_again=True)
@@ -182,14 +183,14 @@ def warm_start(
 
         def start_from(committed: CommittedStep) -> RestoreReport:
             with reading(committed, run, processes), about(committed):
-                stored = StoredStep(committed, options, processes.meet)
-                stored.require_restorable()
+                stored = StoredStep(committed, options)
+                restorable = RestorableStep(stored, processes.meet)
                 weights, nodes = weights_at(stored, at), stored.manifest.leaves
                 tensors = {name: nodes[leaf.name] for name, leaf in weights.leaves.items()}
                 module = StoredModule(
                     tensors, weights.ties, are_ties_known=False, converts=converts
                 )
-                return start(stored, module, str(committed.path), committed.step)
+                return start(restorable, module, str(committed.path), committed.step)
 
         if number is not None or run.is_of_one_step:
             return start_from(*history.found(lambda: [run.candidates(number)[-1]]))

@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
+from torchax_ckpt.devices.sharding import host_part
 from torchax_ckpt.layout.manifest import Node, array_nodes, leaf_nodes
 from torchax_ckpt.layout.storage_plan import Plan
-from torchax_ckpt.snapshot.sharding import host_part
 from torchax_ckpt.snapshot.snapshotter import Stored
 
 

@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from etils import epath
 
 from torchax_ckpt.compilation.packed_programs import on_durable
+from torchax_ckpt.devices.sharding import to_host_part
 from torchax_ckpt.errors import CorruptCheckpointError, DonatedBufferError, LeaseError, SaveError
 from torchax_ckpt.layout.manifest import Digests, Manifest, Node, installed_versions
 from torchax_ckpt.layout.storage_plan import Plan
@@ -31,20 +31,14 @@ from torchax_ckpt.saving.save_in_flight import SaveInFlight
 from torchax_ckpt.saving.tier import Tier
 from torchax_ckpt.saving.unchanged.division import Division
 from torchax_ckpt.snapshot.planner import with_host_leaves
-from torchax_ckpt.snapshot.sharding import to_host_part
 from torchax_ckpt.snapshot.snapshotter import Stored
 from torchax_ckpt.state.per_process_state import joined
 from torchax_ckpt.storage.arrays import block_digests
 from torchax_ckpt.storage.directory import committed_step
 from torchax_ckpt.storage.directory.abandonment import SUMMARY_FIELD
-from torchax_ckpt.storage.directory.committed_step import (
-    ASSETS,
-    MANIFEST,
-    STATE,
-    SUMMARY,
-    CommittedStep,
-)
-from torchax_ckpt.storage.medium import medium, seals, storage_errors
+from torchax_ckpt.storage.directory.committed_step import STATE, CommittedStep
+from torchax_ckpt.storage.directory.step_folder import StepFolder
+from torchax_ckpt.storage.medium import medium, storage_errors
 from torchax_ckpt.storage.writing import array_writer, step_writer
 from torchax_ckpt.stored.stored_step import StoredStep
 from torchax_ckpt.telemetry.events import SaveCost
@@ -63,7 +57,7 @@ class _Draft:
     writes or takes over; a later save may take over those in ``reusable``.
     """
 
-    path: epath.Path
+    folder: StepFolder
     document: Mapping[str, Node]
     plan: Plan
     arrays: Mapping[str, Stored]
@@ -121,7 +115,7 @@ class Save:
             digests = self._write_arrays(capture, draft)
             summary = self._complete(capture, draft, digests, metrics)
             pending = self._tier.reuse.pending(
-                draft.path,
+                draft.folder.path,
                 draft.division,
                 draft.plan,
                 draft.reusable,
@@ -129,7 +123,7 @@ class Save:
                 capture.skipped.references,
             )
             if self._processes.is_first:
-                durable = self._commit(step, draft.path)
+                durable = self._commit(draft.folder)
                 described = committed_step.described([durable])
                 outcome.value = [described, pending.still, summary["metrics"]]
         steps, still, metrics = outcome.value
@@ -166,11 +160,10 @@ class Save:
             tier.claim.clean_up()
             known = committed_step.described(tier.history.branches.in_place)
             candidate = tier.reuse.candidate(capture.step, metrics)
-            path = tier.directory.path_for(capture.step)
-            step_writer.make_folder(path)
-            return [path.name, known, candidate]
+            folder = StepFolder.begin(tier.directory, capture.step)
+            return [folder.path.name, known, candidate]
 
-        folder, known, candidate = processes.first(make_folder)
+        name, known, candidate = processes.first(make_folder)
         tier.history.refresh(committed_step.named(known, tier.directory.path))
         skipped, document = capture.skipped, capture.document
         plan = Plan({**plan.stacks, **skipped.stacks}, plan.empty)
@@ -187,7 +180,8 @@ class Save:
         nodes, leaves = self._states(capture, document, states)
         plan, more = with_host_leaves(plan, leaves, tier.options.layout)
         document, stored = {**document, **nodes}, {**here, **more}
-        return _Draft(tier.directory.path / folder, document, plan, stored, here, division)
+        folder = StepFolder(tier.directory, capture.step, tier.directory.path / name)
+        return _Draft(folder, document, plan, stored, here, division)
 
     def _here(self, arrays: Mapping[str, Stored]) -> dict[str, Stored]:
         """Returns the arrays that this process writes, given those over the devices of all."""
@@ -225,10 +219,11 @@ class Save:
                 self._in_flight.transferred.set()
             self._in_flight.enter("digesting and writing the arrays")
 
+        state = draft.folder.path / STATE
         for folder, name in draft.division.links:
-            medium.of(folder).take_over(folder, draft.path / STATE / name)
+            medium.of(folder).take_over(folder, state / name)
         taken = array_writer.write_arrays(
-            draft.path / STATE,
+            state,
             draft.written,
             draft.division.folders,
             process=self._processes.index,
@@ -271,47 +266,39 @@ class Save:
             capture.assets.seal if capture.assets else None,
             capture.attached,
         )
-        items = {
-            MANIFEST: seals.encoded(manifest.to_json(), self._tier.texts),
-            SUMMARY: seals.encoded(summary),
-        }
-        if capture.assets is not None:
-            items[ASSETS] = capture.assets.content
         step_writer.complete(
-            draft.path,
+            draft.folder.path,
             draft.arrays,
-            division.databases,
-            self._processes.count,
-            items,
+            manifest,
+            summary,
             began_nsecs=self._began_nsecs,
             at_nsecs=at_nsecs,
+            num_processes=self._processes.count,
+            assets=capture.assets,
+            texts=self._tier.texts,
         )
         return summary
 
     @stage("commit")
-    def _commit(self, step: int, path: epath.Path) -> CommittedStep:
+    def _commit(self, folder: StepFolder) -> CommittedStep:
         """Makes a complete step durable and visible."""
-        self._tier.directory.fence()
-        step_writer.mark(path)
         if self._hosts is not None:
-            return self._commit_part(self._hosts, step, path)
-        self._committed = self._tier.directory.commit(step, path)
+            return self._commit_part(self._hosts, folder)
+        self._committed = folder.commit()
         return self._committed
 
     @stage("commit a part")
-    def _commit_part(self, hosts: Processes, step: int, path: epath.Path) -> CommittedStep:
+    def _commit_part(self, hosts: Processes, folder: StepFolder) -> CommittedStep:
         """Commits this host's part of a step; deletes it if another host reports a failure."""
-        directory = self._tier.directory
         try:
-            durable = directory.commit(step, path)
+            self._committed = durable = folder.commit()
         except Exception:
             with contextlib.suppress(Exception):  # the failed commit is the error to report
                 hosts.any(flag=True)
             raise
-        self._committed = durable
         # Raises if a host died before it reported: that one may have committed, so the part stays.
         if hosts.any(flag=False):  # another host has failed
-            directory.delete(durable)  # later cleanups would not find this part
+            self._tier.directory.delete(durable)  # later cleanups would not find this part
             hosts.meet()  # raises the other host's error
         return durable
 

@@ -24,7 +24,7 @@ from torchax_ckpt.saving.saver import Saver
 from torchax_ckpt.saving.training_loop import step_metrics
 from torchax_ckpt.saving.training_loop.loop import Loop
 from torchax_ckpt.saving.unchanged import identities
-from torchax_ckpt.state import per_process_state
+from torchax_ckpt.state import training_state
 from torchax_ckpt.state.training_state import TrainingState
 from torchax_ckpt.storage.medium import storage_errors
 
@@ -230,7 +230,7 @@ class SaveCalls:
         arrays = list(chain.from_iterable(part.arrays for part in captured.values()))
         per_process = None
         if not self._is_alone:
-            names, arrays, per_process = per_process_state.split(captured)
+            names, arrays, per_process = training_state.split(captured)
         document = {name: part.form.node for name, part in captured.items()}
         if self._durable in due:
             self._durable.tier.reuse.plan_save(names, arrays, attached.frozen)

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable
 
 from torchax_ckpt import policies
+from torchax_ckpt.devices.host_array import Memory
 from torchax_ckpt.options import CheckpointOptions, TierName
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.processes.per_host import Keepers
@@ -16,7 +17,6 @@ from torchax_ckpt.saving.preserving import Preserving
 from torchax_ckpt.saving.run_history import RunHistory
 from torchax_ckpt.saving.save_in_flight import SaveCosts
 from torchax_ckpt.saving.unchanged.reuse import Reuse
-from torchax_ckpt.snapshot.host_array import Memory
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import seals

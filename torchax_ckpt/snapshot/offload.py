@@ -23,18 +23,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
-from torchax_ckpt.layout.storage_plan import Plan
-from torchax_ckpt.snapshot.device_memory import DeviceMemory, is_exhausted
-from torchax_ckpt.snapshot.device_programs import (
+from torchax_ckpt.devices.device_memory import DeviceMemory, is_exhausted
+from torchax_ckpt.devices.device_programs import (
     Program,
     Run,
     device_program,
     run_by_sharding,
     zeros_on,
 )
-from torchax_ckpt.snapshot.device_sizes import Needed, needed_by
-from torchax_ckpt.snapshot.host_array import HostArray, Memory, Offset, aligned, offset_of
-from torchax_ckpt.snapshot.sharding import replicas, shards_of, stacked
+from torchax_ckpt.devices.device_sizes import Needed, needed_by
+from torchax_ckpt.devices.host_array import HostArray, Memory, Offset, aligned, offset_of
+from torchax_ckpt.devices.sharding import replicas, shards_of, stacked
+from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.snapshot.stacking import AnyArray, parts_of
 
 logger = logging.getLogger(__name__)

@@ -10,12 +10,12 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from torchax_ckpt.devices.device_memory import is_exhausted
+from torchax_ckpt.devices.device_sizes import Needed
+from torchax_ckpt.devices.sharding import stacked
 from torchax_ckpt.layout.storage_plan import LeafSpec, Plan, plan_leaves
 from torchax_ckpt.options import Layout
-from torchax_ckpt.snapshot.device_memory import is_exhausted
-from torchax_ckpt.snapshot.device_sizes import Needed
 from torchax_ckpt.snapshot.offload import needed_to_offload
-from torchax_ckpt.snapshot.sharding import stacked
 from torchax_ckpt.snapshot.stacking import AnyArray, Array, execute, needed_to_execute
 
 Way = Literal["reference", "copy", "offload", "transfer"]

@@ -29,13 +29,13 @@ from typing import Any, Literal
 
 import jax
 
+from torchax_ckpt.devices.device_memory import DeviceMemory, is_exhausted
+from torchax_ckpt.devices.device_sizes import bytes_on_devices
+from torchax_ckpt.devices.host_array import HostArray
 from torchax_ckpt.errors import DonatedBufferError, OutOfMemoryError, SaveError
 from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.options import Layout, SnapshotMode
 from torchax_ckpt.runtime.stages import stage
-from torchax_ckpt.snapshot.device_memory import DeviceMemory, is_exhausted
-from torchax_ckpt.snapshot.device_sizes import bytes_on_devices
-from torchax_ckpt.snapshot.host_array import HostArray
 from torchax_ckpt.snapshot.offload import PINNED, Offloaded, is_supported
 from torchax_ckpt.snapshot.planner import Planner, SnapshotPlan, Way
 from torchax_ckpt.snapshot.stacking import AnyArray, Array, execute

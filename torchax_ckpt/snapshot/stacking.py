@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from torchax_ckpt.layout.storage_plan import Plan
-from torchax_ckpt.snapshot.bitcast import from_bits, is_small_float, to_bits
-from torchax_ckpt.snapshot.device_programs import (
+from torchax_ckpt.devices.bitcast import from_bits, is_small_float, to_bits
+from torchax_ckpt.devices.device_programs import (
     MAX_ARGUMENTS,
     Program,
     Run,
@@ -22,9 +21,10 @@ from torchax_ckpt.snapshot.device_programs import (
     in_chunks,
     run_by_sharding,
 )
-from torchax_ckpt.snapshot.device_sizes import Needed, needed_by
-from torchax_ckpt.snapshot.host_array import HostArray
-from torchax_ckpt.snapshot.sharding import LateParts, shards_of, stacked
+from torchax_ckpt.devices.device_sizes import Needed, needed_by
+from torchax_ckpt.devices.host_array import HostArray
+from torchax_ckpt.devices.sharding import LateParts, shards_of, stacked
+from torchax_ckpt.layout.storage_plan import Plan
 
 Array = jax.Array | np.ndarray
 AnyArray = Array | jax.ShapeDtypeStruct

@@ -15,24 +15,22 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core.primitives import convert_element_type_p
 
 from torchax_ckpt import torchax_backend
+from torchax_ckpt.devices.sharding import Local, Placement, placement_of
 from torchax_ckpt.errors import (
     UninitializedLeafError,
     UnsupportedLeafError,
 )
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node, array_nodes
-from torchax_ckpt.layout.nodes import decode
 from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.runtime.stages import stage
 from torchax_ckpt.runtime.undoing import undone_on_failure
 from torchax_ckpt.runtime.user_messages import counted
-from torchax_ckpt.snapshot.sharding import Local, Placement, placement_of
 from torchax_ckpt.state.findings import Findings, refused
 from torchax_ckpt.state.leaf import Array, Spec, require_jax_dtype
-from torchax_ckpt.state.pytree import Encoder
+from torchax_ckpt.state.pytree import Encoder, Values, leaf_names, value_of
 
 # To ask ten thousand leaves would take a tenth of the blocking time of a save.
 _MAX_ASKED = 100
@@ -142,9 +140,6 @@ class SameForm:
 
 
 # --- restoring ---------------------------------------------------------------------------------
-
-Values = Mapping[str, Any]
-"""Leaf name -> the array that was read, on its placement (on the host, a numpy array)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,33 +271,3 @@ def restore_by_call(
         (put_back or take)(value_of(live.form.node, arrays))
 
     plan.calls.append(Change(call, undo, needs=leaf_names(node)))
-
-
-def leaf_names(node: Node) -> tuple[str, ...]:
-    """Returns the names of the leaves below a node."""
-    return tuple(leaf["array"] for leaf in array_nodes(node))
-
-
-def value_of(node: Node, values: Values) -> Any:
-    """Returns the Python value that a node describes, with the given arrays as its leaves."""
-    return decode(node, lambda leaf: revive(leaf, values[leaf["array"]]))
-
-
-def revive(node: Mapping[str, Any], value: Any) -> Any:
-    """Converts a leaf's array to what the node describes: a tensor, array, scalar or PRNG key."""
-    match node["kind"]:
-        case "torchax":
-            return torchax_backend.wrap(value)
-        case "torch":
-            return torchax_backend.from_numpy(value)
-        case "key":
-            return jax.random.wrap_key_data(value, impl=node["impl"])
-        case "numpy_scalar":
-            return value[()]
-        case "jax" if node.get("weak"):
-            # JAX's weak type: operations use the other operand's dtype.
-            return convert_element_type_p.bind(
-                value, new_dtype=value.dtype, weak_type=True, sharding=None
-            )
-        case _:
-            return value

@@ -13,23 +13,21 @@ import numpy as np
 import torch
 
 from torchax_ckpt import torchax_backend
+from torchax_ckpt.devices.sharding import Local, Placement, over_devices, placement_of
 from torchax_ckpt.errors import MismatchError
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import MAX_DEPTH, Node, array_nodes
 from torchax_ckpt.layout.nodes import is_leaf, nodes_by_path
-from torchax_ckpt.snapshot.sharding import Local, Placement, over_devices, placement_of
 from torchax_ckpt.state.component import (
     Captured,
     Form,
     LeafRead,
-    Values,
     encoded,
     require_alive,
-    value_of,
 )
 from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.state.leaf import Spec, describe, freeze, require_jax_dtype
-from torchax_ckpt.state.pytree import Encoder, key_part
+from torchax_ckpt.state.pytree import Encoder, Values, key_part, value_of
 
 KEY_PATH = ("state",)
 # The types of leaves that are compared by value. A pytree with many of them is described faster

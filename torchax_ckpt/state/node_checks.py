@@ -5,58 +5,12 @@ For a node that no component can have written, the functions raise CorruptCheckp
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
 from typing import Any
-
-import numpy as np
 
 from torchax_ckpt.errors import CorruptCheckpointError
 from torchax_ckpt.layout import names
-from torchax_ckpt.layout.manifest import Node, array_nodes
+from torchax_ckpt.layout.manifest import Node
 from torchax_ckpt.layout.nodes import decode
-from torchax_ckpt.runtime.lazily import jax
-
-# Kinds whose leaves can be members of sets or keys of dicts.
-_HASHABLE_KINDS = frozenset({"torchax", "torch", "numpy_scalar"})
-
-
-def check_document(document: Mapping[str, Node]) -> None:
-    """Calls ``check`` for the node of each component."""
-    for component, node in document.items():
-        check(node, component)
-
-
-def check(node: Node, where: str) -> None:
-    """Raises CorruptCheckpointError unless the node can be decoded and its leaves rebuilt."""
-    for child in array_nodes(node):
-        kind, is_weak = child["kind"], bool(child.get("weak"))
-        width = tuple(child["shape"][-1:]) if kind == "key" else ()
-        if why := _why_not_rebuilt(kind, child["dtype"], width, child.get("impl"), is_weak):
-            raise corrupt(child["array"], f"a {kind} leaf that can be rebuilt", why)
-    try:
-        decode(node, lambda leaf: leaf["array"] if leaf["kind"] in _HASHABLE_KINDS else [])
-    except CorruptCheckpointError as error:
-        raise CorruptCheckpointError(f"{where}: {error}", key_path=where) from error
-
-
-@functools.lru_cache(maxsize=256)
-def _why_not_rebuilt(
-    kind: str, dtype: str, width: tuple[int, ...], impl: str | None, is_weak: bool
-) -> str | None:
-    """Returns why an array of this dtype cannot become a leaf of this kind; None if it can."""
-    from torchax_ckpt.state.component import revive
-    from torchax_ckpt.state.leaf import DEVICE_KINDS
-
-    node = {"kind": kind, "impl": impl, "weak": is_weak}
-    if sum(width) > 64:
-        return f"random keys {width[0]} words wide"
-    try:
-        array: Any = np.zeros(width, np.dtype(dtype))
-        revive(node, jax.device_put(array) if kind in DEVICE_KINDS else array)
-    except Exception as error:  # JAX and torch raise many types
-        return f"{dtype}{'' if impl is None else f' ({impl!r:.40})'}: {error!s:.200}"
-    return None
 
 
 def fields(node: Node, where: str) -> dict[str, Node]:

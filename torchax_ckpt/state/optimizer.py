@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from torchax_ckpt import torchax_backend
+from torchax_ckpt.devices.sharding import Local, Placement, placement_of, replicated_like
 from torchax_ckpt.errors import AttachError, UnsupportedLeafError
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node, array_nodes
 from torchax_ckpt.runtime import user_messages
-from torchax_ckpt.snapshot.sharding import Local, Placement, placement_of, replicated_like
 from torchax_ckpt.state import node_checks
 from torchax_ckpt.state.component import (
     Captured,
@@ -29,17 +29,14 @@ from torchax_ckpt.state.component import (
     Form,
     Restoration,
     SameForm,
-    Values,
     captured_by,
     encoded,
-    leaf_names,
     require_alive,
-    value_of,
 )
 from torchax_ckpt.state.findings import Findings, type_name
 from torchax_ckpt.state.leaf import DEVICE_KINDS, Spec, Specs, describe, freeze_all
 from torchax_ckpt.state.modules.module_tensors import same_objects
-from torchax_ckpt.state.pytree import Encoder
+from torchax_ckpt.state.pytree import Encoder, Values, leaf_names, value_of
 from torchax_ckpt.state.stored_entries import BY_POSITION, OTHER_STATE, StoredOptimizer
 
 ParameterNames = Callable[[], Mapping[int, tuple[tuple[str, ...], ...]]]

@@ -22,19 +22,14 @@ import json
 import math
 import operator
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from torchax_ckpt.layout.manifest import Node, array_nodes
 from torchax_ckpt.layout.names import PROCESSES, of_process
 from torchax_ckpt.runtime import user_messages
-from torchax_ckpt.runtime.lazily import jax
 from torchax_ckpt.state import node_checks
-
-if TYPE_CHECKING:
-    from torchax_ckpt.state.component import Captured
-    from torchax_ckpt.state.leaf import Array
 
 LOADER = "dataloader"
 COMPONENTS = (LOADER, "stateful", "rng")
@@ -70,26 +65,6 @@ class PerProcessState:
             leaves[name] = host
             start += host.nbytes
         return cls(nodes, leaves)
-
-
-def split(captured: Mapping[str, Captured]) -> tuple[list[str], list[Array], PerProcessState]:
-    """Returns the names and arrays of the leaves that a step stores once, and the other state."""
-    from torchax_ckpt.snapshot.device_programs import copied
-
-    shared: dict[str, Array] = {}
-    local: dict[str, Array] = {}
-    for component, part in captured.items():
-        for name, array in part.by_name().items():
-            if component not in COMPONENTS:
-                shared[name] = array
-            elif not isinstance(array, jax.Array):
-                local[name] = array
-            elif array.is_fully_addressable:
-                local[name] = copied(array)  # a later step may donate the original
-            else:
-                shared[name] = array
-    nodes = {name: part.form.node for name, part in captured.items() if name in COMPONENTS}
-    return list(shared), list(shared.values()), PerProcessState(nodes, local)
 
 
 def joined(

@@ -1,9 +1,10 @@
-"""Converts Python state to a tree of JSON nodes (see ``layout/nodes.py``) plus named leaves."""
+"""Converts Python state to JSON nodes (see ``layout/nodes.py``) and named leaves, and back."""
 
 from __future__ import annotations
 
 import base64
 import collections
+import functools
 import math
 import struct
 from collections.abc import Collection, Iterable, Mapping
@@ -12,14 +13,16 @@ from typing import Any
 import jax
 import numpy as np
 import torch
+from jax.extend.core.primitives import convert_element_type_p
 
 from torchax_ckpt import torchax_backend
-from torchax_ckpt.errors import UnsupportedLeafError
+from torchax_ckpt.errors import CorruptCheckpointError, UnsupportedLeafError
 from torchax_ckpt.layout import names
-from torchax_ckpt.layout.manifest import MAX_DEPTH, MAX_ELEMENTS, Node
-from torchax_ckpt.layout.nodes import FACTORIES
+from torchax_ckpt.layout.manifest import MAX_DEPTH, MAX_ELEMENTS, Node, array_nodes
+from torchax_ckpt.layout.nodes import FACTORIES, decode
 from torchax_ckpt.layout.storage_plan import MAX_RANK
-from torchax_ckpt.state.leaf import Array, describe, freeze
+from torchax_ckpt.state import node_checks
+from torchax_ckpt.state.leaf import DEVICE_KINDS, Array, describe, freeze
 
 _MAPPINGS: Mapping[type, str] = {
     dict: "dict",
@@ -37,6 +40,11 @@ _SEQUENCES: Mapping[type, str] = {
 _MAX_PLAIN_INT = 2**53
 # OCDBT's keys have at most 65,535 bytes; a key is a leaf's name and the indices of a chunk.
 _MAX_NAME_BYTES = 64_000
+# Kinds whose leaves can be members of sets or keys of dicts.
+_HASHABLE_KINDS = frozenset({"torchax", "torch", "numpy_scalar"})
+
+Values = Mapping[str, Any]
+"""Leaf name -> the array that was read, on its placement (on the host, a numpy array)."""
 
 
 class Encoder:
@@ -195,3 +203,71 @@ def key_part(entry: Any) -> str:
         if hasattr(entry, attribute):
             return names.key_text(getattr(entry, attribute))
     return str(entry)
+
+
+# --- rebuilding --------------------------------------------------------------------------------
+
+
+def leaf_names(node: Node) -> tuple[str, ...]:
+    """Returns the names of the leaves below a node."""
+    return tuple(leaf["array"] for leaf in array_nodes(node))
+
+
+def value_of(node: Node, values: Values) -> Any:
+    """Returns the Python value that a node describes, with the given arrays as its leaves."""
+    return decode(node, lambda leaf: revive(leaf, values[leaf["array"]]))
+
+
+def revive(node: Mapping[str, Any], value: Any) -> Any:
+    """Converts a leaf's array to what the node describes: a tensor, array, scalar or PRNG key."""
+    match node["kind"]:
+        case "torchax":
+            return torchax_backend.wrap(value)
+        case "torch":
+            return torchax_backend.from_numpy(value)
+        case "key":
+            return jax.random.wrap_key_data(value, impl=node["impl"])
+        case "numpy_scalar":
+            return value[()]
+        case "jax" if node.get("weak"):
+            # JAX's weak type: operations use the other operand's dtype.
+            return convert_element_type_p.bind(
+                value, new_dtype=value.dtype, weak_type=True, sharding=None
+            )
+        case _:
+            return value
+
+
+def check_document(document: Mapping[str, Node]) -> None:
+    """Calls ``check`` for the node of each component."""
+    for component, node in document.items():
+        check(node, component)
+
+
+def check(node: Node, where: str) -> None:
+    """Raises CorruptCheckpointError unless the node can be decoded and its leaves rebuilt."""
+    for child in array_nodes(node):
+        kind, is_weak = child["kind"], bool(child.get("weak"))
+        width = tuple(child["shape"][-1:]) if kind == "key" else ()
+        if why := _why_not_rebuilt(kind, child["dtype"], width, child.get("impl"), is_weak):
+            raise node_checks.corrupt(child["array"], f"a {kind} leaf that can be rebuilt", why)
+    try:
+        decode(node, lambda leaf: leaf["array"] if leaf["kind"] in _HASHABLE_KINDS else [])
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(f"{where}: {error}", key_path=where) from error
+
+
+@functools.lru_cache(maxsize=256)
+def _why_not_rebuilt(
+    kind: str, dtype: str, width: tuple[int, ...], impl: str | None, is_weak: bool
+) -> str | None:
+    """Returns why an array of this dtype cannot become a leaf of this kind; None if it can."""
+    node = {"kind": kind, "impl": impl, "weak": is_weak}
+    if sum(width) > 64:
+        return f"random keys {width[0]} words wide"
+    try:
+        array: Any = np.zeros(width, np.dtype(dtype))
+        revive(node, jax.device_put(array) if kind in DEVICE_KINDS else array)
+    except Exception as error:  # JAX and torch raise many types
+        return f"{dtype}{'' if impl is None else f' ({impl!r:.40})'}: {error!s:.200}"
+    return None

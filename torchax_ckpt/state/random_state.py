@@ -9,19 +9,18 @@ from typing import Any
 import jax
 
 from torchax_ckpt import torchax_backend
+from torchax_ckpt.devices.sharding import Local, placement_of
 from torchax_ckpt.errors import UnsupportedLeafError
 from torchax_ckpt.layout.manifest import Node, array_nodes
-from torchax_ckpt.snapshot.sharding import Local, placement_of
 from torchax_ckpt.state import generators, node_checks
 from torchax_ckpt.state.component import (
     Captured,
     Change,
     Restoration,
     encoded,
-    leaf_names,
-    value_of,
 )
 from torchax_ckpt.state.leaf import Spec, freeze
+from torchax_ckpt.state.pytree import leaf_names, value_of
 
 
 class RandomStateComponent:

@@ -7,22 +7,31 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+import jax
 import torch
 
 from torchax_ckpt import torchax_backend
+from torchax_ckpt.devices.device_programs import copied
+from torchax_ckpt.devices.sharding import Placement, auto_axes, resolve_rule
 from torchax_ckpt.errors import AttachError
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import IMPORTED, Node
 from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.runtime import user_messages
-from torchax_ckpt.snapshot.sharding import Placement, auto_axes, resolve_rule
 from torchax_ckpt.state import functional, node_checks
-from torchax_ckpt.state.component import Captured, Combined, Restoration, leaf_names
+from torchax_ckpt.state.component import Captured, Combined, Restoration
 from torchax_ckpt.state.findings import type_name
+from torchax_ckpt.state.leaf import Array
 from torchax_ckpt.state.modules.module import Init, ModuleComponent, Rule
 from torchax_ckpt.state.modules.ties import warn_of_lost_ties
 from torchax_ckpt.state.optimizer import OptimizerComponent, unwrapped
-from torchax_ckpt.state.per_process_state import SavedStates, state_dict_hint
+from torchax_ckpt.state.per_process_state import (
+    COMPONENTS,
+    PerProcessState,
+    SavedStates,
+    state_dict_hint,
+)
+from torchax_ckpt.state.pytree import leaf_names
 from torchax_ckpt.state.random_state import RandomStateComponent
 from torchax_ckpt.state.stateful import Redistribute, StatefulComponent
 
@@ -181,6 +190,24 @@ class TrainingState:
         for module in self._modules:
             module.prepare_fresh(plan)
         return plan
+
+
+def split(captured: Mapping[str, Captured]) -> tuple[list[str], list[Array], PerProcessState]:
+    """Returns the names and arrays of the leaves that a step stores once, and the other state."""
+    shared: dict[str, Array] = {}
+    local: dict[str, Array] = {}
+    for component, part in captured.items():
+        for name, array in part.by_name().items():
+            if component not in COMPONENTS:
+                shared[name] = array
+            elif not isinstance(array, jax.Array):
+                local[name] = array
+            elif array.is_fully_addressable:
+                local[name] = copied(array)  # a later step may donate the original
+            else:
+                shared[name] = array
+    nodes = {name: part.form.node for name, part in captured.items() if name in COMPONENTS}
+    return list(shared), list(shared.values()), PerProcessState(nodes, local)
 
 
 class _Group:

@@ -14,15 +14,13 @@ from torchax_ckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,
     DirectoryError,
-    LeaseError,
     StepNotFoundError,
 )
-from torchax_ckpt.storage.directory import commit_record, leftovers
+from torchax_ckpt.storage.directory import commit_record, shared_files, step_folder
 from torchax_ckpt.storage.directory.committed_step import VERIFIED, CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
+from torchax_ckpt.storage.directory.shared_files import File
 from torchax_ckpt.storage.medium import fsync, local_medium, medium, permissions, storage_errors
-from torchax_ckpt.stored import shared_files
-from torchax_ckpt.stored.shared_files import File
 from torchax_ckpt.stored.stored_step import StoredStep, still_there
 
 logger = logging.getLogger(__name__)
@@ -63,16 +61,12 @@ def copy_steps(
     if not sound:
         return []
     _require_absent(sound, target)
-    try:
-        target.claim()
+    with step_folder.claimed(target):
         _require_absent(sound, target)  # again: only from now on no other program writes
-        target.recover()
         first_copies: dict[File, epath.Path] = {}
         for committed in sound:
             with leaving_out_lost():
                 copied.append(_copy(committed, target, first_copies, on_bytes))
-    finally:
-        target.release()
     return copied
 
 
@@ -83,52 +77,35 @@ def _copy(
     on_bytes: Callable[[int], None],
 ) -> CommittedStep:
     """Copies a step; ``first_copies``, of files that several steps have, gets those of this one."""
-    path = target.path_for(committed.step)
-    try:
-        action = f"copy step {committed.step} to"
-        with storage_errors.translated(action, target.path), still_there(committed):
-            permissions.make_closed_folder(path)
-            shared = _shared_files(committed, target)
-            known = {name: first_copies[f] for name, f in shared.items() if f in first_copies}
-            copy_files(committed.path, path, known, on_bytes)
-            written = dataclasses.replace(committed, path=path)
-            try:
-                StoredStep(written).verify()
-            except CorruptCheckpointError as error:
-                raise CorruptCheckpointError(
-                    f"the copy of step {committed.step} in {committed.path} differs from what was "
-                    "saved, and does not count. The original may be damaged: check it with "
-                    f"torchax-ckpt verify. {error}",
-                    step=committed.step,
-                    path=committed.path,
-                    file=error.file,
-                    key_path=error.key_path,
-                ) from error
-            target.fence()
-            # Copied last, because on a bucket the mark completes the step.
-            _copy_file(committed.path / commit_record.MARK, path / commit_record.MARK, on_bytes)
-            permissions.open_folder(path)
-            fsync.sync_tree(path)
-            done = target.commit(committed.step, path)
-    except BaseException as error:
-        # If the lease is lost, the files may be those of the lease's new holder.
-        if not isinstance(error, LeaseError):
-            _remove(path)
-        raise
+    with (
+        storage_errors.translated(f"copy step {committed.step} to", target.path),
+        still_there(committed),
+        step_folder.writing(target, committed.step) as folder,
+    ):
+        shared = _shared_files(committed, target)
+        known = {name: first_copies[f] for name, f in shared.items() if f in first_copies}
+        copy_files(committed.path, folder.path, known, on_bytes)
+        try:
+            StoredStep(dataclasses.replace(committed, path=folder.path)).verify()
+        except CorruptCheckpointError as error:
+            raise CorruptCheckpointError(
+                f"the copy of step {committed.step} in {committed.path} differs from what was "
+                "saved, and does not count. The original may be damaged: check it with "
+                f"torchax-ckpt verify. {error}",
+                step=committed.step,
+                path=committed.path,
+                file=error.file,
+                key_path=error.key_path,
+            ) from error
+        fsync.sync_tree(folder.path)
+        mark = (committed.path / commit_record.MARK).read_bytes()
+        on_bytes(len(mark))
+        done = folder.commit(mark)
     for name, file in shared.items():
         first_copies.setdefault(file, done.path / name)
     target.verified.note(done, is_sound=True)
     target.verified.mark([done])
     return done
-
-
-def _remove(path: epath.Path) -> None:
-    """Removes what a failed copy wrote; only logs a failure, which must not replace the copy's."""
-    try:
-        leftovers.remove(path)
-    except Exception as error:  # bucket clients raise errors of their own
-        text = "%s: what was copied cannot be removed (%s); the next copy or save there removes it"
-        logger.warning(text, path, storage_errors.said(error))
 
 
 def _shared_files(committed: CommittedStep, target: RunDirectory) -> dict[str, File]:
@@ -149,12 +126,12 @@ def _require_absent(steps: Sequence[CommittedStep], target: RunDirectory) -> Non
 
 
 def _files(step: epath.Path, below: str = "") -> Iterator[str]:
-    """Yields the relative path of each file of a step, except commit mark and ``verified``."""
+    """Yields the relative path of each file of a step, which the copy has not."""
     for child in (step / below if below else step).iterdir():
         name = f"{below}/{child.name}" if below else child.name
         if child.is_dir():
             yield from _files(step, name)
-        elif name not in (VERIFIED, commit_record.MARK):
+        elif name not in (VERIFIED, commit_record.MARK, step_folder.INDICATOR):
             yield name
 
 

@@ -82,7 +82,7 @@ class ForeignStep(StoredStep):
                     raise containment.corrupt(step, tree, "arrays within the step", f"{name!r:.80}")
             stores = _opened(tree, metadata, kinds)
             arrays = {k: s for k, s in stores.items() if kinds[k] in _ARRAYS or s.rank}
-            self._stores = {_name(keys): store for keys, store in arrays.items()}
+            self.stores = {_name(keys): store for keys, store in arrays.items()}
             self._require_modest()
             values = {keys: stores[keys].read() for keys in stores.keys() - arrays.keys()}
             nodes: dict[Path, Node] = {}
@@ -101,13 +101,13 @@ class ForeignStep(StoredStep):
             "%s was written by Orbax alone and has no digests, so damage of it may go unnoticed",
             path,
         )
-        empty = frozenset(name for name, store in self._stores.items() if 0 in store.shape)
+        empty = frozenset(name for name, store in self.stores.items() if 0 in store.shape)
         return Manifest({STATE: _node(nodes)}, Plan(empty=empty), {}, {})
 
     def read_parts(self, wanted: Mapping[str, Collection[Bounds]]) -> Parts:
         """Returns exactly the regions: pieces are chunks, and a chunk may be the whole array."""
         reading = {
-            (name, bounds): self._stores[name][tuple(slice(*dim) for dim in bounds)].read()
+            (name, bounds): self.stores[name][tuple(slice(*dim) for dim in bounds)].read()
             for name, every in wanted.items()
             for bounds in every
         }
@@ -119,7 +119,7 @@ class ForeignStep(StoredStep):
                 for (name, bounds), read in reading.items()
             }
 
-    def _require_stored(self, leaves: Iterable[str]) -> int:
+    def require_stored(self, leaves: Iterable[str]) -> int:
         """Returns the fewest bytes that arrays take; the manifest is their metadata."""
         return sum(self.leaves[name].nbytes // array_checks.MAX_UNPACKED for name in leaves)
 
@@ -127,7 +127,7 @@ class ForeignStep(StoredStep):
         """Raises for a dtype that has no form here, or chunks that no host could read."""
         step, path = self.committed.step, self.committed.path
         memory = host_memory.host_memory_bytes()
-        for name, store in self._stores.items():
+        for name, store in self.stores.items():
             if store.dtype.name not in STORABLE_DTYPES:
                 raise ValueError(f"{name}: has the dtype {store.dtype.name}")
             chunk = [n or 1 for n in store.chunk_layout.read_chunk.shape or ()]

@@ -1,7 +1,7 @@
-"""Opens a stored step, and reads its leaves, compared with their digests: onto the host or devices.
+"""Opens a stored step, and reads its leaves onto the host, compared with their digests.
 
-To open it and read onto the host needs neither torch, JAX nor Orbax: a program that inspects a
-checkpoint starts within a second, and can run beside one that uses the accelerators.
+This needs neither torch, JAX nor Orbax: a program that inspects a checkpoint starts within a
+second, and can run beside one that uses the accelerators.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import json
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import tensorstore as ts
 
+from torchax_ckpt.devices.host_array import Placement
 from torchax_ckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -31,15 +32,12 @@ from torchax_ckpt.layout.manifest import Manifest, Node
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.processes.coordination import SINGLE_PROCESS, Processes
 from torchax_ckpt.runtime import host_memory, progress
-from torchax_ckpt.snapshot.host_array import Local, Placement
+from torchax_ckpt.state.per_process_state import ProcessStates
 from torchax_ckpt.storage.arrays import array_checks, read_arrays
 from torchax_ckpt.storage.arrays.assembly import Bounds, Index, Piece, Wanted, empty, overlap
 from torchax_ckpt.storage.directory import commit_record, step_files
 from torchax_ckpt.storage.directory.committed_step import MANIFEST, CommittedStep
 from torchax_ckpt.storage.medium import containment
-
-if TYPE_CHECKING:
-    from torchax_ckpt.state.component import LeafRead
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +126,6 @@ class StoredStep:
     """One step, open for reading; reading changes no files.
 
     ``options.max_host_bytes`` bounds the bytes of arrays in memory; a single piece may exceed it.
-    ``agree`` raises if another process failed; ``read_leaves`` calls it before devices communicate.
 
     Raises ForeignCheckpointError for a step of bare Orbax; CorruptCheckpointError, also for one
     host's part of the state unless ``allow_part``; DirectoryError if the step cannot be read now.
@@ -141,13 +138,12 @@ class StoredStep:
         self,
         committed: CommittedStep,
         options: CheckpointOptions | None = None,
-        agree: Callable[[], None] = lambda: None,
         *,
         allow_part: bool = False,
     ) -> None:
-        self.committed, self._agree = committed, agree
+        self.committed = committed
         self.options = options or CheckpointOptions()
-        self._stores: Mapping[str, ts.TensorStore] = {}  # by stored name, if they are open already
+        self.stores: Mapping[str, ts.TensorStore] = {}  # by stored name, if they are open already
         with still_there(committed):
             self.manifest = self._read_manifest()
         if not allow_part:
@@ -163,9 +159,6 @@ class StoredStep:
             )
             for name, node in self.manifest.leaves.items()
         }
-        self.compared: Compared | None = None
-        if self.manifest.unchanged and self.options.verify != "never":
-            self.compared = Compared(self.manifest)
 
     def _read_manifest(self) -> Manifest:
         return parse_manifest(self.committed)
@@ -210,8 +203,6 @@ class StoredStep:
                 found[name] = _in_words(text, is_stacked=leaf.stack is not None)
         return found
 
-    # --- onto the host ---
-
     def stream(
         self,
         names: Iterable[str],
@@ -232,8 +223,8 @@ class StoredStep:
         """Yields each piece's size in bytes, and what ``stream`` yields of it, in its memory."""
         selected = set(names)
         with still_there(self.committed), about(self.committed):
-            wanted = self._wanted(dict.fromkeys(selected))
-            self._require_stored(selected)
+            wanted = self.wanted(dict.fromkeys(selected))
+            self.require_stored(selected)
 
             def is_wanted(stored: str, piece: Piece) -> bool:
                 members = wanted[stored].members
@@ -268,7 +259,7 @@ class StoredStep:
         total = sum(leaf.nbytes for leaf in leaves)
         if allocate is None and total > host_memory.host_memory_bytes():
             with still_there(self.committed):
-                least = self._require_stored(leaf.name for leaf in leaves)
+                least = self.require_stored(leaf.name for leaf in leaves)
                 path, step = self.committed.path, self.committed.step
                 raise containment.beyond_memory(path, step, total, least)
         found = {
@@ -320,80 +311,27 @@ class StoredStep:
         with still_there(self.committed), about(self.committed):
             if processes.is_first:
                 self.read_assets()
-            wanted = self._wanted(dict.fromkeys(self.leaves))
+            wanted = self.wanted(dict.fromkeys(self.leaves))
             share = itertools.islice(wanted, processes.index, None, processes.count)
             wanted = {name: wanted[name] for name in share}
-            self._require_stored(self.leaves)
+            self.require_stored(self.leaves)
             for _, piece, _ in read_arrays.stream_arrays(self.committed, wanted, self.options):
                 on_bytes(piece.nbytes)
 
-    # --- onto devices ---
+    def is_whole(self, leaves: Collection[str], num_processes: int) -> bool:
+        """Returns whether reading these leaves compares every stored byte of the step.
 
-    def require_restorable(self) -> None:
-        """Raises CorruptCheckpointError unless JAX and torch can represent all leaves."""
-        from torchax_ckpt.state import node_checks
-
-        with about(self.committed):
-            node_checks.check_document(self.document)
-
-    def require_plausible(self, reads: Mapping[str, LeafRead]) -> None:
-        """Checks the stored arrays and this host's memory, before memory is allocated for leaves.
-
-        Raises CorruptCheckpointError if an array contradicts the manifest, or the bytes on storage
-        cannot expand to leaves that exceed the memory; OutOfMemoryError if nothing shows damage.
-        """
-        least = self._require_stored(reads)
-        memory = host_memory.host_memory_bytes()
-        staying = {n: r.spec.nbytes for n, r in reads.items() if r.placement is Local.HOST}
-        passing = {n: r.spec.nbytes for n, r in reads.items() if _is_whole_here(r.placement)}
-        for sizes, total in (
-            (staying, sum(staying.values())),
-            (passing, max(passing.values(), default=0)),
-        ):
-            if total > memory:
-                largest = max(sizes, key=lambda name: sizes[name])
-                path, step = self.committed.path, self.committed.step
-                raise containment.beyond_memory(path, step, total, least, largest)
-
-    def read_leaves(self, reads: Mapping[str, LeafRead]) -> dict[str, Any]:
-        """Reads each leaf onto devices or the host, by name; call ``require_plausible`` before."""
-        from torchax_ckpt.snapshot.move_shards import put
-
-        placements = {name: read.placement for name, read in reads.items()}
-        compares = self.has_digests and self.options.verify != "never"
-        wanted = self._wanted(placements, compares=compares)
-        found = read_arrays.read_arrays(
-            self.committed, wanted, self.options, self._agree, self._stores
-        )
-        moved = {
-            name: found.pop(name).astype(read.dtype)
-            for name, read in reads.items()
-            if read.dtype is not None and name in found
-        }
-        for name in self.manifest.plan.empty.intersection(reads):
-            spec = reads[name].spec
-            moved[name] = np.zeros(spec.shape, np.dtype(reads[name].dtype or spec.dtype))
-        found |= put(moved, {name: placements[name] for name in moved})
-        if self.compared is not None:
-            self.compared.leaves.update(found)
-        return found
-
-    def is_whole(self, reads: Mapping[str, object], num_processes: int) -> bool:
-        """Returns whether a restore with ``reads`` compares every stored byte of the step.
-
-        The other processes are taken to have corresponding reads. Reads the assets, which no
+        The other processes are taken to read corresponding leaves. Reads the assets, which no
         restore uses.
         """
-        from torchax_ckpt.state.per_process_state import ProcessStates
-
         needed = set(self.leaves)
         # If as many processes read as saved, each process reads its own per-process state.
         if ProcessStates.of_document(self.document).count == num_processes:
             needed = {name for name in needed if names.without_process(name) == name}
-            reads = {names.without_process(name): read for name, read in reads.items()}
+            leaves = {names.without_process(name) for name in leaves}
         stored = self.manifest.stored
         if self.options.verify == "never" or not (
-            needed <= reads.keys() or stored(needed).keys() <= stored(reads).keys()
+            needed.issubset(leaves) or stored(needed).keys() <= stored(leaves).keys()
         ):
             return False
         try:
@@ -405,7 +343,7 @@ class StoredStep:
 
     # --- stored arrays ---
 
-    def _wanted(
+    def wanted(
         self, placements: Mapping[str, Placement | None], *, compares: bool = True
     ) -> dict[str, Wanted]:
         """Returns the stored arrays with these leaves, by name; None places a leaf nowhere."""
@@ -421,18 +359,11 @@ class StoredStep:
             wanted[stored] = Wanted(shape, dtype, placed, digests, members)
         return wanted
 
-    def _require_stored(self, leaves: Iterable[str]) -> int:
+    def require_stored(self, leaves: Iterable[str]) -> int:
         """Compares array metadata with the manifest; returns the fewest bytes that arrays take."""
         stored = self.manifest.stored(leaves)
         with step_files.as_corrupt(self.committed, "array metadata"):
             return array_checks.require_stored(self.committed.path, self.committed.step, stored)
-
-
-def _is_whole_here(placement: Placement) -> bool:
-    """Returns whether the whole leaf passes through host memory on its way to devices."""
-    return placement is not Local.HOST and (
-        isinstance(placement, Local) or placement.is_fully_replicated
-    )
 
 
 def _read_shardings(committed: CommittedStep) -> dict[str, Any]:

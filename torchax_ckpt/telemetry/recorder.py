@@ -28,7 +28,7 @@ from torchax_ckpt.layout.manifest import installed_versions
 from torchax_ckpt.runtime.background import Task
 from torchax_ckpt.runtime.user_messages import counted, fields
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
-from torchax_ckpt.stored.shared_files import Usage
+from torchax_ckpt.storage.directory.shared_files import Usage
 from torchax_ckpt.telemetry.events import Event, SaveCost, bounded
 from torchax_ckpt.telemetry.journal import Journal
 from torchax_ckpt.telemetry.stats import Quantiles, Stats

@@ -15,7 +15,7 @@ _ENDS: Mapping[str, SaveOutcome] = {"durable": "durable", "failed": "failed"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Save:
+class SaveSpan:
     """One save, as the recorded events describe it; times are in seconds since the epoch.
 
     A save that was cut off (its program ended) or is in flight ends with the last event of its run.
@@ -38,7 +38,7 @@ class RecordedRun:
 
     name: str
     events: Sequence[Event]
-    saves: Sequence[Save]
+    saves: Sequence[SaveSpan]
     ended: bool
     is_running: bool
     lost_steps: int | None = None
@@ -110,8 +110,8 @@ def _lost(events: Sequence[Event], later: Sequence[Event]) -> int | None:
     return last_step - resumed_at
 
 
-def _saves(events: Sequence[Event], unended: SaveOutcome) -> list[Save]:
-    saves: list[Save] = []
+def _saves(events: Sequence[Event], unended: SaveOutcome) -> list[SaveSpan]:
+    saves: list[SaveSpan] = []
     begun: Event | None = None
     for event in events:
         if event.name == "saving":
@@ -124,8 +124,8 @@ def _saves(events: Sequence[Event], unended: SaveOutcome) -> list[Save]:
     return saves
 
 
-def _save(begun: Event, ended: Event, outcome: SaveOutcome) -> Save:
-    return Save(
+def _save(begun: Event, ended: Event, outcome: SaveOutcome) -> SaveSpan:
+    return SaveSpan(
         step=begun.step or 0,
         began_secs=begun.time_secs,
         ended_secs=ended.time_secs,

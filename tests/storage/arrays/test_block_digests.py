@@ -32,7 +32,7 @@ from torchax_ckpt.storage.medium import location, seals
 from torchax_ckpt.stored.stored_step import parse_manifest
 
 NEVER = CheckpointOptions(verify="never")
-PACE = read_arrays._pace(NEVER)
+PACE = read_arrays.pace_of(NEVER)
 
 
 def put(host: np.ndarray, mesh: Mesh, spec: Any) -> jax.Array:
@@ -270,7 +270,7 @@ def test_blocks_are_the_chunks_that_storage_holds_and_never_tiny(
     save_state(directory, {"w": array})
     step = RunDirectory(directory).candidates(1)[-1]
     want = Wanted(shape, "float32", {}, None)
-    chunk = read_arrays._chunk(read_arrays._opened(step, {"state/w": want}, PACE)["state/w"])
+    chunk = read_arrays.chunk_of(read_arrays.opened(step, {"state/w": want}, PACE)["state/w"])
     assert chunk == parse_manifest(step).digests["state/w"].block == expected
     found = TorchaxCheckpointer(directory).load(1, abstract({"w": array}))
     assert np.array_equal(np.asarray(found["w"]).view("u4"), host.view("u4"))

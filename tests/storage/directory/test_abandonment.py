@@ -22,6 +22,7 @@ from torchax_ckpt.saving.save import Save
 from torchax_ckpt.storage.directory import committed_step
 from torchax_ckpt.storage.directory.abandonment import Key
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
+from torchax_ckpt.storage.medium import seals
 from torchax_ckpt.storage.writing import array_writer, step_writer
 
 KEEP = 2
@@ -80,12 +81,9 @@ class Run:
     def faked(self) -> Iterator[None]:
         """Steps consist of a summary and a commit record."""
 
-        def complete(
-            path: Any, arrays: Any, databases: Any, count: int, items: Any, **_: Any
-        ) -> None:
+        def complete(path: Any, arrays: Any, manifest: Any, summary: Any, **_: Any) -> None:
             (path / committed_step.SUMMARY).mkdir(parents=True)
-            summary = items[committed_step.SUMMARY]
-            (path / committed_step.SUMMARY / "data.json").write_bytes(summary)
+            (path / committed_step.SUMMARY / "data.json").write_bytes(seals.encoded(summary))
             at = next(self.times)
             record = {"commit_timestamp_nsecs": at, "item_handlers": {}}
             (path / "_CHECKPOINT_METADATA").write_text(json.dumps(record))

@@ -15,7 +15,7 @@ from support.compare import assert_trees_identical
 from support.steps import save_due
 
 from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
-from torchax_ckpt.snapshot import host_array
+from torchax_ckpt.devices import host_array
 from torchax_ckpt.storage.writing import fetching
 
 STATE = {f"layers.{i}.w": jnp.full((128, 512), i, jnp.float32) for i in range(8)}

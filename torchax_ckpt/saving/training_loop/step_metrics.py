@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from torchax_ckpt import torchax_backend
+from torchax_ckpt.devices.device_programs import copied
 from torchax_ckpt.errors import MetricsError
-from torchax_ckpt.snapshot.device_programs import copied
 from torchax_ckpt.state.findings import type_name
 from torchax_ckpt.state.pytree import Encoder
 

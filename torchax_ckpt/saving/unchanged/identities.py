@@ -17,11 +17,11 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
+from torchax_ckpt.devices.host_array import HostArray
+from torchax_ckpt.devices.sharding import stacked, to_host_part
 from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.saving.unchanged import ledger
 from torchax_ckpt.saving.unchanged.ledger import Content, Entry, Reference
-from torchax_ckpt.snapshot.host_array import HostArray
-from torchax_ckpt.snapshot.sharding import stacked, to_host_part
 from torchax_ckpt.snapshot.snapshotter import require_alive
 from torchax_ckpt.snapshot.stacking import Array, execute
 

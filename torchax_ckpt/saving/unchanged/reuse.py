@@ -26,6 +26,7 @@ import jax
 from etils import epath
 
 from torchax_ckpt import options
+from torchax_ckpt.devices.host_array import HostArray
 from torchax_ckpt.errors import CheckpointError, DonatedBufferError, ProcessError, SaveError
 from torchax_ckpt.layout import unchanged
 from torchax_ckpt.layout.storage_plan import Plan
@@ -38,7 +39,6 @@ from torchax_ckpt.saving.unchanged import identities, ledger
 from torchax_ckpt.saving.unchanged.division import Division
 from torchax_ckpt.saving.unchanged.identities import Skipped
 from torchax_ckpt.saving.unchanged.ledger import Content, Entry, Reference
-from torchax_ckpt.snapshot.host_array import HostArray
 from torchax_ckpt.snapshot.stacking import Array
 from torchax_ckpt.storage.arrays.chunking import AnyArray
 from torchax_ckpt.storage.directory.abandonment import Key

@@ -22,10 +22,10 @@ import torch
 from jax.sharding import Sharding
 
 from torchax_ckpt import torchax_backend
+from torchax_ckpt.devices.move_shards import put
+from torchax_ckpt.devices.sharding import Placement
 from torchax_ckpt.errors import UninitializedLeafError
 from torchax_ckpt.layout import names
-from torchax_ckpt.snapshot.move_shards import put
-from torchax_ckpt.snapshot.sharding import Placement
 from torchax_ckpt.state.leaf import Spec
 
 logger = logging.getLogger(__name__)

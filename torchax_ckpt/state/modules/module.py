@@ -18,22 +18,20 @@ import torch
 from jax.sharding import Sharding
 
 from torchax_ckpt import torchax_backend
+from torchax_ckpt.devices.sharding import Local, Placement, placement_of
 from torchax_ckpt.errors import AttachError, UnsupportedLeafError
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node
 from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.runtime.user_messages import counted
-from torchax_ckpt.snapshot.sharding import Local, Placement, placement_of
-from torchax_ckpt.state import node_checks
+from torchax_ckpt.state import pytree
 from torchax_ckpt.state.component import (
     Captured,
     Change,
     Combined,
     Form,
     Restoration,
-    Values,
     encoded,
-    leaf_names,
     require_alive,
     restore_by_call,
 )
@@ -48,6 +46,7 @@ from torchax_ckpt.state.modules.module_tensors import (
     same_objects,
     slots,
 )
+from torchax_ckpt.state.pytree import Values, leaf_names
 from torchax_ckpt.state.stored_entries import EXTRA_STATE, StoredModule, extra_state_key
 
 logger = logging.getLogger(__name__)
@@ -290,7 +289,7 @@ class ModuleComponent:
                 plan.findings.missing.append(where)
                 continue
             child = stored.extra_state[path]
-            node_checks.check(child, where)
+            pytree.check(child, where)
             if path not in modules:
                 plan.findings.unexpected.append(where)
                 continue

@@ -11,9 +11,9 @@ import torch
 from jax.sharding import Sharding
 
 from torchax_ckpt import torchax_backend
+from torchax_ckpt.devices.move_shards import move
 from torchax_ckpt.errors import UnsupportedLeafError
 from torchax_ckpt.layout import names
-from torchax_ckpt.snapshot.move_shards import move
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from torchax_ckpt.devices.host_array import Local, Placement
 from torchax_ckpt.layout.manifest import Digests
 from torchax_ckpt.runtime.lazily import jax
-from torchax_ckpt.snapshot.host_array import Local, Placement
 from torchax_ckpt.storage.arrays import chunking
 
 Index = tuple[slice, ...]

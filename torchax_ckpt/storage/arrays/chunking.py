@@ -14,8 +14,8 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
+from torchax_ckpt.devices.host_array import HostArray, Offset, offset_of
 from torchax_ckpt.runtime.lazily import jax
-from torchax_ckpt.snapshot.host_array import HostArray, Offset, offset_of
 
 AnyArray: TypeAlias = "jax.Array | HostArray | np.ndarray"
 

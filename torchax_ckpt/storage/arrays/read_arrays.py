@@ -1,23 +1,17 @@
-"""Reads stored arrays, compares them with their digests, and moves them to devices.
+"""Reads stored arrays piece by piece, and compares them with their digests.
 
 Reads through TensorStore, because Orbax gives no access to the bytes between storage and devices.
-Each process reads only what its devices will hold, extended to whole blocks, and compares the bytes
-before they go to a device. ``max_host_bytes``, or a default, limits the host memory of data that
-was requested from storage and is not on its devices yet.
 """
 
 from __future__ import annotations
 
 import collections
-import dataclasses
-import functools
 import itertools
 import logging
 import os
 import re
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorstore as ts
@@ -27,15 +21,10 @@ from torchax_ckpt.errors import CorruptCheckpointError, DirectoryError
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.runtime import progress
 from torchax_ckpt.runtime.background import Flag
-from torchax_ckpt.runtime.lazily import jax
-from torchax_ckpt.runtime.stages import stage
-from torchax_ckpt.snapshot.host_array import Placement
 from torchax_ckpt.storage.arrays import block_digests
 from torchax_ckpt.storage.arrays.array_checks import stored_key
 from torchax_ckpt.storage.arrays.assembly import (
     Piece,
-    SingleLeaf,
-    Stack,
     Target,
     Wanted,
     empty,
@@ -46,100 +35,11 @@ from torchax_ckpt.storage.medium import location, medium, storage_errors
 
 logger = logging.getLogger(__name__)
 
-# The default limit of the bytes in flight between storage and devices, in addition to the largest
-# array that the host puts together from pieces. It is enough to keep storage and devices busy.
-_IN_FLIGHT_BYTES = 1 << 30
 # The default limit for programs that run beside a training program and must not take its memory.
 STREAMED_BYTES = 256 << 20
-# Each process itself reads leaves of these dtypes and of complex dtypes, because they are rare.
-_NIBBLES = {"int4", "uint4", "float4_e2m1fn"}
 # A place in TensorStore's text form: kind, database that first wrote it, file, first byte, number
 # of bytes.
 _PLACE = re.compile(r"(?:value|btreenode):(.*):(.*):(\d+):(\d+)")
-
-# Waits for a piece; returns the bytes and the moving arrays of the parts that it completes.
-Finish: TypeAlias = "Callable[[], tuple[int, list[jax.Array]]]"
-
-
-@stage("read the arrays")
-def read_arrays(
-    committed: CommittedStep,
-    wanted: Mapping[str, Wanted],
-    options: CheckpointOptions,
-    agree: Callable[[], None] = lambda: None,
-    opened: Mapping[str, ts.TensorStore] = types.MappingProxyType({}),
-) -> dict[str, Any]:
-    """Returns the wanted leaves by name; calls ``agree`` before devices communicate.
-
-    ``opened`` are the arrays by stored name, if they are open already.
-    """
-    leaves: dict[str, Any] = {}
-    spread: dict[str, jax.ShapeDtypeStruct] = {}
-    if options.single_replica_restore:
-        wanted, spread = _split_replicas(wanted)
-    targets = [
-        (Stack if want.members else SingleLeaf)(n, want, leaves) for n, want in wanted.items()
-    ]
-    _read(committed, targets, options, opened)
-    if spread:
-        from torchax_ckpt.snapshot.move_shards import sum_over_replicas
-
-        agree()
-        sum_over_replicas(leaves, spread)
-    return leaves
-
-
-def _split_replicas(
-    wanted: Mapping[str, Wanted],
-) -> tuple[dict[str, Wanted], dict[str, jax.ShapeDtypeStruct]]:
-    """Returns the arrays that this process reads, and the leaves that the first replica sends.
-
-    With several TPU slices, each may hold a replica of the arrays, and would read the same bytes.
-    The second result is the same on all processes.
-    """
-    to_read: dict[str, Wanted] = {}
-    spread: dict[str, jax.ShapeDtypeStruct] = {}
-    for name, want in wanted.items():
-        placements: dict[str, Placement] = {}
-        shape = want.shape[1:] if want.members else want.shape
-        for leaf, placement in want.placements.items():
-            source = _first_sharding(placement, want.dtype)
-            if source is None:
-                placements[leaf] = placement
-                continue
-            spread[leaf] = jax.ShapeDtypeStruct(shape, np.dtype(want.dtype), sharding=placement)
-            if source.addressable_devices:
-                placements[leaf] = source
-        if placements:
-            to_read[name] = dataclasses.replace(want, placements=placements)
-    return to_read, spread
-
-
-def _first_sharding(placement: Placement, dtype: str) -> jax.sharding.NamedSharding | None:
-    """Returns the first replica's sharding of a leaf; None if every process reads its own part."""
-    if (
-        not isinstance(placement, jax.sharding.NamedSharding)
-        or not isinstance(placement.mesh, jax.sharding.Mesh)
-        or placement.is_fully_addressable
-        or dtype in _NIBBLES
-        or np.dtype(dtype).kind == "c"
-    ):
-        return None
-    return _first_replica(placement)
-
-
-@functools.lru_cache(maxsize=1024)
-def _first_replica(final: jax.sharding.NamedSharding) -> jax.sharding.NamedSharding | None:
-    """Returns the first replica's sharding; None if that replica spans all processes."""
-    from torchax_ckpt.snapshot.sharding import replicas
-
-    source = replicas(final)[0]
-    return None if _processes_of(source) == _processes_of(final) else source
-
-
-def _processes_of(sharding: jax.sharding.Sharding) -> set[int]:
-    devices: set[jax.Device] = sharding.device_set
-    return {device.process_index for device in devices}
 
 
 def stream_arrays(
@@ -150,14 +50,14 @@ def stream_arrays(
 ) -> Iterator[tuple[str, Piece, np.ndarray]]:
     """Yields stored name, piece and checked content of the wanted pieces, within the memory."""
     targets = [Target(name, want, {}) for name, want in wanted.items()]
-    pace = _pace(options)
-    stores = _opened(committed, wanted, pace)
+    pace = pace_of(options)
+    stores = opened(committed, wanted, pace)
     default = int(STREAMED_BYTES * medium.of(committed.path).streamed_share)
     max_bytes, in_flight_bytes = options.max_host_bytes or default, 0
-    reading: collections.deque[tuple[str, Piece, _Arrival]] = collections.deque()
+    reading: collections.deque[tuple[str, Piece, Arrival]] = collections.deque()
     for target in targets:
         store = stores[target.name]
-        for piece in target.pieces(_chunk(store)):
+        for piece in target.pieces(chunk_of(store)):
             if not is_wanted(target.name, piece):
                 continue
             while reading and in_flight_bytes + piece.nbytes > max_bytes:
@@ -165,38 +65,13 @@ def stream_arrays(
                 yield name, oldest, arrival.fetch()
                 in_flight_bytes -= oldest.nbytes
             in_flight_bytes += piece.nbytes
-            reading.append((target.name, piece, _Arrival(committed, target, piece, store, pace)))
+            reading.append((target.name, piece, Arrival(committed, target, piece, store, pace)))
     while reading:
         name, oldest, arrival = reading.popleft()
         yield name, oldest, arrival.fetch()
 
 
-def _read(
-    committed: CommittedStep,
-    targets: Sequence[Target],
-    options: CheckpointOptions,
-    opened: Mapping[str, ts.TensorStore],
-) -> None:
-    pace = _pace(options)
-    stores = opened or _opened(committed, {t.name: t.wanted for t in targets}, pace)
-    largest = max((target.nbytes for target in targets), default=0)
-    pieces = ((t, p) for t in targets for p in t.pieces(_chunk(stores[t.name])))
-
-    def total_bytes() -> int:
-        return sum(p.nbytes for t in targets for p in t.pieces(_chunk(stores[t.name])))
-
-    with progress.bar(f"reading step {committed.step}", total_bytes) as on_bytes:
-        window = BytesInFlight(options.max_host_bytes or largest + _IN_FLIGHT_BYTES)
-        for target, piece in pieces:
-            piece_bytes, joined_bytes = target.awaits(piece)
-            window.make_room(piece_bytes + joined_bytes)
-            arriving = _Arrival(committed, target, piece, stores[target.name], pace, on_bytes)
-            window.add(piece_bytes, joined_bytes, arriving.finish)
-            del arriving  # else it would stay in memory until the next one
-        window.drain()
-
-
-def _opened(
+def opened(
     committed: CommittedStep, wanted: Mapping[str, Wanted], pace: progress.Pace
 ) -> dict[str, ts.TensorStore]:
     """Checks that digests fit the arrays' shapes; returns the opened arrays by stored name."""
@@ -233,12 +108,14 @@ def _opened(
     return stores
 
 
-def _pace(options: CheckpointOptions) -> progress.Pace:
+def pace_of(options: CheckpointOptions) -> progress.Pace:
+    """Returns the pace that reads which wait together must keep."""
     limit_secs = 0.9 * options.process_timeout_secs  # the others may still wait
     return progress.Pace(options.min_read_bytes_per_sec, limit_secs)
 
 
-def _chunk(store: ts.TensorStore) -> tuple[int, ...]:
+def chunk_of(store: ts.TensorStore) -> tuple[int, ...]:
+    """Returns the shape of the pieces in which an array is stored."""
     return tuple(int(length or 1) for length in store.chunk_layout.read_chunk.shape or ())
 
 
@@ -248,7 +125,7 @@ def _kvstore(committed: CommittedStep) -> dict[str, Any]:
     return {"driver": "ocdbt", "cache_pool": "cache_pool#ocdbt", **base}
 
 
-class _Arrival:
+class Arrival:
     """Reads one piece from storage to the host, checks it, and hands it to its target.
 
     TensorStore's thread that read a piece compares it too: in parallel, and while it is in the
@@ -266,7 +143,7 @@ class _Arrival:
     ) -> None:
         self._on_bytes = on_bytes
         self._committed, self._target, self._piece, self._pace = committed, target, piece, pace
-        self._store, self._chunk = store, _chunk(store)
+        self._store, self._chunk = store, chunk_of(store)
         self._host = empty(piece.shape, store.dtype.numpy_dtype)
         source = store[piece.index][ts.d[:].translate_to[0]]
         self._wrong: Sequence[tuple[int, ...]] = ()
@@ -287,7 +164,7 @@ class _Arrival:
             self._pace.add(0, self._piece.nbytes)
             self._is_compared.set()
 
-    def finish(self) -> tuple[int, list[jax.Array]]:
+    def finish(self) -> tuple[int, list[Any]]:
         """Waits for the piece, passes it to ``Target.arrived``, and returns that call's result."""
         return self._target.arrived(self._piece, self.fetch())
 
@@ -417,44 +294,3 @@ def place_of_chunk(folder: epath.Path, key: str, chunk: Sequence[int]) -> Place 
     except Exception as error:  # must not replace the error that is being reported
         logger.debug("cannot locate the damaged chunk of %s in %s: %s", key, folder, error)
     return None
-
-
-class BytesInFlight:
-    """Limits the bytes in flight between storage and devices; only a single array can exceed it.
-
-    A piece is in flight from its request until it is read; a part that is put together from pieces,
-    from its first piece until it is on its devices.
-    """
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._bytes = 0
-        self._reading: collections.deque[tuple[int, Finish]] = collections.deque()
-        self._moving: collections.deque[tuple[int, list[jax.Array]]] = collections.deque()
-
-    def add(self, piece_bytes: int, joined_bytes: int, finish: Finish) -> None:
-        """Adds a piece in flight, with the two numbers of bytes that ``Target.awaits`` returned.
-
-        ``finish`` waits for the piece, and returns what ``Target.arrived`` does.
-        """
-        self._bytes += piece_bytes + joined_bytes
-        self._reading.append((piece_bytes, finish))
-
-    def make_room(self, nbytes: int) -> None:
-        """Waits, for the oldest first, until ``nbytes`` more fit or nothing is in flight."""
-        while (self._reading or self._moving) and self._bytes + nbytes > self._max_bytes:
-            self._finish_oldest()
-
-    def drain(self) -> None:
-        """Waits for all pieces that are still being read."""
-        while self._reading:
-            self._finish_oldest()
-
-    def _finish_oldest(self) -> None:
-        if self._moving and (len(self._moving) > len(self._reading) or not self._reading):
-            nbytes, arrays = self._moving.popleft()
-            jax.block_until_ready(arrays)
-        else:
-            nbytes, finish = self._reading.popleft()
-            self._moving.append(finish())
-        self._bytes -= nbytes

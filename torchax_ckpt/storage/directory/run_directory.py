@@ -253,7 +253,7 @@ class RunDirectory:
         """
         with self._translated("clean up"):
             self.fence()
-            self._medium.take_back(self.fence)
+            self.take_back()
             visible = self._visible()
             abandoned = self.abandonment.certain_among(visible)
             self.set_aside(abandoned)
@@ -269,25 +269,21 @@ class RunDirectory:
 
     @stage("commit the folder")
     def commit(self, step: int, written: epath.Path) -> CommittedStep:
-        """Makes step N visible; on local storage as ``N``, or as ``incoming-N`` if ``N`` exists.
-
-        If storage reports an error, the step is taken back, now or else by the next ``recover``.
-        """
-        try:
-            path = self._medium.publish(step, written, self.fence)
-            if not (commit_time := commit_record.time_or_none(path)):
-                raise DirectoryError(
-                    f"{path}: this step was written, but its commit record cannot be read: another "
-                    "program removes or changes files in this directory. End that program.",
-                    path=path,
-                    step=step,
-                )
-        except Exception:
-            with contextlib.suppress(Exception):  # the error of the commit is the one to report
-                self._medium.take_back(self.fence)
-            raise
+        """Makes step N visible; on local storage as ``N``, or as ``incoming-N`` if ``N`` exists."""
+        path = self._medium.publish(step, written, self.fence)
+        if not (commit_time := commit_record.time_or_none(path)):
+            raise DirectoryError(
+                f"{path}: this step was written, but its commit record cannot be read: another "
+                "program removes or changes files in this directory. End that program.",
+                path=path,
+                step=step,
+            )
         self._medium.keep(path)
         return CommittedStep(step, path, commit_time, is_incoming=path.name != str(step))
+
+    def take_back(self) -> None:
+        """Makes what was begun or published, but not committed, no step."""
+        self._medium.take_back(self.fence)
 
     @stage("settle a step")
     def settle(self, incoming: CommittedStep) -> CommittedStep:

@@ -24,12 +24,12 @@ import numpy as np
 import tensorstore as ts
 from etils import epath
 
+from torchax_ckpt.devices.host_array import Memory
 from torchax_ckpt.errors import SaveError
 from torchax_ckpt.layout.manifest import Digests
 from torchax_ckpt.options import Codec
 from torchax_ckpt.runtime.stages import stage
 from torchax_ckpt.runtime.user_messages import counted
-from torchax_ckpt.snapshot.host_array import Memory
 from torchax_ckpt.storage.arrays import array_checks, block_digests, chunking
 from torchax_ckpt.storage.arrays.chunking import AnyArray
 from torchax_ckpt.storage.medium import medium

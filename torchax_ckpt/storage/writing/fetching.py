@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 import jax
 import numpy as np
 
+from torchax_ckpt.devices.device_programs import sliced
+from torchax_ckpt.devices.device_sizes import HOST_MEMORY
+from torchax_ckpt.devices.host_array import HostArray, Memory, Offset, offset_of
+from torchax_ckpt.devices.sharding import LateParts, shards_of, stack, unshared
 from torchax_ckpt.layout import batches
-from torchax_ckpt.snapshot.device_programs import sliced
-from torchax_ckpt.snapshot.device_sizes import HOST_MEMORY
-from torchax_ckpt.snapshot.host_array import HostArray, Memory, Offset, offset_of
-from torchax_ckpt.snapshot.sharding import LateParts, shards_of, stack, unshared
 from torchax_ckpt.storage.arrays import chunking
 from torchax_ckpt.storage.arrays.chunking import AnyArray
 

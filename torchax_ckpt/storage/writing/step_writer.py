@@ -1,13 +1,11 @@
-"""Writes what makes a folder with arrays a step that Orbax reads, and last the commit mark.
+"""Writes what makes a folder with arrays a step that Orbax reads, but for the commit mark.
 
     STEP/state/                            the arrays (``array_writer.py``)
     STEP/state/_METADATA                   the tree of the arrays
     STEP/state/_sharding                   how the arrays were sharded
     STEP/state/array_metadatas/process_0   how the arrays are cut
     STEP/ITEM/data.json                    an item in JSON
-    STEP/orbax.checkpoint                  empty; says that the folder is a checkpoint
     STEP/_CHECKPOINT_METADATA              the items and the commit time
-    STEP/commit_success.txt                the commit mark
 
 Orbax could write these files itself. Its saves count operations with one counter for the process,
 and wait for other processes at barriers that name nobody, so that two tiers, a save of one process
@@ -28,20 +26,23 @@ import jax
 import numpy as np
 from etils import epath
 
-from torchax_ckpt.errors import SaveError
 from torchax_ckpt.layout import names, unchanged
+from torchax_ckpt.layout.manifest import Manifest
 from torchax_ckpt.layout.unchanged import Database
 from torchax_ckpt.runtime.stages import stage
 from torchax_ckpt.storage.arrays import array_checks, chunking
 from torchax_ckpt.storage.arrays.chunking import AnyArray
 from torchax_ckpt.storage.directory import commit_record
-from torchax_ckpt.storage.directory.committed_step import STATE
-from torchax_ckpt.storage.medium import fsync, medium, permissions
+from torchax_ckpt.storage.directory.committed_step import (
+    ASSETS,
+    MANIFEST,
+    STATE,
+    SUMMARY,
+)
+from torchax_ckpt.storage.medium import permissions, seals
+from torchax_ckpt.storage.medium.assets import Assets
 from torchax_ckpt.storage.writing import array_writer
 
-# The name that TensorStore gives to folders that hold files of array data, which it syncs itself.
-_DATA = "d"
-_INDICATOR = "orbax.checkpoint"
 _TREE = "_METADATA"
 _CUTTING = "array_metadatas/process_0"
 # The classes of Orbax that read the items.
@@ -51,37 +52,32 @@ _JSON_HANDLER = "orbax.checkpoint.experimental.v1._src.handlers.json_handler.Jso
 _DICT_KEY = 2
 
 
-def make_folder(step: epath.Path) -> None:
-    """Creates the folder of a step, which other users cannot enter until ``mark``."""
-    permissions.make_closed_folder(step)
-    permissions.make_inner_folder(step / STATE)
-    (step / _INDICATOR).write_bytes(b"")
-
-
 @stage("complete the step")
 def complete(
     step: epath.Path,
     arrays: Mapping[str, AnyArray],
-    databases: Mapping[str, Database],
-    num_processes: int,
-    items: Mapping[str, bytes],
+    manifest: Manifest,
+    summary: Mapping[str, Any],
     *,
     began_nsecs: int,
     at_nsecs: int,
+    num_processes: int = 1,
+    assets: Assets | None = None,
+    texts: seals.Texts | None = None,
 ) -> None:
     """Writes all of a step but its arrays, which are durable, and the commit mark.
 
-    ``arrays`` are without values, by stored name; ``items`` are JSON; times are since 1970.
-    Raises SaveError if an array is incomplete.
+    ``arrays`` are without values, by stored name; times are since 1970; ``texts`` has parts of
+    the manifest that an earlier step had too. Raises SaveError if an array is incomplete.
     """
-    apart = {name for database in databases.values() for name in database.arrays}
-    others = [array for name, array in arrays.items() if name not in apart]
-    writers = {0} if num_processes == 1 else set().union(*map(chunking.storing_processes, others))
-    folders = [array_writer.folder_of_process(index) for index in sorted(writers) if others]
-    for name, database in databases.items():
-        folders += unchanged.folders_of(name, database.processes)
-    array_writer.merge(step / STATE, folders, arrays)
+    _merge(step / STATE, arrays, manifest.unchanged, num_processes)
     _write_tree(step, arrays)
+    items = {
+        MANIFEST: seals.encoded(manifest.to_json(), texts),
+        SUMMARY: seals.encoded(dict(summary)),
+    }
+    if assets is not None:
+        items[ASSETS] = assets.content
     for item, content in items.items():
         permissions.make_inner_folder(step / item)
         (step / item / "data.json").write_bytes(content)
@@ -96,20 +92,20 @@ def complete(
     _write(step / commit_record.RECORD, record)
 
 
-@stage("mark the step")
-def mark(step: epath.Path) -> None:
-    """Writes the commit mark, and makes everything durable but the name of the step's folder.
-
-    Raises SaveError if the folder was removed meanwhile: TensorStore makes it anew, but in part.
-    """
-    if medium.of(step).is_missing(step / _INDICATOR):
-        raise SaveError(
-            f"{step}: the folder was removed while the step was written, so the step is not "
-            "committed. Another program changes files of this run; keep it out of the directory"
-        )
-    (step / commit_record.MARK).write_bytes(commit_record.sealing(step, "committed").encode())
-    permissions.open_folder(step)
-    fsync.sync_tree(step, but=_DATA)
+def _merge(
+    folder: epath.Path,
+    arrays: Mapping[str, AnyArray],
+    databases: Mapping[str, Database],
+    num_processes: int,
+) -> None:
+    """Merges the databases of the processes, and those of unchanged arrays, into one."""
+    apart = {name for database in databases.values() for name in database.arrays}
+    others = [array for name, array in arrays.items() if name not in apart]
+    writers = {0} if num_processes == 1 else set().union(*map(chunking.storing_processes, others))
+    folders = [array_writer.folder_of_process(index) for index in sorted(writers) if others]
+    for name, database in databases.items():
+        folders += unchanged.folders_of(name, database.processes)
+    array_writer.merge(folder, folders, arrays)
 
 
 def _write_tree(step: epath.Path, arrays: Mapping[str, AnyArray]) -> None:

@@ -18,14 +18,14 @@ import jax
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from torchax_ckpt.runtime.jax_versions import Tiles, tiles
-from torchax_ckpt.snapshot.device_programs import (
+from torchax_ckpt.devices.device_programs import (
     MAX_ARGUMENTS,
     Program,
     Run,
     in_chunks,
     zeros_program,
 )
+from torchax_ckpt.runtime.jax_versions import Tiles, tiles
 
 _Spec = tuple[tuple[int, ...], Any]
 """The shape and the dtype of a shard."""

@@ -26,15 +26,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from torchax_ckpt.snapshot.bitcast import from_bits, is_small_float, to_bits
-from torchax_ckpt.snapshot.device_programs import (
+from torchax_ckpt.devices.bitcast import from_bits, is_small_float, to_bits
+from torchax_ckpt.devices.device_programs import (
     Program,
     device_program,
     reshaped,
     zeros_on,
 )
-from torchax_ckpt.snapshot.device_sizes import shard_bytes
-from torchax_ckpt.snapshot.sharding import Local, Placement, auto_axes, replicas, shards_of
+from torchax_ckpt.devices.device_sizes import shard_bytes
+from torchax_ckpt.devices.sharding import Local, Placement, auto_axes, replicas, shards_of
 
 Targets = Mapping[str, jax.ShapeDtypeStruct]
 """Leaf -> its shape, its dtype and the NamedSharding that it moves to."""

@@ -14,9 +14,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from torchax_ckpt.devices.host_array import HostArray, Local, Offset, Placement, offset_of
 from torchax_ckpt.errors import MismatchError
 from torchax_ckpt.runtime import jax_versions
-from torchax_ckpt.snapshot.host_array import HostArray, Local, Offset, Placement, offset_of
 
 _listing_lock = threading.RLock()
 _MAX_TRIES = 1000

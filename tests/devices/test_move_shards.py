@@ -14,9 +14,9 @@ from jax.sharding import Mesh, NamedSharding
 from support.strategies import JAX_DTYPES, random_bits
 from support.training import P
 
-from torchax_ckpt.snapshot import move_shards
-from torchax_ckpt.snapshot.bitcast import from_bits, to_bits
-from torchax_ckpt.snapshot.sharding import replicas
+from torchax_ckpt.devices import move_shards
+from torchax_ckpt.devices.bitcast import from_bits, to_bits
+from torchax_ckpt.devices.sharding import replicas
 
 DTYPES = [
     *JAX_DTYPES,

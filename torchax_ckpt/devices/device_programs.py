@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
+from torchax_ckpt.devices.bitcast import from_bits, to_bits
 from torchax_ckpt.runtime import jax_versions
-from torchax_ckpt.snapshot.bitcast import from_bits, to_bits
 
 _NO_MESH = Mesh(np.empty((), dtype=object), ())
 # The most arguments of one program; its compile time grows faster than linearly with them.

@@ -16,7 +16,7 @@ from support.processes import run_python
 
 from torchax_ckpt import planning, policies
 from torchax_ckpt.errors import PlanError
-from torchax_ckpt.planning.closed_forms import MOMENTS
+from torchax_ckpt.policies.closed_forms import MOMENTS
 
 
 def test_the_formulas_need_neither_torch_nor_jax() -> None:

@@ -12,8 +12,8 @@ from typing import Any
 
 import jax
 
+from torchax_ckpt.devices.device_sizes import Needed, bytes_on_devices
 from torchax_ckpt.runtime import host_memory
-from torchax_ckpt.snapshot.device_sizes import Needed, bytes_on_devices
 
 # Free memory must be at least this factor times the size of the copies, because a training step
 # runs while the copies exist.

@@ -21,7 +21,7 @@ from torchax_ckpt.cli.output import size
 from torchax_ckpt.errors import CorruptCheckpointError
 from torchax_ckpt.processes import messages
 from torchax_ckpt.storage.directory.committed_step import VERIFIED, CommittedStep
-from torchax_ckpt.stored.shared_files import Usage, damaged_too
+from torchax_ckpt.storage.directory.shared_files import Usage, damaged_too
 
 NUM_STEPS = 8
 BASE_BYTES = 1 << 20  # of the array that does not change
