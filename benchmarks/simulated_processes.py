@@ -27,9 +27,12 @@ from torchax_ckpt.processes.decision_windows import DecisionWindows
 from torchax_ckpt.processes.per_host import PerHostProcesses, keeper_distances
 from torchax_ckpt.restoring import local_tier
 from torchax_ckpt.saving.capture import Capture
+from torchax_ckpt.saving.claim import Claim
+from torchax_ckpt.saving.failures import Failures
+from torchax_ckpt.saving.reuse.frozen_leaves import FrozenLeaves
+from torchax_ckpt.saving.reuse.reuse import Reuse
 from torchax_ckpt.saving.save import Save
-from torchax_ckpt.saving.tier import Channels, Tier
-from torchax_ckpt.saving.unchanged.reuse import Reuse
+from torchax_ckpt.saving.tier import Tier
 from torchax_ckpt.state import per_process_state
 from torchax_ckpt.state.component import LeafRead
 from torchax_ckpt.state.leaf import Spec
@@ -38,7 +41,7 @@ from torchax_ckpt.storage.directory.abandonment import Abandonment
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.step_folder import StepFolder
-from torchax_ckpt.storage.writing import array_writer, step_writer, unchanged_files
+from torchax_ckpt.storage.writing import array_writer, reused_files, step_writer
 
 # A path on which nothing is read, written or synced.
 _PATH: Any = epath.Path("gs://simulated/run")
@@ -46,7 +49,7 @@ _PATH: Any = epath.Path("gs://simulated/run")
 STATE_BYTES = 15_000
 NUM_LEAVES = 100
 _TIMEOUT_SECS = 600
-_KEEPING_ALL: Any = SimpleNamespace(kept=lambda steps: [True] * len(steps))
+_KEEPING_ALL: Any = SimpleNamespace(kept=lambda steps: [True] * len(steps), is_local=False)
 
 
 class Simulated:
@@ -65,25 +68,30 @@ class Simulated:
             return found
 
         self._index, self._count = index, count
-        self._calls, saves = channel("calls"), channel("saves")
+        self._calls = channel("calls")
+        saves: Processes = channel("saves")
         self._hosts = PerHostProcesses(self._calls)
         decisions = channel("decisions")
         self._decisions = DecisionWindows(decisions, lambda step, coming: False)
-        channels = Channels(self._calls, saves, decisions)
-        if has_local_tier:
-            channels = Channels(self._hosts, PerHostProcesses(saves), decisions)
+        calls: Processes = self._hosts if has_local_tier else self._calls
+        saves = PerHostProcesses(saves) if has_local_tier else saves
         directory, history = _directory(), _history()
+        none = FrozenLeaves(False, saves)
         self._tier = Tier(
-            "local" if has_local_tier else "durable",
-            directory,
-            _IGNORING,
-            CheckpointOptions(),
-            _IGNORING,
-            channels,
-            history,
-            _KEEPING_ALL,
-            Reuse(directory, history, _KEEPING_ALL, channels.saves, False),
-            lambda: None,
+            name="local" if has_local_tier else "durable",
+            directory=directory,
+            save_policy=_IGNORING,
+            options=CheckpointOptions(),
+            telemetry=_IGNORING,
+            calls=calls,
+            saves=saves,
+            decisions=decisions,
+            history=history,
+            claim=Claim(directory, history, _IGNORING, calls),
+            preserving=_KEEPING_ALL,
+            reuse=Reuse(directory, history, _KEEPING_ALL, saves, none, has_two_copies=True),
+            failures=Failures(_PATH, _IGNORING, is_local=has_local_tier),
+            on_donated=lambda: None,
         )
 
     def save(self, step: int, *, changes: bool = True) -> None:
@@ -95,16 +103,9 @@ class Simulated:
         """
         state = np.random.default_rng((self._index, step * changes)).bytes(STATE_BYTES)
         capture = Capture(step, _SNAPSHOT, _DOCUMENT, _state(state), lambda: ({}, None), 0.0)
-        done = threading.Event()
-        done.set()
-        in_flight: Any = SimpleNamespace(
-            age_secs=0.0,
-            blocking_secs=0.0,
-            transferred=done,
-            handed_over=done,
-            enter=lambda phase: None,
-        )
-        Save(self._tier, None, in_flight).run(capture)
+        save = Save(self._tier, None, capture)
+        save.handed_over.set()
+        save.run(capture)
         if self._tier.failures.newest is not None:
             raise self._tier.failures.newest
 
@@ -237,7 +238,7 @@ def processes(
             mock.patch.object(array_writer, "write_arrays", return_value={}),
             mock.patch.multiple(StepFolder, begin=begun, _mark=mock.DEFAULT),
             mock.patch.object(step_writer, "complete"),
-            mock.patch.object(unchanged_files, "remove_retained"),
+            mock.patch.object(reused_files, "remove_retained"),
             mock.patch.object(local_tier, "StoredStep", opened),
             mock.patch.object(local_tier, "RestorableStep", lambda copy: copy),
         ):

@@ -1,18 +1,19 @@
-"""Measures saves of states that change in part only: bytes written, durable and blocking time.
+"""Measures saves of states that are frozen in part: bytes written, durable and blocking time.
 
-    python benchmarks/unchanged.py [--states lora,adapters,host,leaves,half,all] [--repeats 5]
+    python benchmarks/unchanged.py [--states lora,adapters,host,leaves,half] [--repeats 5]
         [--directory /dev/shm]
 
 Four forced CPU devices; each peer saves the same functional state, one save at a time, after six
 saves to warm up. ``lora``: 24 frozen matrices [1024, 2048], with adapters of rank 8 and their
 AdamW moments. ``host``: the same with the matrices on the host. ``leaves``: 3,072 frozen matrices
 [64, 128], with the adapters. ``half``: GPT-2 124M with AdamW, the first 6 of 12 layers frozen.
-``all``: the same with nothing frozen.
 
-On CPUs the library fetches and compares what did not change. On TPUs it does neither for arrays
-that are the same objects: the peer "by identity" saves as if the devices were TPUs. The bytes that
-are fetched from devices are counted in the library only. The peer "digests" only takes digests of
-128 bits of the frozen arrays, on two threads: the least that a comparison takes.
+The peers "reuse" and "by identity" name the frozen arrays with a pattern; where there are none,
+"reuse" names nothing. On CPUs the library fetches and compares what is frozen. On TPUs it does
+neither for arrays that are the same objects: the peer "by identity" saves as if the devices were
+TPUs. The bytes that are fetched from devices are counted in the library only. The peer "digests"
+only takes digests of 128 bits of the frozen arrays, on two threads: the least that a comparison
+takes.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ from states import gpt2, mesh, sharding
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
 from torchax_ckpt.policies import LatestN
-from torchax_ckpt.saving.unchanged import identities
+from torchax_ckpt.saving.reuse import known
 from torchax_ckpt.storage.writing import fetching
 
 Arrays = dict[str, Any]
 NUM_WARM_UPS, KEPT = 6, 3
-IS_PROOF = identities.is_proof
+IS_PROOF = known.is_proof
 
 
 def arrays(shapes: dict[str, tuple[int, ...]], seed: int) -> Arrays:
@@ -94,10 +95,10 @@ def leaves() -> tuple[Arrays, Arrays]:
     return arrays(shapes, 0), adapters()
 
 
-def half(num_frozen: int = 6) -> tuple[Arrays, Arrays]:
+def half() -> tuple[Arrays, Arrays]:
     """Returns the frozen and the trained arrays of GPT-2 with its first layers frozen."""
     shapes = gpt2()
-    early = {n for n in shapes if (m := re.match(r"h\.(\d+)\.", n)) and int(m[1]) < num_frozen}
+    early = {n for n in shapes if (m := re.match(r"h\.(\d+)\.", n)) and int(m[1]) < 6}
     frozen = {name: shape for name, shape in shapes.items() if name in early}
     trained = {name: shape for name, shape in shapes.items() if name not in early}
     return arrays(frozen, 0), arrays(with_moments(trained), 1)
@@ -109,18 +110,19 @@ STATES: dict[str, Callable[[], tuple[Arrays, Arrays]]] = {
     "host": host,
     "leaves": leaves,
     "half": half,
-    "all": functools.partial(half, 0),
 }
 
 
 class Torchax(Peer):
-    """This library, with or without ``reuse``; by identity if it saves as on TPUs."""
+    """This library, with or without reuse of what is frozen; by identity if it saves as on TPUs."""
 
     def __init__(
         self, directory: Path, flat: Callable[[], Any], *, reuse: bool, by_identity: bool = False
     ) -> None:
-        identities.is_proof = (lambda array: True) if by_identity else IS_PROOF
-        options = CheckpointOptions(reuse=reuse)
+        is_array = lambda array: isinstance(array, jax.Array)  # noqa: E731
+        known.is_proof = is_array if by_identity else IS_PROOF
+        patterns = ["state/frozen"] if reuse and "frozen" in flat() else False
+        options = CheckpointOptions(reuse=patterns)
         keep = LatestN(KEPT)
         self._ckpt = TorchaxCheckpointer(directory, options=options, preservation_policy=keep)
         self._flat = flat
@@ -157,8 +159,8 @@ def _orbax(kind: Any, directory: Path, flat: Callable[[], Any]) -> Peer:
 
 PEERS: dict[str, Callable[[Path, Callable[[], Any]], Peer]] = {
     "by identity": functools.partial(Torchax, reuse=True, by_identity=True),
-    "reuse=True": functools.partial(Torchax, reuse=True),
-    "reuse=False": functools.partial(Torchax, reuse=False),
+    "reuse": functools.partial(Torchax, reuse=True),
+    "no reuse": functools.partial(Torchax, reuse=False),
     "digests": Digests,
     "Orbax v0": functools.partial(_orbax, OrbaxV0),
     "Orbax v1": functools.partial(_orbax, OrbaxV1),

@@ -31,7 +31,6 @@ if "TORCHAX_CKPT_TESTS_COMPILED" not in os.environ:
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import hypothesis
 import jax
@@ -137,7 +136,7 @@ def _forgotten_checkpointers_end() -> Iterator[None]:
     """
     earlier = weakref.WeakSet(closing._unfinished)
     yield
-    if any(e._savers and not e._has_ended for e in closing._unfinished if e not in earlier):
+    if any(e._savers and e._state != "ended" for e in closing._unfinished if e not in earlier):
         gc.collect()
     for each in list(closing._dropped):
         if each._task is not None:
@@ -168,12 +167,6 @@ def eight_chips(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def identity_proves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets the identity of an array prove its values, as on accelerators."""
-    monkeypatch.setattr("torchax_ckpt.saving.unchanged.identities.is_proof", lambda array: True)
-
-
-@pytest.fixture
 def opened() -> Iterator[threading.Event]:
     """Storage that hangs until the event is set."""
     gate = Gate("write the arrays")
@@ -186,27 +179,3 @@ def _uninterrupted() -> Iterator[None]:
     """Ends what a test does at stages."""
     yield
     stages.observers.clear()
-
-
-@pytest.fixture
-def fetched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The shapes of the arrays that saves fetch from the devices."""
-    shapes: list[tuple[int, ...]] = []
-    from torchax_ckpt.storage.writing import fetching
-
-    start, to_compare = fetching.start, fetching.to_compare
-
-    def counted(array: Any, *scratch: Any) -> Any:
-        shapes.append(tuple(array.shape))
-        return start(array, *scratch)
-
-    def compared(array: Any) -> Any:
-        known = len(shapes)
-        parts = to_compare(array)
-        if len(shapes) == known:
-            shapes.append(tuple(array.shape))
-        return parts
-
-    monkeypatch.setattr(fetching, "start", counted)
-    monkeypatch.setattr(fetching, "to_compare", compared)
-    return shapes

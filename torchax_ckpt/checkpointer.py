@@ -19,7 +19,7 @@ from torchax_ckpt.restoring.read_calls import ReadCalls
 from torchax_ckpt.runtime.call_guard import NO_COPY, Calls, as_step, guarded
 from torchax_ckpt.runtime.preemption import Preemption, exit_if
 from torchax_ckpt.runtime.user_messages import brief, fields
-from torchax_ckpt.saving import closing, preserving
+from torchax_ckpt.saving import closing, run_history
 from torchax_ckpt.saving.run import Run
 from torchax_ckpt.saving.save_calls import SaveCalls
 from torchax_ckpt.saving.training_loop.deadline import Until
@@ -71,7 +71,7 @@ class TorchaxCheckpointer:
       preservation_policy: which steps are kept; default: the latest three.
       local: a second tier for frequent saves, on a disk of each host, with policies of its own.
       options: how steps are written and read. By default, if half of the state are parameters with
-        ``requires_grad=False``, saves link what did not change (see ``reuse``).
+        ``requires_grad=False``, saves reuse the files that hold these (see ``reuse``).
       on_event: called with each ``Event``, in order, on a separate thread, which ``close`` waits
         for. Its exceptions are logged.
 
@@ -223,7 +223,7 @@ class TorchaxCheckpointer:
                 rng=rng,
                 redistribute=redistribute,
             )
-            self._saves.model_files = ModelFiles(model, tokenizer)
+            self._saves.assets = ModelFiles(model, tokenizer).encoded
         self._loop.restored(self._reads.resume(attached) if resume else None)
         if self._loop.position is None:
             with self._processes.round("starting anew"):
@@ -487,7 +487,7 @@ class TorchaxCheckpointer:
         """
         rule = preservation.best_rule(self._keep_policy)
         sound = [s for s in self._directory.steps() if not self._directory.verified.is_damaged(s)]
-        infos = [preserving.info(self._directory, s) for s in sound]
+        infos = run_history.checkpoint_infos(self._directory, sound)
         return next((info.step for info in rule.ranked(infos)), None)
 
     @brief

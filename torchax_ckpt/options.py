@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import math
 import os
+from collections.abc import Sequence
 from typing import Any, Literal, TypeVar, get_args
 
 from torchax_ckpt.errors import ArgumentError
@@ -17,7 +18,7 @@ Layout = Literal["auto", "flat"]
 SnapshotMode = Literal["auto", "reference", "copy", "offload", "transfer"]
 Verify = Literal["restore", "never"]
 OnSaveError = Literal["continue", "raise"]
-Reuse = bool | Literal["auto"]
+Reuse = bool | Literal["auto"] | Sequence[str]
 TierName = Literal["durable", "local"]
 
 
@@ -65,16 +66,20 @@ class CheckpointOptions:
         medium.
       on_save_error: "continue" reports a failed save, and the next save tries again; "raise" raises
         in the next call of ``save``, also in ``steps``.
-      reuse: whether a save takes over what did not change since an earlier step, instead of writing
-        it again, by hard links to files of the earlier step, or in a bucket by copies that the
-        storage service makes; every step stays complete when others are deleted. On a disk the
-        newest step shares no files with the step that is kept before it, except in a local tier
-        that keeps one step. Works for device arrays and for host leaves of 16 KiB or more, in each
-        tier by itself. 128-bit digests of an array's bytes on all processes decide whether it
-        changed. "auto" decides at the first durable save of a program, and again after each
-        restore: yes if at least half of the bytes of the state are parameters with
-        ``requires_grad=False``. ``cp -r`` multiplies links; ``torchax-ckpt copy``, ``cp -a`` and
-        ``rsync -H`` do not.
+      reuse: which leaves are frozen. A save does not write a frozen leaf again that did not change
+        since an earlier step, but reuses the files of that step: by hard links or, in a bucket, by
+        copies that the storage service makes. True: the parameters with ``requires_grad=False``.
+        "auto": the same if they are at least half of the bytes of the state, else none. A list of
+        patterns: the leaves whose names match one, of any kind, also in the state of
+        ``save(state=)``. The names are those that ``torchax-ckpt show`` prints, and a pattern
+        matches as for ``restore(include=)``, but a dot also stands for a slash. The first save
+        raises SelectionError for a pattern that matches nothing. False: none.
+        Process 0 decides at the first save after ``attach`` or ``restore``, and again after a save
+        that found a frozen parameter changed. Each save compares frozen leaves by 128-bit digests
+        on all processes, and writes those that changed. Every step stays complete when others are
+        deleted. On a disk the newest step shares no files with the step that is kept before it,
+        except in a local tier that keeps one step. ``cp -r`` multiplies links; ``torchax-ckpt
+        copy``, ``cp -a`` and ``rsync -H`` do not.
       read_only: whether the checkpointer only reads. A bucket then need not grant write permission,
         and ``save`` and ``delete`` refuse.
       max_host_bytes: upper bound, in bytes per process, on array data in transit at one time: from
@@ -136,7 +141,6 @@ class CheckpointOptions:
                 raise TypeError(f"CheckpointOptions: {name}: expected a bool, found {found!r}")
         for name, choices in (
             ("compression", (False, True, *get_args(Codec))),
-            ("reuse", (True, False, "auto")),
             ("layout", get_args(Layout)),
             ("snapshot", get_args(SnapshotMode)),
             ("verify", get_args(Verify)),
@@ -148,6 +152,14 @@ class CheckpointOptions:
                     f"CheckpointOptions: {name}: expected one of {', '.join(map(str, choices))}, "
                     f"found {found!r}"
                 )
+        if not isinstance(self.reuse, bool) and self.reuse != "auto":
+            given = self.reuse if isinstance(self.reuse, (list, tuple)) else ()
+            if not given or not all(isinstance(p, str) and p for p in given):
+                raise ValueError(
+                    'CheckpointOptions: reuse: expected True, False, "auto" or a list of patterns '
+                    f"for the names of leaves, found {self.reuse!r:.80}"
+                )
+            object.__setattr__(self, "reuse", tuple(given))
         for name, kinds, expected in (
             ("preemption_grace_secs", (int, float), "None or a positive number of seconds"),
             ("deadline_margin_secs", (int, float), "a positive number of seconds"),

@@ -24,8 +24,8 @@ from support import TESTS
 from support.commands import run, run_json, run_main
 from support.damage import damage
 from support.processes import run_python
+from support.reusing import Run
 from support.steps import save_states
-from support.still import save_all, still_state
 from typer.testing import CliRunner
 
 from torchax_ckpt import TorchaxCheckpointer, policies
@@ -245,7 +245,8 @@ def test_ls_lists_the_steps(saved: Path, tmp_path: Path) -> None:
 
 
 def test_ls_says_what_cp_does_to_shared_bytes(directory: Path) -> None:
-    save_all(directory, [still_state(x=step) for step in range(6)])
+    with Run(directory) as reusing:
+        reusing.save(3)
     assert any(step["shared_bytes"] for step in run_json("ls", directory)["steps"])
     assert "shared bytes count once (cp -r copies them for each step" in run("ls", directory)
 
@@ -487,10 +488,10 @@ def delete_when_read(step: int, when: str, monkeypatch: pytest.MonkeyPatch) -> N
 def test_verify_says_when_a_step_cannot_be_marked(
     copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(path: Any) -> None:
+    def refuse(*path: Any) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("torchax_ckpt.storage.medium.permissions.make_file", refuse)
+    monkeypatch.setattr("torchax_ckpt.storage.medium.local_medium.LocalMedium.make_file", refuse)
     result = CliRunner().invoke(app, ["verify", str(copy), "--json"])
     assert result.exit_code == exit_codes.OK
     assert json.loads(result.stdout)["steps"][0]["marked"] is False

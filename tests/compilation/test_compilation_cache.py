@@ -74,11 +74,11 @@ def test_a_cache_that_had_no_limit_can_get_one(tmp_path: Path) -> None:
 TRAVELS = """
 import sys
 import torchax_ckpt
-from torchax_ckpt.compilation import packed_programs
+from torchax_ckpt.runtime import durable_steps
 
 for _ in range(2):
     torchax_ckpt.compilation_cache(travels_with=sys.argv[1])
-print(len(packed_programs.on_durable))
+print(len(durable_steps.listeners))
 """
 
 

@@ -12,6 +12,7 @@ from support.travelling import NAMES, PROGRAMS, add_to_each_others, killed, mach
 from support.waiting import wait_until
 
 from torchax_ckpt.compilation import packed_programs
+from torchax_ckpt.runtime import durable_steps
 
 pytest_plugins = ("gcs_fixtures", "support.travelling_fixtures")
 pytestmark = pytest.mark.usefixtures("no_patience")
@@ -84,5 +85,5 @@ def test_neither_the_start_nor_the_end_of_a_program_waits_for_long(
     programs.finish()
     assert 0.1 <= time.monotonic() - began < 30
     go_on.set()
-    packed_programs.on_durable[-1]()
+    durable_steps.listeners[-1]()
     wait_until(lambda: url.removeprefix("gs://bucket/") in gcs.store.names())

@@ -53,11 +53,11 @@ DEVICES = 2  # of each process
 KEPT = 3
 ENDLESS = 1 << 30  # actions
 BRANCHES = 1_000_000  # of one start
-# Frozen for some steps at a time, so that saves take it over from earlier steps. The leaves on the
-# host: the values in one, and how often it changes. With less than 1 MiB that does not change, or
-# below 16 KiB, they would not be reused.
+# Frozen for some steps at a time, so that saves reuse it. The leaves on the host: the values in
+# one, and how often it changes.
 BASE_ELEMENTS, BASE_STEPS = 300_000, 9
 HOST_LEAVES = {"table": (300_000, 13), "counts": (8_192, 8), "statistics": (4_096, 1)}
+REUSED = ["model/base", "model/table", "model/counts"]
 LAYERS = {"0.weight": (24, 8), "0.bias": (24,), "1.weight": (12, 24), "1.bias": (12,)}
 # Lists of two parameters. They and their moments are stored as stacks, one in each batch where
 # batches have BATCH_BYTES, as in every second start. If one process has them all, both parts of a
@@ -149,7 +149,7 @@ class Settings:
                 process_timeout_secs=self.process_secs,
                 on_save_error="raise",
                 preemption_grace_secs=20,
-                reuse=reuse,
+                reuse=REUSED if reuse else False,
                 **self.options,
             ),
         )

@@ -6,8 +6,8 @@ everything that comes back is what was saved: functional state and every attache
 Anything else is *wrong*. Runs of both layouts, compressed by each codec and not; every file of the
 steps is hit.
 
-Runs with ``reuse=True`` store what does not change in two copies, which their four steps take in
-turn as hard links; every second flip hits such a file. Then all steps that have the file detect the
+Runs with ``reuse=True`` store what is frozen in two copies, which their four steps take in turn as
+hard links; every second flip hits such a file. Then all steps that have the file detect the
 flip or give what was saved, and ``verify`` of each that detects it names the others; other steps
 give what was saved; and a start resumes from the newest step left, which has the other copy.
 

@@ -2,7 +2,7 @@
 
 The program (``disturbed.py``) trains, saves, prunes, deletes and goes back. After every kill the
 oracle restores all steps, and the newest once more from a directory where it is alone. Most starts
-take over what did not change since earlier steps.
+reuse arrays that did not change since earlier steps.
 """
 
 from __future__ import annotations

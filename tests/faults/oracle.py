@@ -22,7 +22,7 @@ from disturbed import Lineage, Settings, Training, as_lineage, digest, num_parts
 
 from torchax_ckpt.options import TierName
 from torchax_ckpt.policies.preservation import preserved
-from torchax_ckpt.saving import preserving
+from torchax_ckpt.saving import run_history
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 
 Key = tuple[int, Lineage]
@@ -237,7 +237,7 @@ class Oracle:
             if after == before + 1 and used[before] & used[after]:
                 # A step may share files with one that is about to be deleted, if an older one stays
                 # that has files of its own.
-                infos = [preserving.info(run, each) for each in committed[: number + 2]]
+                infos = run_history.checkpoint_infos(run, committed[: number + 2])
                 is_kept = preserved(self._settings.keep, infos, [False] * len(infos))[number]
                 if is_kept or all(used[step] & used[after] for step in steps[:number]):
                     verdict.found[WRONG].append(f"steps {before} and {after} share files")

@@ -203,7 +203,7 @@ class Runs:
         The functions ``program`` and ``on_durable`` can be pickled.
         """
         self._attempt += 1
-        # After some starts that reuse what is unchanged, one writes all arrays.
+        # After some starts that reuse frozen arrays, one writes all arrays.
         start = {"reuse": self._attempt % 4 != 0, **start}
         seed = self._torture.choose.randrange(1 << 30)
         given = Start(self._attempt, count, free_port(), seed, num_actions, **start)

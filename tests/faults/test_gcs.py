@@ -39,7 +39,8 @@ from torchax_ckpt.errors import DirectoryError, LeaseError, SaveError
 from torchax_ckpt.storage.directory.lease import LeaseHolder
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import bucket, location
-from torchax_ckpt.storage.medium.compare_and_swap import Conflict, Seen, record_at
+from torchax_ckpt.storage.medium.bucket_medium import BucketRecord
+from torchax_ckpt.storage.medium.compare_and_swap import Conflict, Seen
 from torchax_ckpt.stored.copy import copy_steps
 
 pytest_plugins = ("gcs_fixtures",)
@@ -512,7 +513,7 @@ def test_a_failed_copy_raises_its_own_error_and_removes_nothing_of_others(
 
 @pytest.mark.usefixtures("gcs")
 def test_of_two_that_saw_the_same_record_one_replaces_it(url: str) -> None:
-    record = record_at(f"{url}/record")
+    record = BucketRecord(f"{url}/record")
     assert record.read() is None
     first = record.swap(None, b"1")
     with pytest.raises(Conflict):
@@ -607,7 +608,7 @@ def test_a_lost_lease_commits_nothing_and_one_of_a_dead_host_is_taken_over(url: 
 
 @pytest.mark.usefixtures("independent")
 def test_of_many_that_replace_a_record_at_once_one_succeeds(url: str) -> None:
-    records = [record_at(f"{url}/lease") for _ in range(8)]
+    records = [BucketRecord(f"{url}/lease") for _ in range(8)]
     seen = None
     for turn in range(5):
         won: list[tuple[int, Seen]] = []

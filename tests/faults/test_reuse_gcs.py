@@ -1,4 +1,4 @@
-"""Unchanged arrays in a bucket: the service copies them, no client uploads them again."""
+"""Frozen arrays in a bucket: the service copies them, no client uploads them again."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import urllib.parse
+from collections.abc import Iterator
 from typing import Any
 
 import fsspec
@@ -22,7 +23,7 @@ from support.processes import Started
 from torchax_ckpt import CheckpointOptions, Event, TorchaxCheckpointer, policies, torchax_backend
 from torchax_ckpt.errors import SaveError
 from torchax_ckpt.storage.medium import bucket
-from torchax_ckpt.storage.writing import unchanged_files
+from torchax_ckpt.storage.writing import reused_files
 
 pytest_plugins = ("gcs_fixtures",)
 REUSE = CheckpointOptions(reuse=True)
@@ -67,13 +68,13 @@ def remove(run: str, *steps: int) -> None:
 
 
 def stored(gcs: FaultyServer, run: str, step: int) -> dict[str, str]:
-    """The objects of a step's databases of unchanged arrays, and their generations."""
+    """The objects of a step's databases of frozen arrays, and their generations."""
     prefix = run.removeprefix("gs://bucket/") + f"/{step}/state/ocdbt.process_unchanged"
     found: dict[str, str] = gcs.store.generations(prefix)
     return found
 
 
-def test_what_does_not_change_is_uploaded_once_and_every_step_is_complete_by_itself(
+def test_what_is_frozen_is_uploaded_once_and_every_step_is_complete_by_itself(
     gcs: FaultyServer, url: str
 ) -> None:
     uploads, events = Uploads(gcs), list[Event]()
@@ -176,7 +177,7 @@ def test_a_lost_or_changed_object_is_noticed_by_the_save_that_would_copy_it(
             with caplog.at_level(logging.WARNING, "torchax_ckpt"):
                 assert uploads.is_whole(ckpt, step + 1)
             ckpt.verify(step + 1)
-            assert caplog.text.count(": the unchanged arrays are written again") == 1
+            assert caplog.text.count(": the frozen arrays are written again") == 1
             assert f"gs://bucket/{place} {said}" in caplog.text
             assert_holds(url, step + 1, model)
 
@@ -186,34 +187,33 @@ def test_a_step_with_an_object_of_another_size_is_not_committed(
     gcs: FaultyServer, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The object is replaced after the save has looked for it, and before it is copied."""
-    model, differing = Tuned(1024).to("jax"), unchanged_files.differing
+    model, differing = Tuned(1024).to("jax"), reused_files.differing
 
-    def replaced(known: Any, here: Any) -> list[str]:
-        found = [*differing(known, here)]
+    def replaced(known: Any, state: Any) -> Iterator[str]:
+        found = [*differing(known, state)]
         (name,) = (name for name in stored(gcs, url, 2) if "/d/" in name)
         gcs.store.put(name, gcs.store.get_file("bucket", name) + b"0")
-        return found
+        return iter(found)
 
     with TorchaxCheckpointer(url, options=REUSE, **ALL) as ckpt:
         ckpt.attach(model)
         train(ckpt, model, 1, 2)
-        monkeypatch.setattr(unchanged_files, "differing", replaced)
+        monkeypatch.setattr(reused_files, "differing", replaced)
         with pytest.raises(SaveError, match="bytes in place of .* before the step was committed"):
             train(ckpt, model, 3)
         assert ckpt.all_steps() == [1, 2]
         with TorchaxCheckpointer(url, options=CheckpointOptions(read_only=True)) as reader:
             assert reader.all_steps() == [1, 2]
-        monkeypatch.setattr(unchanged_files, "differing", differing)
+        monkeypatch.setattr(reused_files, "differing", differing)
         train(ckpt, model, 4)
         assert ckpt.all_steps() == [1, 2, 4]
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("give_up_soon")
-def test_a_bucket_that_refuses_every_copy_fails_fewer_and_fewer_saves(
-    gcs: FaultyServer, url: str, caplog: pytest.LogCaptureFixture
+def test_a_bucket_that_refuses_every_copy_fails_every_other_save(
+    gcs: FaultyServer, url: str
 ) -> None:
-    caplog.set_level(logging.INFO, "torchax_ckpt")
     model = Tuned(1024).to("jax")
     with TorchaxCheckpointer(url, options=REUSE, **ALL) as ckpt:
         ckpt.attach(model)
@@ -226,12 +226,10 @@ def test_a_bucket_that_refuses_every_copy_fails_fewer_and_fewer_saves(
             except SaveError:
                 failed.append(step)
         gcs.calm()
-        assert failed == [3, 6]
+        assert failed == [3, 5]
         train(ckpt, model, 7)
-        assert ckpt.all_steps() == [1, 2, 4, 5, 7]
+        assert ckpt.all_steps() == [1, 2, 4, 6, 7]
         ckpt.verify(7)
-    said = [re.findall(r"the next (\d+) saves write all", text) for text in caplog.messages]
-    assert [int(number) for numbers in said for number in numbers] == [2, 4]
 
 
 KILLED = """

@@ -18,9 +18,10 @@ from support.damage import edit_json
 from torchax_ckpt import TorchaxCheckpointer
 from torchax_ckpt.errors import CorruptCheckpointError
 from torchax_ckpt.layout import unchanged
+from torchax_ckpt.layout.array_digests import Digests
 from torchax_ckpt.layout.manifest import FORMAT, VERSION, Manifest
 from torchax_ckpt.layout.nodes import decode
-from torchax_ckpt.layout.unchanged import Database, Digests
+from torchax_ckpt.layout.unchanged import Database
 
 EMPTY: dict[str, Any] = {"format": FORMAT, "version": VERSION, "empty": []}
 EMPTY |= {part: {} for part in ("versions", "document", "stacks", "digests")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import re
@@ -15,7 +16,7 @@ import torch
 from support import ROOT
 from support.commands import run
 from support.compare import assert_trees_identical
-from support.damage import flip_arrays
+from support.damage import edit_json, flip_arrays
 from support.native import plain, run_native, save_net
 from support.native_net import Loader, Net, optimizer_of, state_of
 from support.processes import run_python
@@ -23,7 +24,7 @@ from support.training import before_enabling, resume, save
 
 from torchax_ckpt import TorchaxCheckpointer, torchax_backend
 from torchax_ckpt.cli import exit_codes
-from torchax_ckpt.errors import MismatchError
+from torchax_ckpt.errors import CorruptCheckpointError, MismatchError
 from torchax_ckpt.torch import restore
 
 RUN_OF_TWO = ROOT / "tests" / "golden" / "v1" / "processes"
@@ -151,7 +152,8 @@ for wrap in (torch.nn.Module.requires_grad_, torch.compile):
 del Scaled.set_extra_state
 print(failure(lambda: restore(run, torch.nn.Sequential(Scaled(2, 2)))))
 """
-    assert "load_state_dict does not know 0._extra" in run_native(EXTRA + source, tmp_path)
+    found = run_native(EXTRA + source, tmp_path)
+    assert "model/0/_extra_state: expected a module with set_extra_state, found a" in found
 
 
 @pytest.mark.slow
@@ -257,6 +259,28 @@ def test_a_scheduler_of_another_class_is_refused(tmp_path: Path) -> None:
         assert other.state_dict() == before
 
 
+def test_a_value_that_no_save_writes_changes_nothing(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1).to("jax")
+    optimizer = torch.optim.SGD(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    save(tmp_path, model, optimizer, lr_scheduler=scheduler)
+    (manifest,) = tmp_path.glob("*/manifest")
+
+    def damage(raw: Any) -> None:
+        ((_, _), (_, groups)) = raw["document"]["optimizer"]["dict"]
+        groups[0]["dict"][-1][1] = {"int": "zz"}
+
+    edit_json(manifest / "data.json", damage)
+    with before_enabling():
+        native = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(native.parameters())
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7)
+        before = copy.deepcopy(state_of(native, optimizer, scheduler))
+        with pytest.raises(CorruptCheckpointError, match="malformed 'int' node"):
+            restore(tmp_path, native, optimizer, scheduler)
+        assert_trees_identical(state_of(native, optimizer, scheduler), before)
+
+
 def test_a_functional_state_in_place_of_the_model_is_named(tmp_path: Path) -> None:
     with TorchaxCheckpointer(tmp_path) as ckpt:
         ckpt.save(1, state={"w": 1}, force=True)
@@ -304,7 +328,8 @@ assert refusing.broken
     for part in ("model/small.bias", "model/small.weight", "expected SGD, found AdamW", "Give"):
         assert part in text
     kinds = ["MismatchError", "AttachError", "StepNotFoundError", "MismatchError", "MismatchError"]
-    assert "model/head.weight: expected the same ties" in others[2][1]
+    tied = "expected embed.weight on its own, found embed.weight tied to head.weight"
+    assert f"model/embed.weight: {tied}" in others[2][1]
     assert [kind for kind, _ in errors] == kinds
     assert "lr_scheduler: refused the stored state: KeyError" in others[-1][1]
 

@@ -48,7 +48,7 @@ def test_ranks_load_what_they_need_to_the_bit(case: str, num_ranks: int, tmp_pat
     "options",
     [
         CheckpointOptions(layout="flat", compression="zstd"),
-        CheckpointOptions(reuse=True),
+        CheckpointOptions(reuse=["model"]),
     ],
     ids=["flat-compressed", "reuse"],
 )

@@ -21,7 +21,7 @@ from torchax_ckpt.errors import (
     StepNotFoundError,
     UnusableStateError,
 )
-from torchax_ckpt.layout.manifest import Digests
+from torchax_ckpt.layout.array_digests import Digests
 from torchax_ckpt.processes import coordination
 from torchax_ckpt.processes.call_log import CallLog, Kind
 from torchax_ckpt.processes.coordination import SINGLE_PROCESS, Processes

@@ -160,7 +160,7 @@ def to_a_faulty_bucket(url: str, count: str, kept: str, *reuse: str) -> None:
             ckpt = TorchaxCheckpointer(
                 url,
                 preservation_policy=policies.LatestN(int(kept)),
-                options=CheckpointOptions(reuse=bool(reuse)),
+                options=CheckpointOptions(reuse=["state/base"] if reuse else False),
             )
             there = ckpt.all_steps()
             break
@@ -200,7 +200,7 @@ def state_of(url: str, step: int, reuse: Sequence[str]) -> dict[str, Any]:
     found |= {
         f"layers{i // 2}.{i % 2}": jnp.asarray(bits[-100 * (i + 1) :][:100]) for i in range(6)
     }
-    if reuse:  # fewer bytes would not be kept apart from the others
+    if reuse:
         base = np.random.default_rng([*url.encode()]).integers(0, 1 << 32, 300_000, np.uint32)
         found["base"] = jnp.asarray(base)
     return found

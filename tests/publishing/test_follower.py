@@ -179,7 +179,7 @@ def test_files_with_the_same_bytes_are_stored_once_and_never_changed(
 ) -> None:
     monkeypatch.setattr(follower, "GRACE_SECS", 0)
     shutil.rmtree(run)
-    keep, options = policies.PreserveAll(), CheckpointOptions(reuse=True)
+    keep, options = policies.PreserveAll(), CheckpointOptions(reuse=["state/b"])
     form = FolderForm(format="safetensors", at="state", max_shard_bytes=1 << 30)
     with (
         TorchaxCheckpointer(run, preservation_policy=keep, options=options) as ckpt,
@@ -300,6 +300,19 @@ def test_what_killed_programs_left_is_removed_and_completed(run: Path, out: Path
     assert json.loads((control / "record.json").read_text()) == record
     assert publish(run, out, every=400) is None
     assert latest(out) == out / "step-400"
+
+
+def test_a_folder_that_a_killed_program_named_but_did_not_finish_is_published_anew(
+    run: Path, out: Path
+) -> None:
+    with Follower(run, out, FORM) as first:
+        first.publish_due()
+        first._folders._record((), ["step-400"])  # where it was killed
+    (out / "step-400" / "left").touch()
+    assert publish(run, out) == 400
+    assert in_out(out) == ["step-400"]
+    assert not (latest(out) / "left").exists()
+    assert sorted(os.listdir(out / CONTROL)) == ["record.json"]
 
 
 def test_the_files_of_a_folder_are_synced_before_its_name_and_its_name_before_latest(

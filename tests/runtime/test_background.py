@@ -23,7 +23,7 @@ from torchax_ckpt import TorchaxCheckpointer
 from torchax_ckpt.runtime import background
 from torchax_ckpt.runtime.background import Executor, Flag, Task
 from torchax_ckpt.storage.directory import lease
-from torchax_ckpt.storage.medium import compare_and_swap
+from torchax_ckpt.storage.medium.compare_and_swap import AtomicRecord
 
 
 class Interrupt(Exception):  # noqa: N818 - stands for KeyboardInterrupt, which would end pytest
@@ -133,8 +133,7 @@ def test_an_interrupt_while_a_save_begins_leaves_nothing_to_wait_for(
 def test_a_lease_that_an_interrupt_left_is_taken_over_at_once(
     is_taken: bool, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    local_record = type(compare_and_swap.record_at(directory.parent / "lease"))
-    place: tuple[Any, str] = (lease._Hold, "__init__") if is_taken else (local_record, "swap")
+    place: tuple[Any, str] = (lease._Hold, "__init__") if is_taken else (AtomicRecord, "swap")
     original = getattr(*place)
 
     def interrupted(*args: Any) -> None:

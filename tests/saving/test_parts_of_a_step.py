@@ -36,7 +36,8 @@ def committed(group: Group, commit: Callable[[int], None]) -> tuple[list[Any], s
         folder: Any = SimpleNamespace(commit=own)
         directory: Any = SimpleNamespace(delete=delete)
         tier: Any = SimpleNamespace(saves=PerHostProcesses(member), directory=directory)
-        save = Save(tier, None, None)  # type: ignore[arg-type]
+        capture: Any = SimpleNamespace(step=1, began=0.0)
+        save = Save(tier, None, capture)
         with member.round("saving step 1"):
             try:
                 save._commit_part(member, folder)

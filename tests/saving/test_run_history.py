@@ -113,6 +113,30 @@ def test_what_some_host_lacks_is_removed_but_not_abandoned(directory: Path) -> N
     assert [s.step for s in history.branches.in_place] == [1, 3]
 
 
+def test_a_listing_that_fails_costs_the_run_no_step(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = RunDirectory(directory)
+    history = RunHistory(steps, SINGLE_PROCESS)
+    there = Branches(tuple(committed(directory, step) for step in (2, 3)))
+
+    def refuse() -> Branches:
+        raise OSError(5, "no answer")
+
+    monkeypatch.setattr(steps, "branches", lambda: there)
+    history.open()
+    monkeypatch.setattr(steps, "branches", refuse)
+    with pytest.raises(OSError, match="no answer"):
+        history.go_on_from(2)
+    with pytest.raises(OSError, match="no answer"):
+        history.begin(4)
+    history.fail(4, None)
+    assert [s.step for s in history.branches.in_place] == [2, 3]
+    monkeypatch.setattr(steps, "branches", lambda: there)
+    history.begin(5)
+    assert [c.step for c in history.checkpoints()] == [2, 3, 5]
+
+
 @pytest.mark.parametrize("is_tidying", [True, False])
 def test_a_save_that_ends_while_the_other_tier_goes_back_loses_nothing(
     is_tidying: bool, directory: Path, monkeypatch: pytest.MonkeyPatch

@@ -169,7 +169,6 @@ def test_the_mediums_error_is_reported_despite_a_donation(directory: Path, gate:
         ckpt.wait_until_finished()
 
 
-@pytest.mark.slow
 @copying
 def test_a_failed_save_keeps_no_copy_of_the_state_alive(
     mode: Any, directory: Path, failing: Callable[[], None]

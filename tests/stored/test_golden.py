@@ -82,7 +82,7 @@ def test_training_goes_on_from_a_golden_checkpoint(version: str, tmp_path: Path)
     assert TorchaxCheckpointer(tmp_path / "run").all_steps() == [STEP, STEP + 1]
 
 
-def test_unchanged_arrays_of_a_golden_checkpoint_are_taken_over(tmp_path: Path) -> None:
+def test_frozen_arrays_of_a_golden_checkpoint_are_reused(tmp_path: Path) -> None:
     shutil.copytree(GOLDEN / "v1" / "linked", tmp_path / "run")
     module: Any = torch.nn.Linear(8, 4).to("jax")
     base = torch.zeros(1024, 512).to("jax")

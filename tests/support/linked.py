@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,9 +27,31 @@ def files(directory: Path, step: int) -> set[int]:
     return {p.stat().st_ino for p in (directory / str(step) / "state").rglob("d/*")}
 
 
-def databases(directory: Path, step: int) -> list[str]:
+def aside(directory: Path) -> set[int]:
+    """The files of arrays that a run keeps in its folder ``unchanged``."""
+    return {p.stat().st_ino for p in (directory / "unchanged").rglob("d/*")}
+
+
+def folders(directory: Path, step: int | str) -> list[str]:
+    """The folders of a step's databases of frozen arrays."""
     found = (directory / str(step) / "state").glob("ocdbt.process_unchanged*")
     return sorted(path.name for path in found)
+
+
+def databases(directory: Path, step: int) -> list[tuple[set[str], set[int]]]:
+    """The leaves in each database of frozen arrays of a step, and the files of all processes."""
+    manifest = json.loads((directory / str(step) / "manifest" / "data.json").read_text())
+    found = []
+    for name, entry in manifest.get("unchanged", {}).items():
+        leaves = (manifest["stacks"].get(stored, [stored]) for stored in entry["xxh3_128"])
+        paths = (
+            path
+            for folder in folders(directory, step)
+            if re.fullmatch(rf"ocdbt\.process_{name}(x\d+)?", folder)
+            for path in (directory / str(step) / "state" / folder).rglob("d/*")
+        )
+        found.append((set().union(*leaves), {path.stat().st_ino for path in paths}))
+    return found
 
 
 def by_orbax(
@@ -70,9 +94,9 @@ def by_orbax(
     return found
 
 
-def data_file(directory: Path, step: int) -> Path:
-    """The largest file of the first database of unchanged arrays."""
-    folder = directory / str(step) / "state" / databases(directory, step)[0]
+def data_file(directory: Path, step: int | str, *, of_process: int = 0) -> Path:
+    """The largest file of a database of frozen arrays of a step, or of those kept aside."""
+    folder = directory / str(step) / "state" / folders(directory, step)[of_process]
     return max(folder.rglob("d/*"), key=lambda path: path.stat().st_size)
 
 

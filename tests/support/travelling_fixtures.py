@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from torchax_ckpt.compilation import packed_programs
+from torchax_ckpt.runtime import durable_steps
 
 
 @pytest.fixture
@@ -17,6 +18,6 @@ def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def listening() -> Iterator[None]:
     """Ends the listening that a test begins."""
-    before = [*packed_programs.on_durable]
+    before = [*durable_steps.listeners]
     yield
-    packed_programs.on_durable[:] = before
+    durable_steps.listeners[:] = before

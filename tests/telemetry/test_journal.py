@@ -19,7 +19,7 @@ from support.steps import save
 from support.waiting import wait_until
 
 from torchax_ckpt import TorchaxCheckpointer
-from torchax_ckpt.storage.medium.local_medium import LocalLog
+from torchax_ckpt.storage.medium.stored_file import Log
 from torchax_ckpt.telemetry import journal, recorder
 from torchax_ckpt.telemetry.events import Event
 from torchax_ckpt.telemetry.journal import FOLDER, Journal, read_events
@@ -69,7 +69,7 @@ def test_lines_are_written_once_the_medium_takes_them_again(
         if len(calls) == 1:
             append(self, [lines[0], lines[1][:20]])  # as far as the disk let it
             log = self._log
-            assert isinstance(log, LocalLog)
+            assert isinstance(log, Log)
             log._is_torn = True
             raise OSError(28, "No space left on device")
         append(self, lines)

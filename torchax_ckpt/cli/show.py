@@ -38,13 +38,13 @@ from torchax_ckpt.storage.directory.lease import LeaseHolder
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.shared_files import Usage
 from torchax_ckpt.storage.medium import medium
-from torchax_ckpt.storage.medium.compare_and_swap import record_at
 from torchax_ckpt.stored.compare import Difference, compare, plain_values
 from torchax_ckpt.stored.stored_step import StoredStep
 from torchax_ckpt.telemetry.journal import latest_start
 
 _MAX_NAMES = 5  # in a line
 _MAX_TEXT = 100  # characters of a value that differs
+_WATCH_SECS = 2.0
 
 Filter = Annotated[
     str,
@@ -88,7 +88,7 @@ def list_steps(
     if not (watch and output.is_watched()):
         console.print(_listing(run))
         return OK
-    secs = medium.of(run.path).watch_secs
+    secs = max(_WATCH_SECS, medium.of(run.path).pause_secs)
     with (
         contextlib.suppress(KeyboardInterrupt),
         rich.live.Live(_listing(run, console.height), console=console, auto_refresh=False) as live,
@@ -162,7 +162,7 @@ def _line(text: str) -> Text:
 def writer_of(run: RunDirectory) -> tuple[LeaseHolder, bool] | None:
     """Returns the program that holds the lease of a run, and whether it runs; None if none does."""
     with contextlib.suppress(OSError):
-        with contextlib.closing(record_at(run.path / lease.NAME)) as record:
+        with contextlib.closing(medium.of(run.path).record(run.path / lease.NAME)) as record:
             seen, place = record.read(), record.place()
         holder = LeaseHolder.of(seen.content) if seen is not None else None
         if holder is not None and not holder.is_of_copy(place):

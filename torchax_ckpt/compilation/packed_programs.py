@@ -24,9 +24,10 @@ from collections.abc import Callable, Iterable, Mapping
 import jax
 from etils import epath
 
+from torchax_ckpt.runtime import durable_steps
 from torchax_ckpt.runtime.background import Executor
 from torchax_ckpt.runtime.user_messages import counted
-from torchax_ckpt.storage.medium import compare_and_swap, medium, permissions, storage_errors
+from torchax_ckpt.storage.medium import medium, permissions, storage_errors
 from torchax_ckpt.storage.medium.compare_and_swap import AtomicRecord, Conflict, Seen
 
 logger = logging.getLogger(__name__)
@@ -41,9 +42,6 @@ _SETTLE_SECS = 1.0
 _ATTEMPTS = 3
 # A draft beside the packed file that is older was left by a program that was killed.
 _DRAFT_SECS = 3600.0
-
-# Called on the thread of a save once its step is durable. They neither wait nor raise.
-on_durable: list[Callable[[], None]] = []
 
 
 def pack(programs: Mapping[str, bytes]) -> bytes:
@@ -125,7 +123,7 @@ class PackedPrograms:
     def start(self) -> None:
         """Fetches on a thread, for which it waits a minute; then writes after each durable save."""
         self._newest = self._executor.submit(self._attempt, "fetch from", self.fetch)
-        on_durable.append(self._wake)
+        durable_steps.listeners.append(self._wake)
         atexit.register(self.finish)
         if not concurrent.futures.wait([self._newest], _FETCH_SECS).done:
             text = "%s: no answer after %g s; programs are compiled meanwhile"
@@ -183,11 +181,12 @@ class PackedPrograms:
         logger.info("%s: other machines keep writing it; a later save tries again", self._place)
 
     def _record(self) -> contextlib.closing[AtomicRecord]:
-        permissions.require_own(self._place)
-        if (num_bytes := medium.of(self._place).num_bytes(self._place)) > MAX_BYTES:
+        storage = medium.of(self._place)
+        storage.require_own(self._place)
+        if (num_bytes := storage.num_bytes(self._place)) > MAX_BYTES:
             text = f"expected at most {MAX_BYTES} bytes, found {num_bytes}"
             raise ValueError(f"{text}: remove it, or give another name")
-        record = compare_and_swap.record_at(self._place, max_bytes=MAX_BYTES + 1, mode=0o600)
+        record = storage.record(self._place, max_bytes=MAX_BYTES + 1, mode=0o600)
         return contextlib.closing(record)
 
     def _take(self, record: AtomicRecord) -> Seen | None:

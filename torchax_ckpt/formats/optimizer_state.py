@@ -58,12 +58,12 @@ def state_dict_of(
         | {key: decode(child, leaf) for key, child in optimizer.other_state.items()},
         "param_groups": [
             {
-                **{key: decode(value, leaf) for key, value in group.hyperparameters.items()},
+                **{key: decode(value, leaf) for key, value in group.items()},
                 "params": members,
                 # DCP asks for them if the program called its optimizer with named_parameters().
                 **({"param_names": [*members]} if by_name else {}),
             }
-            for group in optimizer.groups
-            for members in [[key_of[n] for n, g in optimizer.group_of.items() if g is group]]
+            for index, group in enumerate(optimizer.groups)
+            for members in [[key_of[n] for n, at in optimizer.group_of.items() if at == index]]
         ],
     }

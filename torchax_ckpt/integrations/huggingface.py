@@ -89,9 +89,9 @@ class Publisher:
             best=best,
             keep=keep,
         )
-        if self._checkpointer is not None and "://" in self._checkpointer.directory:
-            stats = self._checkpointer.stats  # a look into the bucket would be a request
-            self._follower.told, self._follower.told_secs = lambda: stats().num_durable, 0.5
+        if self._checkpointer is not None:
+            stats = self._checkpointer.stats
+            self._follower.listen_to(lambda: stats().num_durable)
         self._task: Task | None = None
         if jax.process_index() == 0:
             self._task = Task("publisher", self._run)

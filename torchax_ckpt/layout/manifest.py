@@ -33,8 +33,9 @@ from typing import Any, TypeGuard
 
 from torchax_ckpt.errors import CorruptCheckpointError
 from torchax_ckpt.layout import names, unchanged
+from torchax_ckpt.layout.array_digests import Digests
 from torchax_ckpt.layout.storage_plan import MAX_RANK, Plan
-from torchax_ckpt.layout.unchanged import Database, Digests
+from torchax_ckpt.layout.unchanged import Database
 
 FORMAT = "torchax_ckpt"
 # Specified in docs/format.md. A reader refuses versions newer than its own and reads older ones.

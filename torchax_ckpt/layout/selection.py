@@ -40,7 +40,7 @@ class Selection:
         self._targets = dict(rename or {})
         given = {"include": include, "exclude": exclude, "rename": self._targets}
         self._patterns = {
-            argument: _patterns(argument, () if patterns is None else patterns)
+            argument: compiled(argument, () if patterns is None else patterns)
             for argument, patterns in given.items()
         }
         self._takes_all = include is None
@@ -150,7 +150,8 @@ def _by_plain_name(names: Iterable[str]) -> dict[str, list[str]]:
     return found
 
 
-def _patterns(argument: str, patterns: str | Iterable[str]) -> dict[str, re.Pattern[str]]:
+def compiled(argument: str, patterns: str | Iterable[str]) -> dict[str, re.Pattern[str]]:
+    """Returns pattern -> regular expression; raises SelectionError for what is no pattern."""
     listed: list[Any] = [patterns]
     if not isinstance(patterns, str) and isinstance(patterns, Iterable):
         listed = list(patterns)

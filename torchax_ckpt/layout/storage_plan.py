@@ -39,8 +39,8 @@ _ANY = "*"  # occurs in no leaf's name, because names.escape escapes it
 class LeafSpec:
     """The properties of a leaf on which the storage plan depends.
 
-    ``placement`` is equal for leaves that may share a stack, and None for one in no stack. A leaf
-    ``is_unchanging`` if it does not change from save to save.
+    ``placement`` is equal for leaves that may share a stack, and None for one in no stack. A stack
+    has no frozen leaves beside others, so that a save can reuse its files.
     """
 
     shape: tuple[int, ...]
@@ -48,7 +48,7 @@ class LeafSpec:
     nbytes: int
     placement: Hashable
     is_on_host: bool
-    is_unchanging: bool = False
+    is_frozen: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +119,7 @@ def _group(name: str, spec: LeafSpec, layout: Layout) -> tuple[Hashable, ...] | 
     pattern = _INDEX.sub(_ANY, name)
     if pattern == name:
         return None
-    return (pattern, spec.is_on_host, spec.shape, spec.dtype, spec.placement, spec.is_unchanging)
+    return (pattern, spec.is_on_host, spec.shape, spec.dtype, spec.placement, spec.is_frozen)
 
 
 def _unused(pattern: str, used: Collection[str]) -> str:

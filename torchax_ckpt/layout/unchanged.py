@@ -1,18 +1,15 @@
-"""The digests of arrays, and databases of unchanged arrays, which several steps may share.
+"""The manifest's field ``unchanged``: databases of frozen arrays, which several steps may have.
 
-The arrays that do not change from save to save are stored in databases of their own inside a step.
-A later step can take such a database whole: on a file system as hard links to its files, in a
-bucket as objects that the service copies. Each process of a run writes its parts to a folder of its
-own; the folders of all processes together are the database.
+Frozen arrays are stored in databases of their own, which a later step can have too: on a file
+system as hard links to the files, in a bucket as objects that the service copies. Each process of a
+run writes its parts to a folder of its own; all these folders are the database.
 
-On a disk, two copies of the unchanged arrays exist, numbered 0 and 1, which share no files. A new
-step has another copy than the newest step that is kept beside it, so damage to one file never
-affects both. In a bucket, all steps have the same copy.
+On a disk there are two copies of the frozen arrays, 0 and 1, which share no files. A new step has
+another copy than the newest step that is kept beside it, so damage to one file never affects both.
+In a bucket, all steps have the same copy.
 
-An array counts as unchanged if the 128-bit digests of all its blocks are equal to those of the
-stored array. Among 2**40 blocks, 64 bits would give 2**15 pairs of equal digests by chance, 128
-bits one pair in 2**49 such runs. To detect damage, 64 bits suffice, because then each block is
-compared with one digest only.
+Two arrays are equal if the 128-bit digests of all their blocks are. Among 2**40 blocks, 64 bits
+would give 2**15 pairs of equal digests by chance, 128 bits one pair in 2**49 such runs.
 """
 
 from __future__ import annotations
@@ -20,36 +17,23 @@ from __future__ import annotations
 import base64
 import binascii
 import dataclasses
-import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchax_ckpt.errors import CorruptCheckpointError
+from torchax_ckpt.layout.array_digests import Digests
 
 # As Orbax names the databases that it merges: ``ocdbt.process_`` and an id of letters and digits.
 FOLDER_PREFIX = "ocdbt.process_unchanged"
-"""How the names of all folders of databases of unchanged arrays begin."""
+"""How the names of the folders of these databases begin."""
 _NAME = re.compile("unchanged(0|[1-9][0-9]{0,8})")
 _MAX_PROCESSES = 10**9
 
 
 @dataclasses.dataclass(frozen=True)
-class Digests:
-    """The digests of one stored array, in C order of its blocks, which have the shape ``block``.
-
-    ``values`` has 8 octets, little-endian, for each block. ``long`` has 16 octets for each, which
-    decide whether an array equals a stored one; None for an array that is not compared so.
-    """
-
-    block: tuple[int, ...]
-    values: bytes
-    long: bytes | None = None
-
-
-@dataclasses.dataclass(frozen=True)
 class Database:
-    """A database of unchanged arrays in a step; ``copy`` is 0 or 1.
+    """A database of frozen arrays in a step; ``copy`` is 0 or 1.
 
     Each of ``processes`` wrote a folder of it; None if one process wrote it all, into one folder.
     """
@@ -60,7 +44,7 @@ class Database:
 
 
 def name_of(number: int) -> str:
-    """Returns the name of a step's database of unchanged arrays, given its number from 0."""
+    """Returns the name of a step's database, given its number from 0."""
     return f"unchanged{number}"
 
 
@@ -92,10 +76,9 @@ def to_json(databases: Mapping[str, Database], digests: Mapping[str, Digests]) -
 def from_json(
     raw: Any, digests: Mapping[str, Digests], *, path: str
 ) -> tuple[dict[str, Database], dict[str, Digests]]:
-    """Returns the databases in a manifest's field ``unchanged``, and the completed digests.
+    """Returns the databases in the field, and the digests with the long ones in it.
 
-    The digests get the long ones. ``path`` is for messages. Raises CorruptCheckpointError if the
-    field is malformed.
+    Raises CorruptCheckpointError, which names ``path``, if the field is malformed.
     """
     databases: dict[str, Database] = {}
     complete = dict(digests)
@@ -134,5 +117,5 @@ def _are_processes(raw: Any) -> bool:
         isinstance(raw, list)
         and bool(raw)
         and all(type(index) is int and 0 <= index < _MAX_PROCESSES for index in raw)
-        and all(before < after for before, after in itertools.pairwise(raw))
+        and raw == sorted({*raw})
     )

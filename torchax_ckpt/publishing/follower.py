@@ -26,7 +26,7 @@ from torchax_ckpt.policies.preservation import ranking, why_unranked
 from torchax_ckpt.publishing.folder_form import FolderForm
 from torchax_ckpt.publishing.published_folders import Published, PublishedFolders
 from torchax_ckpt.runtime.background import Flag
-from torchax_ckpt.saving import preserving
+from torchax_ckpt.saving import run_history
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import location, medium
@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 POLL_SECS = 10.0
 # From one look at the run's folder, whose time changes with each commit, to the next.
 _NOTICE_SECS = 0.03
+# From one question to a checkpointer, which may save to a bucket, to the next.
+_LISTEN_SECS = 0.5
 # How long a folder stays after it was replaced: a reader has this time to open its files.
 GRACE_SECS = 600.0
 # Errors of one step, after which another step may be published.
@@ -58,7 +60,7 @@ class Follower:
 
     A folder appears at once or not at all, also if this program is killed; its next start goes on
     where it was. ``stopped`` ends ``follow``; ``aborted`` also a publication in flight, which
-    leaves nothing. ``follow`` looks when the result of ``told`` changes, which must cost little.
+    leaves nothing. ``follow`` looks when the time of the run's folder changes.
     """
 
     def __init__(
@@ -80,7 +82,8 @@ class Follower:
         self._keep = _at_least_one("keep", keep)
         self._path = location.resolve(run)
         self.out = location.resolve(out)
-        if medium.of(self._path).answers_at_once:  # else the first look finds out
+        self._answers_at_once = medium.of(self._path).answers_at_once
+        if self._answers_at_once:  # else the first look finds out
             RunDirectory(self._path, read_only=True).require_run()
         if location.is_within(self.out, self._path):
             raise ValueError(
@@ -89,8 +92,8 @@ class Follower:
             )
         self._form = form
         self.stopped, self.aborted = Flag(), Flag()
-        self.told: Callable[[], object] = self._changed_nsecs
-        self.told_secs = _NOTICE_SECS  # from one question to the next
+        self._told: Callable[[], object] = self._changed_nsecs
+        self._told_secs = _NOTICE_SECS  # from one question to the next
         self._noticed: object = None
         self._folders = PublishedFolders(
             self.out, str(location.real(self._path)), form.format, self._wrote
@@ -99,6 +102,11 @@ class Follower:
         # With their paths: a step that was renamed while it was read can be read again.
         self._skipped: set[CommittedStep] = set()
         self._has_warned = False
+
+    def listen_to(self, told: Callable[[], object]) -> None:
+        """Has ``told`` say that there may be a new step, where a look at the run is a request."""
+        if not self._answers_at_once:
+            self._told, self._told_secs = told, _LISTEN_SECS
 
     def follow(
         self, *passing: type[Exception], publishes_last: bool = False
@@ -160,8 +168,8 @@ class Follower:
     def _waited(self) -> bool:
         """Waits until there may be a new step, or ``stopped`` is set; returns whether it is."""
         end = time.monotonic() + POLL_SECS
-        while not (is_stopped := self.stopped.wait(min(self.told_secs, POLL_SECS))):
-            before, self._noticed = self._noticed, self.told()
+        while not (is_stopped := self.stopped.wait(min(self._told_secs, POLL_SECS))):
+            before, self._noticed = self._noticed, self._told()
             if self._noticed != before or time.monotonic() >= end:
                 break
         return is_stopped
@@ -186,7 +194,7 @@ class Follower:
             if newest <= last // every:
                 return None
             return next(committed for committed in steps if committed.step // every == newest)
-        infos = [preserving.info(self._run, committed) for committed in steps]
+        infos = run_history.checkpoint_infos(self._run, steps)
         problem, is_misspelled = why_unranked([self._best], [info.metrics or {} for info in infos])
         if is_misspelled and not self._has_warned:
             self._has_warned = True

@@ -4,19 +4,17 @@
                                 step 1000 was published before, on a branch that the run left
     OUT/latest                  a text file with the name of the folder that was published last
     OUT/.publishing/record.json the run, the format, the published folders, in order, and since when
-                                each is replaced; in a bucket also the folders that are unfinished
+                                each is replaced; the folders that are unfinished
     OUT/.publishing/lease       the lease of the one program that publishes here
     OUT/.publishing/writing-... a folder that is being written
     OUT/.publishing/deleting-...  a folder that is being deleted
 
-On a disk, a folder is written under ``.publishing``, synced, and renamed into OUT, whole or not at
-all. Only then ``latest`` is replaced, by another rename. A folder is deleted in the reverse order.
-It gets its entry in the record before its name. An entry without a folder, of a publication that
-was killed or a folder that somebody removed, is dropped.
+A folder is unfinished in the record from before it appears in OUT until it gets its entry; then
+``latest`` is replaced. It is unfinished again before it is deleted. What a killed program left
+unfinished, the next one deletes. An entry without a folder, which somebody removed, is dropped.
 
-In a bucket, objects appear one by one. A folder is unfinished in the record from before its first
-object until it gets its entry; then ``latest`` is replaced. It is unfinished again before its first
-object is deleted. What a killed program left unfinished, the next one deletes.
+On a disk, a folder is written under ``.publishing``, synced, and renamed into OUT, whole or not at
+all, and it is renamed back before its files are deleted. In a bucket, objects appear one by one.
 
 A file that the folder published before has too, with the same bytes, is a hard link to it, or is
 copied within the bucket. No file is ever changed in place. Other folders are never touched.
@@ -26,7 +24,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import logging
 import os
@@ -42,8 +39,9 @@ from torchax_ckpt.errors import DirectoryError, LeaseError
 from torchax_ckpt.publishing import digests
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.lease import Lease
-from torchax_ckpt.storage.medium import fsync, medium, permissions, seals, storage_errors
+from torchax_ckpt.storage.medium import medium, permissions, seals, storage_errors
 from torchax_ckpt.storage.medium.compare_and_swap import Conflict
+from torchax_ckpt.storage.medium.stored_file import first_free
 from torchax_ckpt.stored import copy
 
 logger = logging.getLogger(__name__)
@@ -124,9 +122,9 @@ class PublishedFolders:
                     return
                 self._medium.use(self)
                 self._medium.require_usable(for_writing=True)
-                permissions.refuse_object_store(self.path)
+                self._medium.refuse_unsafe()
                 self._require_ours()
-                permissions.make_folder(self._control)
+                self._medium.make_folder(self._control)
                 self._lease.hold()
                 self._require_ours()  # others may have written there before this had the lease
                 published = tuple(self._recorded())
@@ -147,38 +145,29 @@ class PublishedFolders:
         """Publishes the folder that the block writes to the yielded path, unless it raises."""
         step = committed.step
         self.open()  # the error of a step before released the lease
-        drafts = contextlib.ExitStack()
         try:
-            draft = drafts.enter_context(self._medium.draft(self._control / f"writing-step-{step}"))
-            yield draft
-            with storage_errors.translated("publish in", self.path):
-                index = digests.write(draft)
-                commit_nsecs = committed.commit_timestamp_nsecs
-                new = Published(self._new_path(step), step, commit_nsecs, metrics)
-                shared = self._shared(index)
-                before = self.published[-1].path if shared else self.path
-                self._medium.put_folder(
-                    draft,
-                    new.path,
-                    before,
-                    shared,
-                    begun=lambda: self._record(self.published, [new.path.name]),
-                    send=lambda: copy.copy_files(epath.Path(draft), new.path, {}, self._on_bytes),
-                    ended=lambda: self._record((*self.published, new)),
-                )
-                self.published = (*self.published, new)
-                # Before latest names the folder, its name must survive a loss of power.
-                self._sync_names()
-                self._point_to_newest()
+            with self._medium.draft(self._control / f"writing-step-{step}") as draft:
+                yield draft
+                with storage_errors.translated("publish in", self.path):
+                    reused = self._equal_files(digests.write(draft))
+                    before = self.published[-1].path if reused else self.path
+                    commit_nsecs = committed.commit_timestamp_nsecs
+                    new = Published(self._new_path(step), step, commit_nsecs, metrics)
+                    self._medium.complete_draft(draft, before, reused)
+                    self._record(self.published, [new.path.name])
+                    self._medium.put_folder(draft, new.path, before, reused, self._send)
+                    self._record((*self.published, new))
+                    self._point_to_newest()
         except BaseException:
             with contextlib.suppress(Exception):  # else the next look removes it
                 self._finish()
             self.close()  # so that the next look reads the record, and mends what names the newest
             raise
-        finally:
-            drafts.close()
 
-    def _shared(self, index: Mapping[str, Any]) -> list[str]:
+    def _send(self, draft: Path, target: epath.Path) -> None:
+        copy.copy_files(epath.Path(draft), target, {}, self._on_bytes)
+
+    def _equal_files(self, index: Mapping[str, Any]) -> list[str]:
         """Returns the files that have the same bytes in the folder before."""
         try:
             listed = digests.read(self.published[-1].path)
@@ -191,7 +180,7 @@ class PublishedFolders:
         if self._unfinished:
             self._lease.hold()  # they may be another program's by now
         for name in self._unfinished:
-            self._medium.remove_unfinished(self.path / name)
+            self._medium.remove_folder(self.path / name, self._control / f"deleting-{name}")
         self._unfinished = ()
 
     def retire(self, keep: int, grace_secs: float) -> None:
@@ -209,17 +198,9 @@ class PublishedFolders:
             (doomed if is_doomed else left).append(dataclasses.replace(folder, replaced_secs=since))
         with storage_errors.translated("delete folders from", self.path):
             self._finish()
-            if self._medium.answers_at_once:  # else it costs a request at each look
-                self._point_to_newest()
-            names = [folder.path.name for folder in doomed]
-            unfinished = [
-                name
-                for name in names
-                if not self._medium.unname(self.path / name, self._control / f"deleting-{name}")
-            ]
+            self._point_to_newest()
             if left != [*self.published]:
-                self._record(left, unfinished)
-                self.published = left
+                self._record(left, [folder.path.name for folder in doomed])
                 self._finish()
 
     def _require_ours(self) -> None:
@@ -275,7 +256,7 @@ class PublishedFolders:
         entries = [folder.to_json() for folder in published]
         content = {**self._source, "published": entries, "unfinished": [*unfinished]}
         self._write(self._control / _RECORD, seals.encoded(content))
-        self._unfinished = unfinished
+        self.published, self._unfinished = published, unfinished
 
     def _point_to_newest(self) -> None:
         path = self.path / LATEST
@@ -298,11 +279,5 @@ class PublishedFolders:
             raise LeaseError(f"{path}: another program has replaced it", path=path) from None
 
     def _new_path(self, step: int) -> epath.Path:
-        name = f"step-{step}"
-        names = itertools.chain((name,), (f"{name}-{count}" for count in itertools.count(2)))
         used_names = {folder.path.name for folder in self.published}
-        return next(p for n in names if n not in used_names and not (p := self.path / n).exists())
-
-    def _sync_names(self) -> None:
-        fsync.sync(self.path)
-        fsync.sync(self._control)
+        return first_free(self.path, (f"step-{step}",), but=used_names)

@@ -20,7 +20,6 @@ from torchax_ckpt.errors import CorruptCheckpointError
 from torchax_ckpt.publishing import digests
 from torchax_ckpt.publishing.published_folders import LATEST, folder_name
 from torchax_ckpt.storage.medium import location, medium, storage_errors
-from torchax_ckpt.storage.medium.compare_and_swap import record_at
 
 
 class Reader:
@@ -43,7 +42,8 @@ class Reader:
     def __init__(self, out: str | os.PathLike[str]) -> None:
         self.step: int | None = None
         self._path = location.resolve(out)
-        medium.of(self._path).use(self)
+        self._medium = medium.of(self._path)
+        self._medium.use(self)
         self._seen: object = None  # what ``latest`` said, and when
         self._known: dict[str, Any] = {}
 
@@ -86,10 +86,12 @@ class Reader:
     def _latest(self) -> tuple[str, object] | None:
         """Returns the name of the newest folder, and its time; None if nothing is published."""
         path = self._path / LATEST
-        with contextlib.suppress(FileNotFoundError), contextlib.closing(record_at(path)) as record:
+        with (
+            contextlib.suppress(FileNotFoundError),
+            contextlib.closing(self._medium.record(path)) as record,
+        ):
             if (found := record.read()) is not None:
-                changed = os.stat(path).st_mtime_ns if found.is_local_file else found.version
-                return found.content.decode(errors="replace").strip(), changed
+                return found.content.decode(errors="replace").strip(), found.changed
         return None
 
     def _read(self, folder: epath.Path) -> dict[str, torch.Tensor]:

@@ -154,7 +154,9 @@ class ReadCalls:
         logger.info("%s", text, extra=about)
         values = {"restore_secs": secs, "is_verified": report.is_verified}
         self._run.durable.tier.telemetry.restored(committed, tier.name, **values)
-        tier.restored(committed, source.compared, is_verified=report.is_verified)
+        if report.is_verified:
+            tier.directory.verified.note(committed, is_sound=True)
+        tier.reuse.restored(committed, source.compared)
         return dataclasses.replace(report, tier=tier.name)
 
     def _load(self, committed: CommittedStep, abstract_state: Any) -> Any:

@@ -13,7 +13,7 @@ from torchax_ckpt.runtime import host_memory
 from torchax_ckpt.state import pytree
 from torchax_ckpt.state.component import LeafRead
 from torchax_ckpt.storage.arrays import onto_devices
-from torchax_ckpt.storage.medium import containment
+from torchax_ckpt.storage.directory import step_files
 from torchax_ckpt.stored.stored_step import Compared, StoredStep, about
 
 
@@ -24,11 +24,11 @@ class RestorableStep:
     """
 
     def __init__(self, stored: StoredStep, agree: Callable[[], None] = lambda: None) -> None:
-        with about(stored.committed):
-            pytree.check_document(stored.document)
         self.stored, self._agree = stored, agree
-        self.committed, self.document = stored.committed, stored.document
-        self.attached, self.is_whole = stored.attached, stored.is_whole
+        self.committed, self.is_whole = stored.committed, stored.is_whole
+        self.document, self.attached = stored.manifest.document, stored.manifest.attached
+        with about(self.committed):
+            pytree.check_document(self.document)
         self._compares = stored.has_digests and stored.options.verify != "never"
         self.compared: Compared | None = None
         if stored.manifest.unchanged and self._compares:
@@ -50,8 +50,7 @@ class RestorableStep:
         ):
             if total > memory:
                 largest = max(sizes, key=lambda name: sizes[name])
-                path, step = self.committed.path, self.committed.step
-                raise containment.beyond_memory(path, step, total, least, largest)
+                raise step_files.beyond_memory(self.committed, total, least, largest)
 
     def read_leaves(self, reads: Mapping[str, LeafRead]) -> dict[str, Any]:
         """Reads each leaf onto devices or the host, by name; call ``require_plausible`` before."""

@@ -26,8 +26,9 @@ from torchax_ckpt.restoring.local_tier import HostSteps
 from torchax_ckpt.restoring.restorable_step import RestorableStep
 from torchax_ckpt.runtime import user_messages
 from torchax_ckpt.state import per_process_state, random_state
-from torchax_ckpt.state.component import LeafRead, Restoration
+from torchax_ckpt.state.component import LeafRead
 from torchax_ckpt.state.findings import Call, RestoreReport
+from torchax_ckpt.state.plans.restoration import Restoration
 from torchax_ckpt.state.training_state import TrainingState
 from torchax_ckpt.stored.stored_step import about
 
@@ -102,7 +103,7 @@ def _apply_in_budget(
 ) -> None:
     """Makes changes part by part; frees a part's old buffers before each read."""
     reads = plan.reads
-    early = {name for call in (*plan.checks, *plan.calls) for name in call.needs}
+    early = {name for call in plan.calls for name in call.needs}
     # Nothing refers to the values afterwards, which may lie on devices.
     plan.apply_calls(source.read_leaves({name: reads[name] for name in early}), processes.meet)
     try:

@@ -29,9 +29,9 @@ from torchax_ckpt.restoring.restore import carry_out
 from torchax_ckpt.runtime.call_guard import as_step
 from torchax_ckpt.runtime.user_messages import brief
 from torchax_ckpt.saving.run_history import RunHistory
-from torchax_ckpt.state.component import Restoration
 from torchax_ckpt.state.findings import RestoreReport
 from torchax_ckpt.state.modules.module import ModuleComponent
+from torchax_ckpt.state.plans.restoration import Restoration
 from torchax_ckpt.state.stored_entries import StoredModule
 from torchax_ckpt.state.training_state import as_rule, require_callable, require_module
 from torchax_ckpt.storage.directory.committed_step import CommittedStep

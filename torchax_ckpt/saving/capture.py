@@ -8,8 +8,9 @@ from typing import Any
 
 from torchax_ckpt.errors import CheckpointError, DonatedBufferError
 from torchax_ckpt.layout.manifest import Node
-from torchax_ckpt.saving.unchanged.identities import Skipped
-from torchax_ckpt.snapshot.snapshotter import Snapshot
+from torchax_ckpt.saving.reuse.frozen_leaves import Frozen
+from torchax_ckpt.saving.reuse.known import SameObjects
+from torchax_ckpt.snapshot.snapshotter import Snapshot, require_alive
 from torchax_ckpt.state.per_process_state import PerProcessState
 from torchax_ckpt.storage.medium.assets import Assets
 
@@ -25,8 +26,9 @@ class Capture:
     # may wait for devices; returns an error that does not prevent the save
     fetch_metrics: Callable[[], tuple[dict[str, Any], CheckpointError | None]]
     began: float  # ``time.perf_counter()`` on the training thread
-    # taken over from an earlier step; not in ``snapshot``
-    skipped: Skipped = dataclasses.field(default_factory=Skipped)
+    frozen: Frozen = dataclasses.field(default_factory=Frozen)
+    # what is not in ``snapshot``, because its values are known
+    same: SameObjects = dataclasses.field(default_factory=SameObjects)
     assets: Assets | None = None
     attached: tuple[str, ...] | None = None  # see ``Manifest``
     reports_metrics: bool = True  # whether this save reports that error, of all tiers' saves
@@ -36,7 +38,7 @@ class Capture:
         if "has been deleted" in str(error):
             try:
                 self.snapshot.require_alive()
-                self.skipped.require_alive()
+                require_alive(self.same.leaves.items())
             except DonatedBufferError as donated:
                 return donated.with_traceback(None)
         return error

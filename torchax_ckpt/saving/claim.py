@@ -5,17 +5,17 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
+from typing import Literal
 
 from torchax_ckpt.errors import LeaseError
 from torchax_ckpt.processes.coordination import Processes
-from torchax_ckpt.saving.failures import Failures
 from torchax_ckpt.saving.run_history import RunHistory
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.telemetry.recorder import Telemetry
 
 
 class Claim:
-    """Whether this run has acquired a directory's lease, and has not found that lease lost.
+    """Whether this run holds a directory's lease, as far as it knows, and what is left there.
 
     ``processes`` is the channel between training threads.
     """
@@ -25,13 +25,13 @@ class Claim:
         directory: RunDirectory,
         history: RunHistory,
         telemetry: Telemetry,
-        failures: Failures,
         processes: Processes,
     ) -> None:
         self._directory, self._history = directory, history
-        self._telemetry, self._failures, self._processes = telemetry, failures, processes
+        self._telemetry, self._processes = telemetry, processes
         self.is_held = self.was_tried = False
-        self._is_clean = False  # whether nothing that counts for nothing lies in the directory
+        # Whether the directory may have leftovers, and whether they are of a failed save.
+        self._leftovers: Literal["none", "perhaps", "of a failed save"] = "perhaps"
         self._releasing = threading.Lock()
 
     def acquire(self, step: int | None, close_others: Callable[[], None]) -> None:
@@ -64,17 +64,17 @@ class Claim:
 
     def clean_up(self) -> None:
         """Removes what failed or killed saves left, if any did; call it on process 0 only."""
-        if self._is_clean:
+        if self._leftovers == "none":
             return
-        if self._failures.newest is not None:
+        if self._leftovers == "of a failed save":
             self._directory.claim()
         self._directory.recover()
         self._history.refresh(self._directory.branches().in_place)
-        self._is_clean = True
+        self._leftovers = "none"
 
-    def clean_up_later(self) -> None:
+    def clean_up_later(self, *, has_failed: bool) -> None:
         """Makes the next save or delete begin with ``clean_up``."""
-        self._is_clean = False
+        self._leftovers = "of a failed save" if has_failed else "perhaps"
 
     def lose(self) -> None:
         """Records that another program has the lease; the next save tries to acquire it again."""

@@ -15,6 +15,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from torchax_ckpt.errors import ClosedError, SaveTimeoutError
 from torchax_ckpt.processes.decision_windows import DecisionWindows
@@ -50,14 +51,19 @@ class Closing:
         self._pid = os.getpid()
         self._lock = threading.RLock()  # reentrant: the collector may call drop() at any point
         self._task: background.Task | None = None
-        self._is_dropped = self._has_ended = False
-        self.is_asked = False
+        self._state: Literal["open", "closing", "dropped", "ended"] = "open"
         with _lock:
             _unfinished.add(self)
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether the checkpointer was closed or garbage-collected."""
+        return self._state != "open"
+
     def close(self) -> None:
         """Ends the background work; after a SaveTimeoutError only the save in flight goes on."""
-        self.is_asked = True
+        if self._state == "open":
+            self._state = "closing"
         try:
             background.run_whole("closing", self._close_parts)
         except BaseException:  # also an interrupt
@@ -74,11 +80,11 @@ class Closing:
 
     def drop(self, hook: Hook | None) -> None:
         """Starts a thread that finishes any work; the collector calls this at any point."""
-        if self._has_ended or self._pid != os.getpid():
+        if self._state == "ended" or self._pid != os.getpid():
             return
         if hook is not None:
             hook.outlive()
-        self._is_dropped = self.is_asked = True
+        self._state = "dropped"
         if self.has_work:
             _dropped.append(self)  # the collector has cleared the weak reference in _unfinished
             self._finish_later()
@@ -87,7 +93,7 @@ class Closing:
         """Returns whether this checkpointer has not ended and writes where ``saver`` does."""
         begun = {os.path.realpath(str(s.path)) for s in self._savers if s.has_begun}
         is_own = any(other is saver for other in self._savers)
-        return not (self._has_ended or is_own) and os.path.realpath(str(saver.path)) in begun
+        return not (self._state == "ended" or is_own) and os.path.realpath(str(saver.path)) in begun
 
     @property
     def has_work(self) -> bool:
@@ -101,7 +107,7 @@ class Closing:
 
     def finish_at_exit(self) -> None:
         """Closes all savers at program exit, but for saves beyond ``save_timeout_secs``."""
-        was_closed = self.is_asked and not self._is_dropped
+        was_closed = self._state in ("closing", "ended")
         how = "before close() could finish" if was_closed else "without close()"
         durable = self._savers[0]
         for saver in self._savers:
@@ -143,10 +149,10 @@ class Closing:
     def _end(self) -> None:
         self._last()
         with self._lock:
-            is_new, self._has_ended = not self._has_ended, True
+            before, self._state = self._state, "ended"
         with contextlib.suppress(ValueError):
             _dropped.remove(self)
-        if is_new and self._is_dropped:
+        if before == "dropped":
             text = "%s: closed a garbage-collected checkpointer; call close() to get its errors"
             for saver in self._savers:
                 if (failure := saver.tier.failures.newest) is not None:

@@ -7,12 +7,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchax_ckpt import policies
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.policies import preservation
 from torchax_ckpt.policies.preservation import preserved
 from torchax_ckpt.processes.coordination import Processes
-from torchax_ckpt.saving.run_history import checkpoint_info
+from torchax_ckpt.saving.run_history import checkpoint_info, checkpoint_infos
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 
@@ -20,11 +19,6 @@ logger = logging.getLogger(__name__)
 
 # Before so many saves, a metric that no step has may be that of an evaluation still to come.
 _MANY_SAVES = 100
-
-
-def info(directory: RunDirectory, committed: CommittedStep) -> policies.CheckpointInfo:
-    """Returns a step with its metrics as policies see it."""
-    return checkpoint_info(committed, directory.metrics(committed))
 
 
 class Preserving:
@@ -47,22 +41,19 @@ class Preserving:
         self._reads_back = options.read_back
         self.is_local = is_local
         self._is_per_host = processes.is_per_host
-        self._is_verified = options.read_back or options.read_only
         self._is_first = processes.is_first
         self._problem = ""  # if no step has a metric that a best-N rule ranks
         self._num_saves_without = 0
         self._has_warned = False
-        if options.reuse is True:
-            self.warn_of_sharing()
 
     def warn_of_sharing(self) -> None:
         """Warns if one damaged file, which many steps share, could leave no step."""
-        if self._is_verified or self.is_local or not self._is_first:
+        if self._reads_back or self.is_local or not self._is_first:
             return
         if preservation.keeps_one(self._policy):
             logger.warning(
-                "%s: the preservation policy keeps one step, and with reuse a step takes over "
-                "files of earlier ones unread: one damaged file can leave no step to resume from. "
+                "%s: the preservation policy keeps one step, and saves reuse files of earlier "
+                "steps unread: one damaged file can leave no step to resume from. "
                 "Keep two steps, LatestN(2), or give CheckpointOptions(read_back=True) or "
                 "CheckpointOptions(reuse=False)",
                 self._directory.path,
@@ -70,7 +61,7 @@ class Preserving:
 
     def kept(self, steps: Sequence[CommittedStep]) -> list[bool]:
         """Returns for each step, oldest first, whether it is kept; raises as ``preserved`` does."""
-        infos = [info(self._directory, s) for s in steps]
+        infos = checkpoint_infos(self._directory, steps)
         rules, metrics = preservation.best_rules(self._policy), [i.metrics or {} for i in infos]
         self._problem, is_misspelled = preservation.why_unranked(rules, metrics)
         self._num_saves_without = self._num_saves_without + 1 if self._problem else 0
@@ -95,7 +86,7 @@ class Preserving:
             return steps[-1] if steps else None
         new = CommittedStep(step, self._directory.path / str(step), time.time_ns())
         try:
-            known = [info(self._directory, s) for s in steps]
+            known = checkpoint_infos(self._directory, steps)
             infos = [*known, checkpoint_info(new, dict(metrics))]
             keep = preserved(self._policy, infos, [*self._damaged(steps), False])[:-1]
             keep = keep if self._reads_back else self._spared(steps, keep)

@@ -8,6 +8,7 @@ step that is not abandoned; if both tiers have it, from the local tier, which is
 from __future__ import annotations
 
 import functools
+import logging
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -17,26 +18,33 @@ from etils import epath
 
 from torchax_ckpt import policies
 from torchax_ckpt.errors import ArgumentError, CheckpointError, TierError
+from torchax_ckpt.layout import names
 from torchax_ckpt.options import CheckpointOptions, LocalTier, TierName
 from torchax_ckpt.policies import described, preservation
 from torchax_ckpt.processes.coordination import Processes, open_channel
 from torchax_ckpt.processes.per_host import PerHostProcesses
 from torchax_ckpt.runtime.call_guard import Calls
+from torchax_ckpt.runtime.user_messages import fields, tell
+from torchax_ckpt.saving.claim import Claim
 from torchax_ckpt.saving.closing import Closing, close_others
+from torchax_ckpt.saving.failures import Failures
 from torchax_ckpt.saving.preserving import Preserving
+from torchax_ckpt.saving.reuse.frozen_leaves import FrozenLeaves
+from torchax_ckpt.saving.reuse.reuse import Reuse
 from torchax_ckpt.saving.run_history import RunHistory
 from torchax_ckpt.saving.saver import Saver
-from torchax_ckpt.saving.tier import Channels, Tier
+from torchax_ckpt.saving.tier import Tier
 from torchax_ckpt.saving.training_loop.deadline import Deadline
-from torchax_ckpt.saving.unchanged.reuse import Reuse
 from torchax_ckpt.snapshot.snapshotter import Snapshotter
-from torchax_ckpt.storage.directory import committed_step, new_runs
+from torchax_ckpt.storage.directory import commit_record, committed_step
 from torchax_ckpt.storage.directory.abandonment import Key
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import location, medium
 from torchax_ckpt.telemetry.events import Event
 from torchax_ckpt.telemetry.recorder import Telemetry
+
+logger = logging.getLogger(__name__)
 
 
 class Run:
@@ -62,10 +70,8 @@ class Run:
         self.processes = open_channel(f"calls {path}", options.process_timeout_secs)
         self.call_log = self.processes.log
         self.processes.liveness.add(self.call_log)
-        saves, decisions = (
-            self._connect(f"saves {path}"),
-            self._connect(f"durable decisions {path}"),
-        )
+        saves = self._connect(f"saves {path}")
+        self.frozen_leaves = FrozenLeaves(options.reuse, self.processes)
         self.deadline = Deadline(
             self._connect(f"deadline {path}"),
             options.deadline,
@@ -73,8 +79,8 @@ class Run:
             lambda: self.durable.tier.costs.longest_secs,
         )
         self._histories: list[RunHistory] = []
-        channels = Channels(self.processes, saves, decisions)
-        tier = self._tier("durable", durable, save_decision_policy, preservation_policy, channels)
+        rules = save_decision_policy, preservation_policy
+        tier = self._tier("durable", durable, *rules, self.processes, saves)
         self.durable = Saver(tier, self.call_log, self.deadline)
         self.local: Saver | None = None
         self._savers = [self.durable]
@@ -94,13 +100,14 @@ class Run:
         nearby.require_run()
         _require_apart(nearby.path, durable.path)
         self.replica_axis = local.replica_axis
-        channels = Channels(
+        tier = self._tier(
+            "local",
+            nearby,
+            local.save_decision_policy,
+            policies.LatestN(local.keep),
             PerHostProcesses(self.processes),
             PerHostProcesses(self._connect(f"local saves {durable.path}")),
-            self._connect(f"local decisions {durable.path}"),
         )
-        keep_policy = policies.LatestN(local.keep)
-        tier = self._tier("local", nearby, local.save_decision_policy, keep_policy, channels)
         self.local = Saver(tier, self.call_log)
         self._savers.append(self.local)
 
@@ -110,7 +117,8 @@ class Run:
         directory: RunDirectory,
         save_policy: Any,
         keep_policy: Any,
-        channels: Channels,
+        calls: Processes,
+        saves: Processes,
     ) -> Tier:
         if save_policy is None:
             save_policy = policies.AnySavePolicy(
@@ -120,14 +128,14 @@ class Run:
         of_tier = "LocalTier: " if is_local else ""
         preservation.require_policy(f"{of_tier}save_decision_policy", save_policy, "should_save")
         preservation.require_policy("preservation_policy", keep_policy, "should_preserve")
-        history = RunHistory(directory, channels.calls, self._histories)
+        history = RunHistory(directory, calls, self._histories)
         telemetry = Telemetry(
             directory.path,
             None if is_local else self._on_event,
             described.described(keep_policy),
             directory.abandoned,
         )
-        options, saves = self._options, channels.saves
+        options = self._options
         preserving = Preserving(directory, keep_policy, options, saves, is_local=is_local)
         is_single = is_local and keep_policy.n == 1  # two copies would take more space
         reuse = Reuse(
@@ -135,21 +143,24 @@ class Run:
             history,
             preserving,
             saves,
-            False if options.read_only else options.reuse,
+            self.frozen_leaves,
             has_two_copies=not is_single and medium.of(directory.path).has_links,
-            leader=self.durable.tier.reuse if is_local else None,
         )
         return Tier(
-            name,
-            directory,
-            save_policy,
-            options,
-            telemetry,
-            channels,
-            history,
-            preserving,
-            reuse,
-            self.snapshotter.donated,
+            name=name,
+            directory=directory,
+            save_policy=save_policy,
+            options=options,
+            telemetry=telemetry,
+            calls=calls,
+            saves=saves,
+            decisions=self._connect(f"{name} decisions {self._histories[0].path}"),
+            history=history,
+            claim=Claim(directory, history, telemetry, calls),
+            preserving=preserving,
+            reuse=reuse,
+            failures=Failures(directory.path, telemetry, is_local=is_local),
+            on_donated=self.snapshotter.donated,
         )
 
     def __iter__(self) -> Iterator[Saver]:
@@ -261,12 +272,12 @@ class Run:
         self._is_named = True
 
     def announce_new(self) -> None:
-        """Says once, if the run has no steps, that it is new; see ``new_runs.py``."""
+        """Says once, if the run has no steps, that it is new."""
         is_known, self._is_announced = self._is_announced, True
         if is_known or self._options.read_only or not self.processes.is_first:
             return
         if not any(tier.history.branches.in_place for tier in self.tiers):
-            new_runs.announce(self.durable.path)
+            announce_new(self.durable.path)
 
     def wait(self, timeout_secs: float | None = None) -> None:
         """Waits until no save is in flight in any tier."""
@@ -295,6 +306,7 @@ class Run:
 
     def go_on_from(self, step: int | None) -> None:
         """Continues the run from ``step`` (None: from the start), and abandons all newer steps."""
+        self.frozen_leaves.forget()
         _, on_all = self._compare_local_steps()
         self.call_log.go_on_from(step)
         for tier in self.tiers:
@@ -311,8 +323,9 @@ class Run:
         """Deletes a step from one tier or all; raises as ``candidates`` does."""
         found = self.candidates(step, name)
         self.claim()  # after the search, so that a missing step does not create a directory
-        for path in [committed.path.parent for committed in found]:
-            next(saver for saver in self if saver.path == path).delete(step)
+        for saver in self:
+            if any(committed.path.parent == saver.path for committed in found):
+                saver.delete(step)
 
     def close_others(self) -> None:
         """Closes collected or half-closed checkpointers of this process that may write here."""
@@ -339,3 +352,26 @@ def _require_apart(local: epath.Path, durable: epath.Path) -> None:
             "own, on a ramdisk or a local disk of each host",
             path=local,
         )
+
+
+def announce_new(path: epath.Path) -> None:
+    """Logs that a new run begins, as a warning if a run with nearly its name is beside it."""
+    text = f"new run in {path}: it has no step to resume from"
+    about = fields(step=0, path=path)
+    try:
+        for sibling in path.parent.iterdir():
+            if not names.may_be_mistyped(path.name, sibling.name):
+                continue
+            if (step := commit_record.newest_in(sibling)) is not None:
+                logger.warning(
+                    "%s. The run %s, whose name differs by one letter, has step %d: if this run "
+                    "was to continue that one, end the program and give it that directory",
+                    text,
+                    sibling,
+                    step,
+                    extra=about,
+                )
+                return
+    except Exception as error:  # bucket clients raise errors of their own
+        logger.debug("%s: the runs beside it cannot be listed: %s", path, error)
+    tell(logger, text, about)

@@ -38,10 +38,18 @@ def checkpoint_info(
     )
 
 
+def checkpoint_infos(
+    directory: RunDirectory, steps: Iterable[CommittedStep]
+) -> list[policies.CheckpointInfo]:
+    """Returns steps with their metrics as policies see them."""
+    return [checkpoint_info(committed, directory.metrics(committed)) for committed in steps]
+
+
 @dataclasses.dataclass(frozen=True)
 class _Known:
     """The steps of one tier, which a listing found or this run saved."""
 
+    is_listed: bool = False  # whether this program has listed the directory, for this branch
     branches: Branches = dataclasses.field(default_factory=Branches)
     # The steps of the branch as policies see them, oldest first. While a save is in flight, its
     # step is the last one.
@@ -74,19 +82,21 @@ class RunHistory:
         # A save to one tier may end while the training thread begins one to the other.
         self._changing = threading.RLock()
         # Replaced as a whole: the training reads it at each step while a save's thread changes it.
-        self._known: _Known | None = None  # None before the directory was listed
+        self._known = _Known()
 
     @property
     def branches(self) -> Branches:
         """The steps that this run builds on, and those to set aside once a new step is durable."""
-        return Branches() if self._known is None else self._known.branches
+        return self._known.branches
 
     def open(self) -> None:
         """Lists the directory, unless this object has listed it before."""
-        if self._known is None:
+        if not self._known.is_listed:
             with self._processes.round("looking for steps"):
                 found = self._processes.first(lambda: self._directory.branches().described())
-            self._known = _Known().with_branches(Branches.named(found, self.path))
+            with self._changing:
+                self._replace(Branches.named(found, self.path))
+                self._known = dataclasses.replace(self._known, is_listed=True)
 
     def found(
         self, find: Callable[[], Sequence[CommittedStep]], what: str = "looking for steps"
@@ -98,7 +108,7 @@ class RunHistory:
 
     def unknown(self, step: int | None = None) -> list[CommittedStep]:
         """Returns steps of other programs, from ``step`` on or newer than the run's own."""
-        if self._known is None:
+        if not self._known.is_listed:
             return []
         known = {s.key for s in self.branches.in_place}
         # The first save waits for this listing, and there may be thousands of old steps.
@@ -113,7 +123,7 @@ class RunHistory:
 
     def go_on_from(self, step: int | None) -> None:
         """Lists the directory again; marks steps newer than ``step`` (None: all) as abandoned."""
-        self._known = None
+        self._known = dataclasses.replace(self._known, is_listed=False, leaving=())
         self._directory.failed.clear()  # the run may continue from one of them
         self.open()
         self._go_back(step)
@@ -132,7 +142,7 @@ class RunHistory:
             history._warn_of_leaving()
         with self._changing:
             info = checkpoint_info(CommittedStep(step, self.path, time.time_ns()))
-            known = self._now
+            known = self._known
             checkpoints = (*known.checkpoints, info)
             self._known = dataclasses.replace(known, checkpoints=checkpoints, is_saving=True)
 
@@ -145,7 +155,7 @@ class RunHistory:
         """Ends a save that has succeeded on all processes."""
         with self._changing:
             self._directory.record_saved(durable, summary)
-            known = self._now.without_save()
+            known = self._known.without_save()
             branches = dataclasses.replace(
                 known.branches, committed=(*known.branches.committed, durable)
             )
@@ -155,7 +165,7 @@ class RunHistory:
     def fail(self, step: int, committed: CommittedStep | None) -> None:
         """Ends a save that has failed; a step that it ``committed`` nevertheless is abandoned."""
         with self._changing:
-            known, self._known = self._now, self._now.without_save()
+            known, self._known = self._known, self._known.without_save()
             if committed is not None:
                 self._directory.failed.add(committed.key)
                 self._replace(self.branches.leaving((committed,)))
@@ -180,26 +190,22 @@ class RunHistory:
 
     def checkpoints(self) -> Sequence[policies.CheckpointInfo]:
         """Returns the branch's steps for policies, oldest first; a step being saved comes last."""
-        return () if self._known is None else self._known.checkpoints
-
-    @property
-    def _now(self) -> _Known:
-        return _Known() if self._known is None else self._known
+        return self._known.checkpoints
 
     def _replace(self, branches: Branches) -> None:
-        self._known = self._now.with_branches(branches)
+        self._known = self._known.with_branches(branches)
 
     def _go_back(self, step: int | None) -> None:
         with self._changing:
             if newer := self.branches.newer_than(step):
                 self._replace(self.branches.leaving(newer))
-                leaving = (*self._now.leaving, *(s.step for s in newer))
-                self._known = dataclasses.replace(self._now, leaving=leaving)
+                leaving = (*self._known.leaving, *(s.step for s in newer))
+                self._known = dataclasses.replace(self._known, leaving=leaving)
 
     def _warn_of_leaving(self) -> None:
         # At a save, because only a save abandons them: a restore may come first, or no save at all.
         with self._changing:
-            known, self._known = self._now, dataclasses.replace(self._now, leaving=())
+            known, self._known = self._known, dataclasses.replace(self._known, leaving=())
         if known.leaving:
             fate = "deleted once a new step is durable"
             if self is self._of_run[0]:  # the durable tier's

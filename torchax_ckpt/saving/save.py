@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import time
@@ -17,19 +18,20 @@ from typing import Any
 
 import numpy as np
 
-from torchax_ckpt.compilation.packed_programs import on_durable
 from torchax_ckpt.devices.sharding import to_host_part
-from torchax_ckpt.errors import CorruptCheckpointError, DonatedBufferError, LeaseError, SaveError
-from torchax_ckpt.layout.manifest import Digests, Manifest, Node, installed_versions
+from torchax_ckpt.errors import CorruptCheckpointError, SaveError
+from torchax_ckpt.layout.array_digests import Digests
+from torchax_ckpt.layout.manifest import Manifest, Node, installed_versions
 from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.processes.call_log import Call
 from torchax_ckpt.processes.coordination import Processes
+from torchax_ckpt.runtime import durable_steps
 from torchax_ckpt.runtime.stages import stage
 from torchax_ckpt.saving import host_parts
 from torchax_ckpt.saving.capture import Capture
-from torchax_ckpt.saving.save_in_flight import SaveInFlight
+from torchax_ckpt.saving.reuse.reuse import Division, SaveReuse
+from torchax_ckpt.saving.save_in_flight import SaveInFlight, round_of
 from torchax_ckpt.saving.tier import Tier
-from torchax_ckpt.saving.unchanged.division import Division
 from torchax_ckpt.snapshot.planner import with_host_leaves
 from torchax_ckpt.snapshot.snapshotter import Stored
 from torchax_ckpt.state.per_process_state import joined
@@ -54,7 +56,7 @@ class _Draft:
     """A step that is being written.
 
     ``document`` and ``plan`` are complete on process 0. ``arrays`` are those that this process
-    writes or takes over; a later save may take over those in ``reusable``.
+    writes or reuses; a later save may reuse those in ``reusable``.
     """
 
     folder: StepFolder
@@ -64,176 +66,204 @@ class _Draft:
     reusable: Mapping[str, Stored]
     division: Division
 
-    @property
-    def written(self) -> dict[str, Stored]:
-        """The arrays that are not taken over."""
-        return {n: array for n, array in self.arrays.items() if n not in self.division.linked}
 
-    @property
-    def places(self) -> dict[str, Any]:
-        """Stored name -> the leaves of a stack, and the database of unchanged arrays, in JSON."""
-        database_of = {n: name for name, d in self.division.databases.items() for n in d.arrays}
-        return {n: [self.plan.stacks.get(n), database_of.get(n)] for n in self.arrays}
+class Save(SaveInFlight):
+    """A save, which its thread carries out; holds nothing of the state once that has ended."""
 
-
-class Save:
-    """A save, from the start of its thread to the end of what it does with other steps."""
-
-    def __init__(self, tier: Tier, call: Call | None, in_flight: SaveInFlight) -> None:
-        self._tier, self._call, self._in_flight = tier, call, in_flight
-        self._processes, self._hosts = tier.saves, tier.saves.hosts
-        self._began_nsecs = time.time_ns()
+    def __init__(self, tier: Tier, call: Call | None, capture: Capture) -> None:
+        # No function of Python's that holds the state may call this: the frames in the traceback
+        # of a stored error lead to those of their callers.
+        super().__init__(capture.step, capture.began, functools.partial(self.run, capture))
+        self._tier, self._call = tier, call
         self._committed: CommittedStep | None = None  # although the save may still fail
 
     def run(self, capture: Capture) -> None:
         """Carries out the save. An error before the step is durable is the failure of the save."""
-        tier, in_flight = self._tier, self._in_flight
         if capture.snapshot.way != "transfer":
             # Otherwise this thread would take the interpreter lock, and save() would block longer.
-            in_flight.handed_over.wait(_HAND_OVER_SECS)
-        tier.telemetry.saving(capture.step, capture.began)
+            self.handed_over.wait(_HAND_OVER_SECS)
+        self._tier.telemetry.saving(capture.step, capture.began)
         try:
             durable, reused_bytes = self._make_durable(capture)
         except BaseException as error:  # the training thread must learn of any failure
             error = capture.explained(error)
-            failed(tier, capture.step, error, in_flight.age_secs, self._committed)
+            self._tier.fail(self.step, error, self._committed, age_secs=self.age_secs)
         else:
             self._report(durable, reused_bytes)
             self._tidy(durable)
         finally:
-            in_flight.transferred.set()
+            self.transferred.set()
+            del capture  # the traceback of a stored error refers to this frame
 
     def _make_durable(self, capture: Capture) -> tuple[CommittedStep, int]:
-        """Returns the step once it counts on all processes, and the bytes that it took over.
+        """Returns the step once it counts on all processes, and the bytes that it reuses."""
+        tier = self._tier
+        with tier.reuse.saving(capture.frozen, capture.same) as reuse:
+            with tier.saves.round(round_of(self.step), self._call, is_met=False) as outcome:
+                outcome.value = self._write(capture, reuse)
+            described, summary = outcome.value
+            [durable] = committed_step.named(described, tier.directory.path)
+            self._committed = durable
+            self._read_back(durable)
+            self._learn(durable, summary, reuse)
+        return durable, reuse.division.reused_bytes
+
+    def _write(self, capture: Capture, reuse: SaveReuse) -> list[Any] | None:
+        """Writes and commits the step; returns, on process 0, what all processes then learn.
 
         All processes have written before process 0 commits, and write nothing more afterwards.
         """
-        step, call = capture.step, self._call
-        with self._processes.round(round_of(step), call, is_met=False) as outcome:
-            metrics = self._fetch_metrics(capture)
-            draft = self._begin(capture, metrics)
-            digests = self._write_arrays(capture, draft)
-            summary = self._complete(capture, draft, digests, metrics)
-            pending = self._tier.reuse.pending(
-                draft.folder.path,
-                draft.division,
-                draft.plan,
-                draft.reusable,
-                digests,
-                capture.skipped.references,
-            )
-            if self._processes.is_first:
-                durable = self._commit(draft.folder)
-                described = committed_step.described([durable])
-                outcome.value = [described, pending.still, summary["metrics"]]
-        steps, still, metrics = outcome.value
-        [durable] = committed_step.named(steps, self._tier.directory.path)
-        self._committed = durable
-        if self._tier.options.read_back:
-            self._in_flight.enter("reading it back")
-            with self._processes.round(f"reading back step {step}", call):
-                self._read_back(durable)
-        self._succeed(durable, still, pending)
-        self._tier.history.succeed(durable, {**summary, "metrics": metrics})
-        return durable, pending.reused_bytes
+        began_nsecs = time.time_ns()
+        metrics = self._fetch_metrics(capture)
+        stored = self._stack(capture)
+        folder, candidate, states = self._agree(capture, metrics, reuse)
+        draft = self._divide(capture, stored, folder, candidate, states, reuse)
+        del stored, states  # only what is written is held
+        self._link(draft)
+        digests = self._write_arrays(capture, draft)
+        at_nsecs, metrics = self._agree_on_end(metrics)
+        is_first, summary = self._tier.saves.is_first, dict[str, Any]()
+        if is_first:
+            summary = self._complete(capture, draft, digests, metrics, (began_nsecs, at_nsecs))
+        reuse.complete(draft.folder.path, draft.plan, draft.reusable, digests)
+        if not is_first:
+            return None
+        durable = self._commit(draft.folder)
+        return [committed_step.described([durable]), summary]
 
     # --- the stages ---
 
     def _fetch_metrics(self, capture: Capture) -> dict[str, Any]:
-        """Returns the save's metrics, and reports what prevents a ranking by them."""
-        self._in_flight.enter("fetching metrics from the devices")
+        """Returns this process's metrics, and reports what prevents a ranking by them."""
+        self.enter("fetching metrics from the devices")
         metrics, problem = capture.fetch_metrics()
         if problem is not None and capture.reports_metrics:
             self._tier.failures.report(problem, "ranking")
         return metrics
 
-    def _begin(self, capture: Capture, metrics: Mapping[str, Any]) -> _Draft:
-        """Makes the step's folder; finds what is taken over, and what this process writes."""
-        tier, processes = self._tier, self._processes
-        self._in_flight.enter("stacking the arrays")
-        plan, arrays = capture.snapshot.stored()
-        # One message, because each one of all processes takes as long as the slowest of them.
-        states = processes.gather(b"" if self._hosts else capture.state(capture.document))
-        self._in_flight.enter("cleaning up the directory")
+    def _stack(self, capture: Capture) -> tuple[Plan, Mapping[str, Stored]]:
+        """Returns the storage plan and what is stored, in the same order on all processes."""
+        self.enter("stacking the arrays")
+        (plan, arrays), same = capture.snapshot.stored(), capture.same
+        arrays = {**arrays, **{name: proof.form for name, proof in same.proofs.items()}}
+        if self._tier.saves.count > 1:  # some may leave out what others do not
+            arrays = dict(sorted(arrays.items()))
+        return Plan({**plan.stacks, **same.stacks}, plan.empty), arrays
 
-        def make_folder() -> list[Any]:
+    def _agree(
+        self, capture: Capture, metrics: Mapping[str, Any], reuse: SaveReuse
+    ) -> tuple[StepFolder, list[Any], Sequence[bytes]]:
+        """Has process 0 clean up, make the step's folder, and choose a step whose files to reuse.
+
+        Returns the folder, the candidate, and on process 0 the states of all processes.
+        """
+        tier = self._tier
+        # One message, because each one of all processes takes as long as the slowest of them.
+        mine = b"" if tier.saves.is_per_host else capture.state(capture.document)
+        states = tier.saves.gather(mine)
+        self.enter("cleaning up the directory")
+
+        def begin() -> list[Any]:
             tier.claim.clean_up()
             known = committed_step.described(tier.history.branches.in_place)
-            candidate = tier.reuse.candidate(capture.step, metrics)
-            folder = StepFolder.begin(tier.directory, capture.step)
-            return [folder.path.name, known, candidate]
+            candidate = reuse.candidate(self.step, metrics)
+            return [StepFolder.begin(tier.directory, self.step).path.name, known, candidate]
 
-        name, known, candidate = processes.first(make_folder)
+        name, known, candidate = tier.saves.first(begin)
         tier.history.refresh(committed_step.named(known, tier.directory.path))
-        skipped, document = capture.skipped, capture.document
-        plan = Plan({**plan.stacks, **skipped.stacks}, plan.empty)
-        arrays = {**arrays, **skipped.forms}
-        if processes.count > 1:  # some may skip what others do not
-            arrays = dict(sorted(arrays.items()))
-        if processes.is_per_host:
-            document = host_parts.described(document, plan, arrays)
-        here = self._here(arrays)
-        if candidate[1] is not None:
-            self._in_flight.enter("comparing the arrays with earlier steps")
-        division = tier.reuse.divide(candidate, plan, arrays, here, skipped)
-        here |= self._here(skipped.stored(skipped.forms.keys() - division.linked))
-        nodes, leaves = self._states(capture, document, states)
-        plan, more = with_host_leaves(plan, leaves, tier.options.layout)
-        document, stored = {**document, **nodes}, {**here, **more}
-        folder = StepFolder(tier.directory, capture.step, tier.directory.path / name)
-        return _Draft(folder, document, plan, stored, here, division)
+        folder = StepFolder(tier.directory, self.step, tier.directory.path / name)
+        return folder, candidate, states
 
-    def _here(self, arrays: Mapping[str, Stored]) -> dict[str, Stored]:
+    def _divide(
+        self,
+        capture: Capture,
+        stored: tuple[Plan, Mapping[str, Stored]],
+        folder: StepFolder,
+        candidate: Sequence[Any],
+        states: Sequence[bytes],
+        reuse: SaveReuse,
+    ) -> _Draft:
+        """Finds what the save reuses, and what this process writes."""
+        (plan, arrays), same, document = stored, capture.same, capture.document
+        if self._tier.saves.is_per_host:
+            document = host_parts.described(document, plan, arrays)
+        here = self._arrays_here(arrays)
+        if candidate[1] is not None:
+            self.enter("comparing the arrays with earlier steps")
+        division = reuse.divide(candidate, plan, arrays, here)
+        here |= self._arrays_here(same.stored(same.proofs.keys() - division.reused))
+        nodes, leaves = self._per_process_states(capture, document, states)
+        plan, more = with_host_leaves(plan, leaves, self._tier.options.layout)
+        return _Draft(folder, {**document, **nodes}, plan, {**here, **more}, here, division)
+
+    def _arrays_here(self, arrays: Mapping[str, Stored]) -> dict[str, Stored]:
         """Returns the arrays that this process writes, given those over the devices of all."""
-        if self._processes.count == 1 and self._hosts is None:
+        processes = self._tier.saves
+        if processes.count == 1 and not processes.is_per_host:
             return dict(arrays)
         stored: dict[str, Stored] = {}
         for name, array in arrays.items():
             if not isinstance(array, np.ndarray) and not array.is_fully_addressable:
-                stored[name] = array if self._hosts is None else to_host_part(array)
-            elif self._processes.is_first:
+                stored[name] = to_host_part(array) if processes.is_per_host else array
+            elif processes.is_first:
                 stored[name] = np.asarray(array)  # its sharding means nothing to other processes
         return stored
 
-    def _states(
+    def _per_process_states(
         self, capture: Capture, document: Mapping[str, Node], states: Sequence[bytes]
     ) -> tuple[Mapping[str, Node], Mapping[str, np.ndarray]]:
         """Returns the nodes and leaves of the per-process states that this process stores."""
-        if (hosts := self._hosts) is not None:
+        if (hosts := self._tier.saves.hosts) is not None:
             state, parts = capture.state(document), host_parts.parts(document)
             kept = self._tier.keepers.exchange(hosts, state, parts)
             return joined(state, kept, (hosts.count, hosts.index))
-        if capture.per_process is None or not self._processes.is_first:
+        if capture.per_process is None or not self._tier.saves.is_first:
             return {}, {}
         return joined(states[0], dict(enumerate(states[1:], start=1)))
 
+    def _link(self, draft: _Draft) -> None:
+        """Puts the files of earlier steps that the save reuses into its folder."""
+        for folder, name in draft.division.links:
+            medium.of(folder).take_over(folder, draft.folder.path / STATE / name)
+
     def _write_arrays(self, capture: Capture, draft: _Draft) -> Mapping[str, Digests]:
-        """Takes over and writes arrays; returns the digests of what all processes have written."""
-        options = self._tier.options
-        self._in_flight.enter("transferring the arrays from the devices")
+        """Writes the other arrays; returns the digests of what all processes have written."""
+        options, processes, division = self._tier.options, self._tier.saves, draft.division
+        self.enter("transferring the arrays from the devices")
         # The training waits for a transfer: if it may, that ends before anything is written.
         memories = [] if capture.snapshot.way == "transfer" else self._tier.memories
 
         def on_host(is_last: bool) -> None:
             if is_last:
-                self._in_flight.transferred.set()
-            self._in_flight.enter("digesting and writing the arrays")
+                self.transferred.set()
+            self.enter("digesting and writing the arrays")
 
-        state = draft.folder.path / STATE
-        for folder, name in draft.division.links:
-            medium.of(folder).take_over(folder, state / name)
+        written = {n: array for n, array in draft.arrays.items() if n not in division.reused}
         taken = array_writer.write_arrays(
-            state,
-            draft.written,
-            draft.division.folders,
-            process=self._processes.index,
+            draft.folder.path / STATE,
+            written,
+            division.folders,
+            process=processes.index,
             stacks=draft.plan.stacks,
             codec=array_writer.codec_of(options.compression),
             max_bytes=options.max_host_bytes,
             memories=memories,
             on_host=on_host,
         )
-        return block_digests.gathered(taken, draft.written, draft.places, self._processes)
+        database_of = {n: name for name, d in division.databases.items() for n in d.arrays}
+        # Stored name -> the leaves of a stack, and the database of frozen arrays.
+        places = {n: [draft.plan.stacks.get(n), database_of.get(n)] for n in draft.arrays}
+        return block_digests.gathered(taken, written, places, processes)
+
+    def _agree_on_end(self, metrics: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        """Returns the time at which all have written, and process 0's metrics, for the summary."""
+        self.enter("writing and committing")
+        if (hosts := self._tier.saves.hosts) is None:
+            return time.time_ns(), metrics
+        mine = json.dumps(metrics).encode() if hosts.is_first else b""
+        agreed = hosts.combine(mine, lambda sent: b"%d %s" % (time.time_ns(), sent[0]))
+        at, _, first_metrics = agreed.partition(b" ")
+        return int(at), json.loads(first_metrics)
 
     def _complete(
         self,
@@ -241,39 +271,32 @@ class Save:
         draft: _Draft,
         digests: Mapping[str, Digests],
         metrics: Mapping[str, Any],
+        times: tuple[int, int],
     ) -> dict[str, Any]:
-        """Writes, on process 0, all but the arrays, which all have written; returns the summary."""
-        self._in_flight.enter("writing and committing")
-        at_nsecs, division = time.time_ns(), draft.division
-        if (hosts := self._hosts) is not None:  # equal on all, when all have written
-            told = json.dumps(metrics).encode() if hosts.is_first else b""
-            agreed = hosts.combine(told, lambda all_: b"%d %s" % (time.time_ns(), all_[0]))
-            at, _, first_metrics = agreed.partition(b" ")
-            at_nsecs, metrics = int(at), json.loads(first_metrics)
+        """Writes all but the arrays, which all processes have written; returns the summary."""
         summary = {
             "metrics": metrics,
             SUMMARY_FIELD: self._tier.history.abandons(),
             **self._tier.directory.run_name.for_summary(),
         }
-        if not self._processes.is_first:
-            return summary
         manifest = Manifest(
             draft.document,
             draft.plan,
             installed_versions(),
-            {**digests, **division.digests},
-            division.databases,
+            {**digests, **draft.division.digests},
+            draft.division.databases,
             capture.assets.seal if capture.assets else None,
             capture.attached,
         )
+        began_nsecs, at_nsecs = times
         step_writer.complete(
             draft.folder.path,
             draft.arrays,
             manifest,
             summary,
-            began_nsecs=self._began_nsecs,
+            began_nsecs=began_nsecs,
             at_nsecs=at_nsecs,
-            num_processes=self._processes.count,
+            num_processes=self._tier.saves.count,
             assets=capture.assets,
             texts=self._tier.texts,
         )
@@ -282,8 +305,8 @@ class Save:
     @stage("commit")
     def _commit(self, folder: StepFolder) -> CommittedStep:
         """Makes a complete step durable and visible."""
-        if self._hosts is not None:
-            return self._commit_part(self._hosts, folder)
+        if (hosts := self._tier.saves.hosts) is not None:
+            return self._commit_part(hosts, folder)
         self._committed = folder.commit()
         return self._committed
 
@@ -302,16 +325,22 @@ class Save:
             hosts.meet()  # raises the other host's error
         return durable
 
-    @stage("read back")
     def _read_back(self, durable: CommittedStep) -> None:
-        """Reads the new step back, each process a share; deletes the step if it is damaged."""
+        """Reads the new step back, if the options say so, on all processes together."""
+        if self._tier.options.read_back:
+            self.enter("reading it back")
+            with self._tier.saves.round(f"reading back step {durable.step}", self._call):
+                self._read_share(durable)
+
+    @stage("read back")
+    def _read_share(self, durable: CommittedStep) -> None:
+        """Reads this process's share of the step; deletes the step if it is damaged."""
         directory = self._tier.directory
         try:
-            stored = StoredStep(durable, self._tier.options, allow_part=True)
-            stored.verify(self._processes)
-            self._processes.meet()
+            StoredStep(durable, self._tier.options, allow_part=True).verify(self._tier.saves)
+            self._tier.saves.meet()
         except CorruptCheckpointError:  # after other errors, the step may be intact
-            if self._processes.is_first:
+            if self._tier.saves.is_first:
                 try:
                     directory.delete(durable)
                 except Exception as error:  # the damage is the error to raise
@@ -321,21 +350,21 @@ class Save:
         directory.verified.note(durable, is_sound=True)
 
     @stage("end a durable save")
-    def _succeed(self, durable: CommittedStep, still: Any, pending: Any) -> None:
-        """Records that the save has succeeded on all processes."""
-        self._tier.reuse.succeeded(durable, still, pending)
+    def _learn(self, durable: CommittedStep, summary: Mapping[str, Any], reuse: SaveReuse) -> None:
+        """Records what later saves use, once the save has succeeded on all processes."""
+        reuse.committed(durable)
+        self._tier.history.succeed(durable, summary)
 
     def _report(self, durable: CommittedStep, reused_bytes: int) -> None:
         """Says that the step is durable, once it is known how long ``save`` has blocked."""
-        tier, in_flight = self._tier, self._in_flight
-        durable_secs = in_flight.age_secs
+        tier, durable_secs = self._tier, self.age_secs
         tier.failures.mended()
-        in_flight.enter("deleting what no rule keeps")
-        in_flight.handed_over.wait(_HAND_OVER_SECS)
-        cost = SaveCost(durable.step, in_flight.blocking_secs, durable_secs)
+        self.enter("deleting what no rule keeps")
+        self.handed_over.wait(_HAND_OVER_SECS)
+        cost = SaveCost(durable.step, self.blocking_secs, durable_secs)
         tier.costs.add(cost, tier.directory.path)
         tier.telemetry.durable(cost, reused_bytes, tier.history.branches.committed)
-        for notify in on_durable:
+        for notify in durable_steps.listeners:
             notify()
 
     def _tidy(self, durable: CommittedStep) -> None:
@@ -345,9 +374,9 @@ class Save:
         """
         tier, path = self._tier, self._tier.directory.path
         try:
-            what, is_met = f"tidying up after step {durable.step}", self._processes.is_per_host
-            with self._processes.round(what, self._call, is_met=is_met) as outcome:
-                outcome.value = self._tidied(durable) if self._processes.is_first else None
+            what, is_met = f"tidying up after step {durable.step}", self._tier.saves.is_per_host
+            with self._tier.saves.round(what, self._call, is_met=is_met) as outcome:
+                outcome.value = self._tidied(durable) if self._tier.saves.is_first else None
             tier.history.refresh(committed_step.named(outcome.value, path))
         except Exception as error:
             failure = SaveError(
@@ -357,13 +386,14 @@ class Save:
                 path=path,
             )
             failure.__cause__ = error
-            tier.claim.clean_up_later()  # the next save does the rest of this work first
+            # The next save does the rest of this work first.
+            tier.claim.clean_up_later(has_failed=False)
             tier.failures.report(failure, "tidying", storage_errors.kind(error))
         else:
             tier.failures.over("tidying")
 
     def _tidied(self, durable: CommittedStep) -> list[Any]:
-        """Does on process 0 what ``tidy`` says; returns, as JSON, the steps that are left."""
+        """Tidies up on process 0; returns the steps that are left, as JSON."""
         tier, directory = self._tier, self._tier.directory
         steps, unwanted = [*tier.history.branches.committed], tier.history.branches.unwanted
         staying = directory.set_aside(unwanted)
@@ -382,39 +412,3 @@ class Save:
         tier.telemetry.steps_gone("deleted", [s.step for s in gone], left)
         directory.tell_staying([*staying, *undeleted])
         return committed_step.described([*left, *staying])
-
-
-def failed(
-    tier: Tier,
-    step: int,
-    error: BaseException,
-    age_secs: float = 0.0,
-    committed: CommittedStep | None = None,
-) -> None:
-    """Reports that a save has failed on all processes; else as ``undo``."""
-    undo(tier, step, error, committed)
-    if isinstance(error, DonatedBufferError):
-        tier.on_donated()
-    tier.failures.of_save(step, error, age_secs)
-    if isinstance(error, LeaseError):
-        tier.claim.lose()
-        return
-    try:
-        if tier.saves.is_first:
-            tier.directory.recover()  # now, because a full disk needs the space
-    except Exception as problem:
-        logger.debug("leftovers of the failed save stay until the next save: %s", problem)
-
-
-def undo(
-    tier: Tier, step: int, error: BaseException, committed: CommittedStep | None = None
-) -> None:
-    """Ends a save that has failed, although it may have ``committed`` its step."""
-    tier.claim.clean_up_later()
-    tier.reuse.failed(error)
-    tier.history.fail(step, committed)
-
-
-def round_of(step: int) -> str:
-    """Returns the work of the round in which the processes save a step."""
-    return f"saving step {step}"

@@ -11,7 +11,6 @@ from typing import Any
 
 from torchax_ckpt import policies
 from torchax_ckpt.errors import AttachError, ClosedError, DirectoryError, SaveError, StepError
-from torchax_ckpt.formats.huggingface.model_files import ModelFiles
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.policies import preservation
 from torchax_ckpt.processes.call_log import Kind
@@ -19,14 +18,15 @@ from torchax_ckpt.runtime import background
 from torchax_ckpt.runtime.call_guard import as_step
 from torchax_ckpt.runtime.preemption import Preemption
 from torchax_ckpt.saving.capture import Capture
+from torchax_ckpt.saving.reuse import known
 from torchax_ckpt.saving.run import Run
 from torchax_ckpt.saving.saver import Saver
 from torchax_ckpt.saving.training_loop import step_metrics
 from torchax_ckpt.saving.training_loop.loop import Loop
-from torchax_ckpt.saving.unchanged import identities
 from torchax_ckpt.state import training_state
 from torchax_ckpt.state.training_state import TrainingState
 from torchax_ckpt.storage.medium import storage_errors
+from torchax_ckpt.storage.medium.assets import Assets
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class SaveCalls:
         self._has_told_preemption = self._has_warned = False
         self._raises = options.on_save_error == "raise"
         self._unattached = TrainingState()  # random state only, for functional training
-        self.model_files = ModelFiles()
+        self.assets: Callable[[], Assets | None] = lambda: None  # of the attached model
 
     def should_save(self, step: int) -> bool:
         """Returns whether a call of ``save`` for this step would begin a save."""
@@ -147,6 +147,8 @@ class SaveCalls:
             except BaseException as error:
                 if not self._is_alone:
                     self._loop.position = number  # the processes that begin the save do the same
+                    is_durable = self._durable in due
+                    self._run.frozen_leaves.refuse(error, is_durable=is_durable)
                     # At the last step, those processes save to the durable tier a second time.
                     again = [self._durable] if is_last else []
                     _abstain(number, [*due, *again], error)
@@ -224,7 +226,7 @@ class SaveCalls:
         fetch_metrics: Callable[[], Any],
         began: float,
     ) -> list[Capture]:
-        """Captures the state for each tier; each takes over what its own earlier steps have."""
+        """Captures the state for each tier; each reuses files of its own earlier steps."""
         captured = attached.capture(state)
         names = list(chain.from_iterable(part.form.names for part in captured.values()))
         arrays = list(chain.from_iterable(part.arrays for part in captured.values()))
@@ -232,13 +234,17 @@ class SaveCalls:
         if not self._is_alone:
             names, arrays, per_process = training_state.split(captured)
         document = {name: part.form.node for name, part in captured.items()}
-        if self._durable in due:
-            self._durable.tier.reuse.plan_save(names, arrays, attached.frozen)
-        skipped = identities.common([saver.tier.reuse.skipped(names, arrays) for saver in due])
-        others = skipped[0].others(names, arrays)  # in all tiers the same
-        stacks = frozenset[str]().union(*(each.stacks for each in skipped))
-        snapshot = self._run.snapshotter.take(*others, stacks, self._durable.tier.reuse.apart)
-        assets = self.model_files.encoded()
+        frozen = self._run.frozen_leaves.of_state(
+            names, arrays, attached.frozen, is_durable=self._durable in due
+        )
+        same = [known.SameObjects()] * len(due)
+        if frozen.has_proofs:
+            leaves = {n: a for n, a in zip(names, arrays, strict=True) if n in frozen.leaves}
+            proofs = [saver.tier.reuse.known.proofs for saver in due]
+            same = known.same_objects(proofs, leaves, is_alone=self._is_alone)
+        others = same[0].others(names, arrays)  # the same for all tiers
+        snapshot = self._run.snapshotter.take(*others, same[0].stacks, frozen.leaves)
+        assets = self.assets()
         return [
             Capture(
                 step=step,
@@ -247,12 +253,13 @@ class SaveCalls:
                 per_process=per_process,
                 fetch_metrics=fetch_metrics,
                 began=began,
-                skipped=each,
+                frozen=frozen,
+                same=each,
                 assets=assets,
                 attached=None if state is None else attached.names(),
                 reports_metrics=number == 0,  # a problem with them is that of all tiers
             )
-            for number, each in enumerate(skipped)
+            for number, each in enumerate(same)
         ]
 
     def _begin(self, captures: Sequence[Capture], savers: Sequence[Saver]) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import logging
 import statistics
 import sys
@@ -23,11 +22,16 @@ logger = logging.getLogger(__name__)
 _LOGGED_SAVES = 100  # in a line of the log at the level INFO
 
 
-class SaveInFlight(Task):
-    """One save, which its thread carries out by calling ``run``. Holds nothing of the state."""
+def round_of(step: int) -> str:
+    """Returns the work of the round in which the processes save a step."""
+    return f"saving step {step}"
 
-    def __init__(self, step: int, began: float, run: Callable[[SaveInFlight], object]) -> None:
-        super().__init__(f"save-{step}", functools.partial(run, self))
+
+class SaveInFlight(Task):
+    """One save, which its thread carries out by calling ``run``."""
+
+    def __init__(self, step: int, began: float, run: Callable[[], object]) -> None:
+        super().__init__(f"save-{step}", run)
         self.step = step
         self._began = began  # a ``time.perf_counter()``
         self.enter("starting its thread")

@@ -17,11 +17,10 @@ from torchax_ckpt.processes.call_log import Call, CallLog, Kind
 from torchax_ckpt.processes.decision_windows import DecisionWindows
 from torchax_ckpt.runtime import background, progress
 from torchax_ckpt.runtime.lazily import root_logger_left_alone
-from torchax_ckpt.saving import save
 from torchax_ckpt.saving.capture import Capture
 from torchax_ckpt.saving.run_history import checkpoint_info
 from torchax_ckpt.saving.save import Save
-from torchax_ckpt.saving.save_in_flight import SaveInFlight
+from torchax_ckpt.saving.save_in_flight import SaveInFlight, round_of
 from torchax_ckpt.saving.tier import Tier
 from torchax_ckpt.saving.training_loop.deadline import Deadline
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
@@ -37,7 +36,7 @@ class Saver:
         self.tier = tier
         self.path = tier.directory.path
         self._log, self._deadline = log, deadline
-        self.windows = DecisionWindows(tier.channels.decisions, self._ask)
+        self.windows = DecisionWindows(tier.decisions, self._ask)
         self._observers = save_decision.observers(tier.save_policy)
         self._in_flight: SaveInFlight | None = None
         self._call: Call | None = None  # of the newest save, or of the save about to begin
@@ -46,7 +45,7 @@ class Saver:
 
     def tell_preemption(self, step: int) -> None:
         """Tells the policy, on process 0, that a step is saved because of a preemption."""
-        if not self.tier.channels.decisions.is_first:
+        if not self.tier.decisions.is_first:
             return
         try:
             self._ask(step, reached_preemption=True)
@@ -62,7 +61,7 @@ class Saver:
         self, step: int, coming: Sequence[int] = (), *, reached_preemption: bool = False
     ) -> bool:
         """Returns the policy's answer; the saves of steps ``coming`` are decided, not begun."""
-        for cost in self.tier.costs.observed():
+        for cost in () if self.is_saving else self.tier.costs.observed():
             for observer in self._observers:
                 observer.observe_save(
                     blocking_secs=cost.blocking_secs, durable_secs=cost.durable_secs
@@ -112,48 +111,43 @@ class Saver:
         Returns False if the system refuses the thread: then the save has failed.
         """
         self.wait()
-        tier, call = self.tier, self._call
-
-        def run(in_flight: SaveInFlight) -> None:
-            Save(tier, call, in_flight).run(capture)
-
-        in_flight = SaveInFlight(capture.step, capture.began, run)
+        tier, save = self.tier, Save(self.tier, self._call, capture)
         try:
-            self._in_flight = in_flight
-            tier.history.begin(capture.step)
-            in_flight.start()
+            self._in_flight = save
+            tier.history.begin(save.step)
+            save.start()
             if (limit := tier.options.save_timeout_secs) is not None:
-                in_flight.watch(limit, self.path)
-            if capture.snapshot.way == "transfer" and not in_flight.transferred.wait(
-                self._remaining_secs(in_flight)
+                save.watch(limit, self.path)
+            if capture.snapshot.way == "transfer" and not save.transferred.wait(
+                self._remaining_secs(save)
             ):
-                raise in_flight.timeout_error(self.path)
+                raise save.timeout_error(self.path)
             return True
         except BaseException as error:  # also an interrupt, or no thread can be started
-            if not in_flight.cancel():
+            if not save.cancel():
                 raise
-            self._refuse(capture.step, error)
-            tier.telemetry.saving(capture.step, capture.began)
+            self._refuse(save.step, error)
+            tier.telemetry.saving(save.step, capture.began)
             if storage_errors.is_limit(error) and not background.ending.is_set:
-                save.failed(tier, capture.step, error, in_flight.age_secs)
+                tier.fail(save.step, error, age_secs=save.age_secs)
                 return False
-            save.undo(tier, capture.step, error)
+            tier.undo(save.step)
             text = str(error) or type(error).__name__
-            tier.telemetry.emit("failed", capture.step, error=text)
+            tier.telemetry.emit("failed", save.step, error=text)
             raise
         finally:
-            in_flight.blocking_secs = time.perf_counter() - capture.began
-            in_flight.handed_over.set()
+            save.blocking_secs = time.perf_counter() - capture.began
+            save.handed_over.set()
 
     def abstain(self, step: int, error: BaseException) -> None:
         """Makes the save of a step fail on all processes: this process could not begin the save."""
         self._refuse(step, error)
         if not self.is_saving:  # an overdue save is not to be touched
             self.tier.history.begin(step)
-            save.failed(self.tier, step, error)
+            self.tier.fail(step, error)
 
     def _refuse(self, step: int, error: BaseException) -> None:
-        self.tier.saves.refuse(save.round_of(step), error, self._call)
+        self.tier.saves.refuse(round_of(step), error, self._call)
 
     def wait(self, timeout_secs: float | None = None) -> None:
         """Waits for the save in flight; after a SaveTimeoutError, the save continues."""

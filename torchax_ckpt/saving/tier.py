@@ -4,82 +4,87 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable
 
 from torchax_ckpt import policies
 from torchax_ckpt.devices.host_array import Memory
+from torchax_ckpt.errors import DonatedBufferError, LeaseError
 from torchax_ckpt.options import CheckpointOptions, TierName
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.processes.per_host import Keepers
 from torchax_ckpt.saving.claim import Claim
 from torchax_ckpt.saving.failures import Failures
 from torchax_ckpt.saving.preserving import Preserving
+from torchax_ckpt.saving.reuse.reuse import Reuse
 from torchax_ckpt.saving.run_history import RunHistory
 from torchax_ckpt.saving.save_in_flight import SaveCosts
-from torchax_ckpt.saving.unchanged.reuse import Reuse
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import seals
 from torchax_ckpt.storage.writing import fetching
-from torchax_ckpt.stored.stored_step import Compared
 from torchax_ckpt.telemetry.recorder import Telemetry
 
-
-@dataclasses.dataclass(frozen=True)
-class Channels:
-    """The channels of one tier between the processes of a run.
-
-    Each has its own threads, so that no thread waits for another one. In a local tier, each process
-    does in ``calls`` and ``saves`` what process 0 does in the durable tier.
-    """
-
-    calls: Processes  # between training threads
-    saves: Processes  # between threads of saves
-    decisions: Processes  # for save decisions only
+logger = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Tier:
-    """One tier of a run, with all that its saves and its reads need."""
+    """One tier of a run, with all that its saves and its reads need.
+
+    It has three channels between the processes of the run, each for its own threads, so that no
+    thread waits for another one. In a local tier, each process does in ``calls`` and ``saves`` what
+    process 0 does in the durable tier.
+    """
 
     name: TierName
     directory: RunDirectory
     save_policy: policies.SaveDecisionPolicy
     options: CheckpointOptions
     telemetry: Telemetry
-    channels: Channels
+    calls: Processes  # between training threads
+    saves: Processes  # between threads of saves
+    decisions: Processes  # for save decisions only
     history: RunHistory
+    claim: Claim
     preserving: Preserving
     reuse: Reuse
+    failures: Failures
     on_donated: Callable[[], None]
     """Called if a save fails because a buffer that it held by reference was donated."""
     costs: SaveCosts = dataclasses.field(default_factory=SaveCosts)
-
-    @property
-    def calls(self) -> Processes:
-        """The channel between training threads."""
-        return self.channels.calls
-
-    @property
-    def saves(self) -> Processes:
-        """The channel between threads of saves."""
-        return self.channels.saves
 
     @property
     def is_local(self) -> bool:
         """Whether this is the local tier."""
         return self.name == "local"
 
-    @functools.cached_property
-    def claim(self) -> Claim:
-        """This program's claim to the directory."""
-        parts = self.directory, self.history, self.telemetry, self.failures
-        return Claim(*parts, self.calls)
+    def fail(
+        self,
+        step: int,
+        error: BaseException,
+        committed: CommittedStep | None = None,
+        *,
+        age_secs: float = 0.0,
+    ) -> None:
+        """Reports that a save has failed on all processes; else as ``undo``."""
+        self.undo(step, committed)
+        if isinstance(error, DonatedBufferError):
+            self.on_donated()
+        self.failures.of_save(step, error, age_secs)
+        if isinstance(error, LeaseError):
+            self.claim.lose()
+            return
+        try:
+            if self.saves.is_first:
+                self.directory.recover()  # now, because a full disk needs the space
+        except Exception as problem:
+            logger.debug("leftovers of the failed save stay until the next save: %s", problem)
 
-    @functools.cached_property
-    def failures(self) -> Failures:
-        """What failed, and which of it no call has raised yet."""
-        return Failures(self.directory.path, self.telemetry, is_local=self.is_local)
+    def undo(self, step: int, committed: CommittedStep | None = None) -> None:
+        """Makes a failed save count as no step, also if it has ``committed`` one."""
+        self.claim.clean_up_later(has_failed=True)
+        self.history.fail(step, committed)
 
     # --- what saves use one after another ---
 
@@ -98,13 +103,3 @@ class Tier:
     def texts(self) -> seals.Texts | None:
         """The texts of earlier manifests; None if each host describes its parts at each save."""
         return None if self.saves.is_per_host else seals.Texts("document", "stacks")
-
-    # --- reads ---
-
-    def restored(
-        self, committed: CommittedStep, compared: Compared | None, *, is_verified: bool
-    ) -> None:
-        """Records that this run restored a step of this tier, having compared these leaves."""
-        if is_verified:
-            self.directory.verified.note(committed, is_sound=True)
-        self.reuse.restored(committed, compared)

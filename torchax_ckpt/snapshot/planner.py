@@ -73,15 +73,15 @@ class Planner:
         names: Sequence[str],
         arrays: Sequence[Array],
         reserved: Collection[str] = frozenset(),
-        unchanging: Collection[str] = frozenset(),
+        frozen: Collection[str] = frozenset(),
     ) -> SnapshotPlan:
         """Returns ``plan_snapshot`` of the leaves."""
         shardings = [None if isinstance(a, np.ndarray) else a.sharding for a in arrays]
         shapes, dtypes = [a.shape for a in arrays], [a.dtype for a in arrays]
-        signature = shapes, dtypes, shardings, names, reserved, unchanging
+        signature = shapes, dtypes, shardings, names, reserved, frozen
         last = self._last
         if last is None or last[0] != signature:
-            found = plan_snapshot(names, arrays, self._layout, reserved, unchanging)
+            found = plan_snapshot(names, arrays, self._layout, reserved, frozen)
             self._last = last = signature, found
         return last[1]
 
@@ -91,11 +91,11 @@ def plan_snapshot(
     arrays: Sequence[AnyArray],
     layout: Layout,
     reserved: Collection[str] = (),
-    unchanging: Collection[str] = (),
+    frozen: Collection[str] = (),
 ) -> SnapshotPlan:
     """Plans where a save stores the leaves, perhaps abstract.
 
-    No stack has one of the names ``reserved``, or leaves ``unchanging`` together with others.
+    No stack has one of the names ``reserved``, or has ``frozen`` leaves together with others.
     """
     specs = [
         LeafSpec(
@@ -104,7 +104,7 @@ def plan_snapshot(
             nbytes=math.prod(array.shape) * array.dtype.itemsize,
             placement=True if isinstance(array, np.ndarray) else stacked(array.sharding),
             is_on_host=isinstance(array, np.ndarray),
-            is_unchanging=name in unchanging,
+            is_frozen=name in frozen,
         )
         for name, array in zip(names, arrays, strict=True)
     ]

@@ -122,15 +122,15 @@ class Snapshotter:
         names: Sequence[str],
         arrays: Sequence[Array],
         reserved: Iterable[str] = (),
-        unchanging: frozenset[str] = frozenset(),
+        frozen: frozenset[str] = frozenset(),
     ) -> Snapshot:
         """Returns a snapshot of the leaves, without blocking.
 
-        No stack gets a ``reserved`` name, or has leaves ``unchanging`` beside others. Of a snapshot
-        by ``transfer``, ``Saver.begin`` later blocks the training thread. Raises OutOfMemoryError
-        or SaveError if the mode is "copy" or "offload", and memory is lacking.
+        No stack gets a ``reserved`` name, or has ``frozen`` leaves beside others. If the snapshot
+        is taken by ``transfer``, ``Saver.begin`` later blocks the training thread. Raises
+        OutOfMemoryError or SaveError if the mode is "copy" or "offload", and memory is lacking.
         """
-        planned = partial(self._planner, names, arrays, frozenset(reserved), unchanging)
+        planned = partial(self._planner, names, arrays, frozenset(reserved), frozen)
         ways, why = self._ways(names, arrays)
         for way in ways:
             held = arrays

@@ -51,7 +51,7 @@ def execute(
             arrays = [leaves[member] for member in group]
             first = arrays[0]
             if on_host and isinstance(first, jax.Array):
-                shape, target = (len(arrays), *first.shape), _stacked(first.sharding)
+                shape, target = (len(arrays), *first.shape), stacked_sharding(first.sharding)
                 stored[name] = HostArray(shape, first.dtype, target, LateParts.of(arrays))
             else:
                 stored[name] = _stack(arrays, run)
@@ -64,7 +64,8 @@ def needed_to_execute(plan: Plan, leaves: Mapping[str, AnyArray], *, copy: bool)
     return needed_by(lambda run: execute(plan, on_devices, copy=copy, run=run))
 
 
-def _stacked(sharding: Sharding) -> Sharding:
+def stacked_sharding(sharding: Sharding) -> Sharding:
+    """Returns the sharding of a stack that the plan has, of leaves with this sharding."""
     target = stacked(sharding)
     assert target is not None, "planned as a stack"
     return target
@@ -74,7 +75,7 @@ def _stack(arrays: list[Any], run: Run) -> Any:
     first = arrays[0]
     if isinstance(first, np.ndarray):
         return np.stack(arrays)
-    target = _stacked(first.sharding)
+    target = stacked_sharding(first.sharding)
     if not first.sharding.is_fully_addressable:
         rows = zip(*(parts_of(array) for array in arrays), strict=True)
         shape = (len(arrays), *first.shape)

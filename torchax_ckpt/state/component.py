@@ -2,35 +2,31 @@
 
 ``capture()`` returns a component's present state as ``Captured``, without blocking the training.
 ``prepare(node, plan)`` compares a stored node with the live object, which it does not change, and
-adds to the plan of the restore, a ``Restoration``: differences, leaves to read, changes to make.
+adds to the plan of the restore (``plans/restoration.py``).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 import jax
 import numpy as np
 
-from torchax_ckpt import torchax_backend
 from torchax_ckpt.devices.sharding import Local, Placement, placement_of
 from torchax_ckpt.errors import (
-    UninitializedLeafError,
     UnsupportedLeafError,
 )
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node, array_nodes
-from torchax_ckpt.layout.selection import Selection
-from torchax_ckpt.runtime.stages import stage
-from torchax_ckpt.runtime.undoing import undone_on_failure
-from torchax_ckpt.runtime.user_messages import counted
-from torchax_ckpt.state.findings import Findings, refused
+from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.state.leaf import Array, Spec, require_jax_dtype
-from torchax_ckpt.state.pytree import Encoder, Values, leaf_names, value_of
+from torchax_ckpt.state.plans.restoration import Restoration
+from torchax_ckpt.state.pytree import Encoder, value_of
 
 # To ask ten thousand leaves would take a tenth of the blocking time of a save.
 _MAX_ASKED = 100
@@ -152,81 +148,36 @@ class LeafRead:
     dtype: str | None = None  # converts to it; None keeps the stored dtype
 
 
-@dataclasses.dataclass
-class Change:
-    """A change to live objects; only one that runs user code may fail, and has an ``undo``."""
+def add_read(
+    reads: dict[str, LeafRead],
+    node: Mapping[str, Any],
+    placement: Placement,
+    dtype: str | None = None,
+) -> None:
+    """Adds a leaf to the reads of a plan; UnsupportedLeafError if JAX would narrow its dtype."""
+    spec = Spec.of_node(node)
+    if placement is not Local.HOST:
+        require_jax_dtype(dtype or spec.dtype, node["array"])
+    changed = None if dtype == spec.dtype else dtype
+    reads[node["array"]] = LeafRead(node["array"], spec, placement, changed)
 
-    do: Callable[[Values], None]
-    undo: Callable[[], None] | None = None
-    needs: tuple[str, ...] = ()  # names of the leaves that ``do`` uses
-    release: Callable[[], None] | None = None  # deletes the device buffers that ``do`` replaces
 
+def fits(
+    expected: Spec,
+    node: Mapping[str, Any],
+    name: str,
+    findings: Findings,
+    converts: Callable[[str, str], bool] = operator.eq,
+) -> bool:
+    """Returns whether a stored leaf has the expected shape and dtype; if not, records that.
 
-@dataclasses.dataclass
-class Restoration:
-    """The plan of a restore: the leaves to read, then the changes to live objects, in order.
-
-    Nothing is changed before ``apply``, so that a plan which differs can be dropped.
+    ``converts`` says whether a stored dtype may be read as the expected one.
     """
-
-    selection: Selection = dataclasses.field(default_factory=Selection)  # what is restored
-    findings: Findings = dataclasses.field(default_factory=Findings)  # what differs
-    reads: dict[str, LeafRead] = dataclasses.field(default_factory=dict)
-    # checks examine values that were read, before any change
-    checks: list[Change] = dataclasses.field(default_factory=list)
-    calls: list[Change] = dataclasses.field(default_factory=list)  # run user code, may fail
-    changes: list[Change] = dataclasses.field(default_factory=list)  # buffers, cannot fail
-    unfilled: list[str] = dataclasses.field(default_factory=list)  # meta tensors without a value
-    # name of a tensor -> name of the tensor that one of the calls puts in its place
-    tied_again: dict[str, str] = dataclasses.field(default_factory=dict)
-
-    def add_read(
-        self, node: Mapping[str, Any], placement: Placement, dtype: str | None = None
-    ) -> None:
-        """Adds a leaf to the reads; UnsupportedLeafError if JAX would narrow its dtype."""
-        spec = Spec.of_node(node)
-        if placement is not Local.HOST:
-            require_jax_dtype(dtype or spec.dtype, node["array"])
-        changed = None if dtype == spec.dtype else dtype
-        self.reads[node["array"]] = LeafRead(node["array"], spec, placement, changed)
-
-    def require_filled(self, call: str = "attach") -> None:
-        """Raises UninitializedLeafError if a meta tensor would remain without data."""
-        if not self.unfilled:
-            return
-        one = "tensor is on the meta device and nothing fills it"
-        many = "tensors are on the meta device and nothing fills them"
-        listed = ", ".join(self.unfilled[:10]) + (", ..." if len(self.unfilled) > 10 else "")
-        raise UninitializedLeafError(
-            f"{counted(len(self.unfilled), one, many)}: {listed}. Pass {call}(init=f); "
-            "f(name, leaf) returns an array with the shape, dtype and sharding of leaf, a "
-            "jax.ShapeDtypeStruct.",
-            key_path=self.unfilled[0],
-        )
-
-    def apply(self, values: Values, agree: Callable[[], None] = lambda: None) -> None:
-        """Makes all changes or none; see ``apply_calls``."""
-        self.apply_calls(values, agree)
-        self.apply_changes(self.changes, values)
-
-    @staticmethod
-    @torchax_backend.native_torch()
-    @stage("change the objects")
-    def apply_changes(changes: Iterable[Change], values: Values) -> None:
-        """Makes the given changes, which cannot fail and have no undo."""
-        for change in changes:
-            change.do(values)
-
-    def apply_calls(self, values: Values, agree: Callable[[], None] = lambda: None) -> None:
-        """Makes the changes in ``calls``; undoes all if one fails, or ``agree`` then raises."""
-        for check in self.checks:
-            check.do(values)
-        with undone_on_failure() as undos:
-            for call in self.calls:
-                if call.undo is not None:
-                    undos.append(call.undo)
-                call.do(values)
-            agree()
+    found = Spec.of_node(node)
+    if found.shape == expected.shape and converts(found.dtype, expected.dtype):
+        return True
+    findings.mismatch(name, expected.content(), found.content())
+    return False
 
 
 def restore_by_call(
@@ -254,20 +205,9 @@ def restore_by_call(
             placement = placement_of(counterpart)
         else:
             placement = Local.DEFAULT_DEVICE
-        plan.add_read(child, placement)
-
-    def call(values: Values) -> None:
-        state = value_of(node, values)
-        with refused(where):
-            take(state)
-
-    attributes = dict(getattr(owner, "__dict__", {}))
-
-    def undo() -> None:
-        if hasattr(owner, "__dict__"):  # take may have set some attributes before it failed
-            owner.__dict__.clear()
-            owner.__dict__.update(attributes)
-        # Rebuilt, so that it shares no mutable data with what was captured.
-        (put_back or take)(value_of(live.form.node, arrays))
-
-    plan.calls.append(Change(call, undo, needs=leaf_names(node)))
+        add_read(plan.reads, child, placement)
+    back = put_back or take
+    # Rebuilt, so that it shares no mutable data with what was captured.
+    plan.add_call(
+        node, where, owner, take, lambda: back(value_of(live.form.node, arrays)), value_of
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -22,12 +22,14 @@ from torchax_ckpt.state.component import (
     Captured,
     Form,
     LeafRead,
+    add_read,
     encoded,
     require_alive,
 )
 from torchax_ckpt.state.findings import Findings
-from torchax_ckpt.state.leaf import Spec, describe, freeze, require_jax_dtype
-from torchax_ckpt.state.pytree import Encoder, Values, key_part, value_of
+from torchax_ckpt.state.leaf import Spec, describe, freeze
+from torchax_ckpt.state.plans.restoration import Values
+from torchax_ckpt.state.pytree import Encoder, key_part, value_of
 
 KEY_PATH = ("state",)
 # The types of leaves that are compared by value. A pytree with many of them is described faster
@@ -227,18 +229,13 @@ class Request:
         if dataclasses.replace(result, is_weak=expected.is_weak) != expected:
             findings.mismatch(name, expected.content(), found.content())
             return node
-        self._read(node, _placement(abstract, expected, name))
+        add_read(self.reads, node, _placement(abstract, expected, name))
         return result.node(node["array"])
 
     def _read_all(self, root: Node) -> None:
         for node in array_nodes(root):
             on_device = Spec.of_node(node).on_device
-            self._read(node, Local.DEFAULT_DEVICE if on_device else Local.HOST)
-
-    def _read(self, node: Mapping[str, Any], placement: Placement) -> None:
-        if placement is not Local.HOST:
-            require_jax_dtype(node["dtype"], node["array"])
-        self.reads[node["array"]] = LeafRead(node["array"], Spec.of_node(node), placement)
+            add_read(self.reads, node, Local.DEFAULT_DEVICE if on_device else Local.HOST)
 
     def build(self, values: Values) -> Any:
         """Returns the loaded state, built from the arrays that were read."""

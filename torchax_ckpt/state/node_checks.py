@@ -12,6 +12,17 @@ from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import Node
 from torchax_ckpt.layout.nodes import decode
 
+# Kinds whose leaves can be members of sets or keys of dicts.
+_HASHABLE_KINDS = frozenset({"torchax", "torch", "numpy_scalar"})
+
+
+def check_values(node: Node, where: str) -> None:
+    """Raises CorruptCheckpointError unless the node can be decoded; does not look at leaves."""
+    try:
+        decode(node, lambda leaf: leaf["array"] if leaf["kind"] in _HASHABLE_KINDS else [])
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(f"{where}: {error}", key_path=where) from error
+
 
 def fields(node: Node, where: str) -> dict[str, Node]:
     """Returns key -> child of a dict node with string keys, none of which occurs twice."""

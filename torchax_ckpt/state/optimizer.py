@@ -19,25 +19,26 @@ from torchax_ckpt import torchax_backend
 from torchax_ckpt.devices.sharding import Local, Placement, placement_of, replicated_like
 from torchax_ckpt.errors import AttachError, UnsupportedLeafError
 from torchax_ckpt.layout import names
-from torchax_ckpt.layout.manifest import Node, array_nodes
+from torchax_ckpt.layout.manifest import Node
 from torchax_ckpt.runtime import user_messages
-from torchax_ckpt.state import node_checks
 from torchax_ckpt.state.component import (
     Captured,
-    Change,
     Combined,
     Form,
-    Restoration,
     SameForm,
+    add_read,
     captured_by,
     encoded,
+    fits,
     require_alive,
 )
-from torchax_ckpt.state.findings import Findings, type_name
+from torchax_ckpt.state.findings import type_name
 from torchax_ckpt.state.leaf import DEVICE_KINDS, Spec, Specs, describe, freeze_all
 from torchax_ckpt.state.modules.module_tensors import same_objects
-from torchax_ckpt.state.pytree import Encoder, Values, leaf_names, value_of
-from torchax_ckpt.state.stored_entries import BY_POSITION, OTHER_STATE, StoredOptimizer
+from torchax_ckpt.state.plans import matching
+from torchax_ckpt.state.plans.restoration import Restoration, Values
+from torchax_ckpt.state.pytree import Encoder, value_of
+from torchax_ckpt.state.stored_entries import BY_POSITION, OTHER_STATE
 
 ParameterNames = Callable[[], Mapping[int, tuple[tuple[str, ...], ...]]]
 """Returns id of every live parameter -> its present key paths below ``model``.
@@ -131,7 +132,7 @@ class OptimizerComponent:
         groups_ = encoded(hyperparameters, (*self.key_path, "param_groups"))
         parts = [self._with_same_form(groups_), state]
         is_whole = len(set(self._order)) == len(self.optimizer.state)  # all keys are parameters
-        if not is_whole and (others := _other_state(self.optimizer)):
+        if not is_whole and (others := matching.other_state(self.optimizer)):
             parts.append(encoded(others, (*self.key_path, OTHER_STATE)))
         captured = self._combined(parts)
         require_alive(captured)
@@ -222,148 +223,48 @@ class OptimizerComponent:
     @torchax_backend.native_torch()
     def prepare(self, node: Node, plan: Restoration) -> None:
         """Compares a stored optimizer with the live one; unselected parameters keep their state."""
-        findings, selection = plan.findings, plan.selection
-        where = names.join(self.key_path)
-        if not (isinstance(node, dict) and "class" in node):
-            findings.missing.append(where)
-            findings.unexpected += leaf_names(node)
-            return
-        (stored_class,) = node_checks.texts([node["class"]], where)
-        stored = StoredOptimizer.of_node(node, where)
-        if groupless := stored.state.keys() - stored.group_of:
-            one, many = "parameter that was", "parameters that were"
-            number = user_messages.counted(len(groupless), one, many)
-            user_messages.warn(
-                f"{where}: not restored: the state of {number} in no group when the step was "
-                f"saved, such as {min(groupless)}. To keep such state, "
-                "leave the group in the optimizer, and give its parameters no gradients"
-            )
-        stored = stored.selected(selection)
-        if stored_class != (live_class := type(self.optimizer).__qualname__):
-            findings.mismatch(where, live_class, stored_class)
-            findings.has_other_optimizer = True
-            return
-        group_of, state = stored.group_of, stored.state
-        # A save may have named a tied parameter by another of its names.
-        name_of = {
-            id(parameter): next((n for n in every if n in group_of), every[0])
-            for parameter, paths in self._parameters()
-            for every in [[names.join(path) for path in paths]]
-        }
-        first_name = {id(p): names.join(("model", *paths[0])) for p, paths in self._parameters()}
-        live = {name_of[id(parameter)]: parameter for parameter, _ in self._parameters()}
-        findings.missing += [
-            f"{where}/{name}" for name in live if name not in group_of and selection.takes(name)
-        ]
-        findings.unexpected += [f"{where}/{name}" for name in group_of if name not in live]
-        findings.left_out += [f"{where}/{name}" for name in stored.left_out]
-        homes = self._placements()
-        self._prepare_groups(stored, name_of, homes, plan)
-        for name, parameter in live.items():
-            if name not in group_of:
-                continue
-            # The model component was prepared first and recorded the parameters that do not fit.
-            model_name = first_name[id(parameter)]
-            if name in state and model_name in findings.mismatched:
-                expected = f"state of {model_name} as attached"
-                found = f"state of {model_name} as stored, which differs"
-                findings.mismatch(f"{where}/{name}", expected, found)
-                continue
-            self._prepare_state(name, parameter, homes[id(parameter)], state.get(name), plan)
-        restored = [homes[id(p)] for name, p in live.items() if name in group_of]
-        if restored or not live:
-            home = restored[0] if restored else Local.DEFAULT_DEVICE
-            self._prepare_other_state(stored.other_state, home, plan)
 
-    def _prepare_other_state(
-        self, stored: Mapping[Any, Node], home: Placement, plan: Restoration
-    ) -> None:
-        """Adds a write that replaces the state under keys that are not parameters."""
+        def parameter_names() -> dict[int, list[str]]:
+            return {id(p): [*map(names.join, paths)] for p, paths in self._parameters()}
 
-        def replace(rebuilt: dict[Any, Any]) -> None:
-            for key in _other_state(self.optimizer):
-                del self.optimizer.state[key]
-            self.optimizer.state.update(rebuilt)
-
-        _add_write(plan, stored, _other_state(self.optimizer), replace, None, home)
-
-    def _prepare_groups(
-        self,
-        optimizer: StoredOptimizer,
-        name_of: Mapping[int, str],
-        homes: Mapping[int, Placement],
-        plan: Restoration,
-    ) -> None:
-        """Adds writes that give each group the hyperparameters stored for its parameters."""
-        for index, group in enumerate(self.optimizer.param_groups):
-            where = names.join((*self.key_path, "param_groups", index))
-            members = [name_of[id(p)] for p in group["params"]]
-            stored, differing = optimizer.hyperparameters(members)
-            for key, (expected, found) in differing.items():
-                plan.findings.mismatch(f"{where}/{key}", expected, found)
-            if stored:
-                home = homes[id(group["params"][0])]
-                _add_write(plan, stored, dict(group), group.update, None, home)
-
-    def _prepare_state(
-        self,
-        name: str,
-        parameter: torch.Tensor,
-        home: Placement,
-        node: Node | None,
-        plan: Restoration,
-    ) -> None:
-        """Adds a write that restores or, without a node, removes the state of one parameter."""
-        live = self.optimizer.state.get(parameter) or {}
-        where = f"{names.join(self.key_path)}/{name}"
-        stored = {} if node is None else node_checks.keyed(node, where)
-        unfit = [
-            key
-            for key, child in stored.items()
-            if not _fits(child, live.get(key), f"{where}/{names.escape(str(key))}", plan.findings)
-        ]
-        if unfit:
-            if len(unfit) < len(stored):  # no entry is restored unless all fit
-                differing = ", ".join(map(str, unfit))
-                plan.findings.mismatch(where, "entries that all fit", f"differences in {differing}")
-            return
-
-        def replace(rebuilt: dict[Any, Any]) -> None:
-            if not stored:
-                self.optimizer.state.pop(parameter, None)
-                return
-            entry = self.optimizer.state[parameter]
-            entry.clear()
-            entry.update(rebuilt)
-
-        def release() -> None:
-            for value in live.values():
-                torchax_backend.release(value)
-
-        shape = tuple(parameter.shape)
-        _add_write(plan, stored, live, replace, shape, home).release = release
+        where, backend = names.join(self.key_path), _Backend(plan, self._placements())
+        matching.match_optimizer(self.optimizer, node, where, parameter_names, plan, backend)
 
 
-def _add_write(
-    plan: Restoration,
-    stored: Mapping[Any, Node],
-    live: Mapping[Any, Any],
-    replace: Callable[[dict[Any, Any]], None],
-    parameter_shape: tuple[int, ...] | None,
-    home: Placement,
-) -> Change:
-    """Adds reads of stored values, and the write that passes them to ``replace``."""
-    needs = []
-    for key, child in stored.items():
-        for leaf in array_nodes(child):
-            plan.add_read(leaf, _placement(leaf, live.get(key), parameter_shape, home))
-            needs.append(leaf["array"])
+class _Backend:
+    """Puts stored values where the present ones of the optimizer are; see ``matching.Backend``."""
 
-    def do(values: Values) -> None:
-        replace({k: _rebuilt(child, live.get(k), values) for k, child in stored.items()})
+    def __init__(self, plan: Restoration, homes: Mapping[int, Placement]) -> None:
+        self._plan, self._homes = plan, homes
 
-    plan.changes.append(Change(do, needs=tuple(needs)))
-    return plan.changes[-1]
+    def fits(self, live: torch.Tensor, node: Node, name: str) -> bool:
+        return fits(describe(live, name), node, name, self._plan.findings)
+
+    def add_read(self, leaf: Node, live: Any, owner: matching.Owner) -> None:
+        parameter = owner.parameter
+        home = Local.DEFAULT_DEVICE if parameter is None else self._homes[id(parameter)]
+        placement = replicated_like(home)
+        if leaf["kind"] not in DEVICE_KINDS:
+            placement = Local.HOST
+        elif owner.is_state and parameter is not None and leaf["shape"] == list(parameter.shape):
+            placement = home
+        elif isinstance(live, torch.Tensor) and torchax_backend.is_device_tensor(live):
+            placement = placement_of(torchax_backend.buffer(live))
+        add_read(self._plan.reads, leaf, placement)
+
+    def rebuilt(self, node: Node, live: Any, values: Values) -> Any:
+        if isinstance(live, torch.Tensor) and isinstance(node, dict) and "array" in node:
+            spec, value = Spec.of_node(node), values[node["array"]]
+            if spec == describe(live, node["array"]):
+                if spec.on_device:
+                    torchax_backend.set_buffer(live, value)
+                else:
+                    torchax_backend.copy_into(live, value)
+                return live
+        return value_of(node, values)
+
+    def release(self, live: Any) -> None:
+        torchax_backend.release(live)
 
 
 def unwrapped(value: Any) -> Any:
@@ -375,45 +276,3 @@ def unwrapped(value: Any) -> Any:
         return value
     shared = all(getattr(value, n, None) is getattr(inner, n) for n in ("state", "param_groups"))
     return unwrapped(inner) if shared else value
-
-
-def _other_state(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
-    """Returns the state under keys that are not parameters, which torch saves as it is."""
-    return {k: v for k, v in optimizer.state.items() if not isinstance(k, torch.Tensor)}
-
-
-def _fits(node: Node, live: Any, where: str, findings: Findings) -> bool:
-    """Returns whether a stored value can replace the live one; if not, records a mismatch."""
-    if not isinstance(live, torch.Tensor) or not (isinstance(node, dict) and "array" in node):
-        return True
-    expected = describe(live, where)
-    if (expected.dtype, expected.shape) == (node["dtype"], tuple(node["shape"])):
-        return True
-    findings.mismatch(where, expected.content(), Spec.of_node(node).content())
-    return False
-
-
-def _rebuilt(node: Node, live: Any, values: Values) -> Any:
-    """Returns the stored value; if it is a tensor with the spec of ``live``, fills ``live``."""
-    if isinstance(live, torch.Tensor) and isinstance(node, dict) and "array" in node:
-        spec, value = Spec.of_node(node), values[node["array"]]
-        if spec == describe(live, node["array"]):
-            if spec.on_device:
-                torchax_backend.set_buffer(live, value)
-            else:
-                torchax_backend.copy_into(live, value)
-            return live
-    return value_of(node, values)
-
-
-def _placement(
-    node: Node, live: Any, parameter_shape: tuple[int, ...] | None, home: Placement
-) -> Placement:
-    """Returns where a leaf goes that replaces ``live`` and belongs to a parameter at ``home``."""
-    if node["kind"] not in DEVICE_KINDS:
-        return Local.HOST
-    if tuple(node["shape"]) == parameter_shape:
-        return home
-    if isinstance(live, torch.Tensor) and torchax_backend.is_device_tensor(live):
-        return placement_of(torchax_backend.buffer(live))
-    return replicated_like(home)

@@ -16,13 +16,14 @@ import torch
 from jax.extend.core.primitives import convert_element_type_p
 
 from torchax_ckpt import torchax_backend
-from torchax_ckpt.errors import CorruptCheckpointError, UnsupportedLeafError
+from torchax_ckpt.errors import UnsupportedLeafError
 from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import MAX_DEPTH, MAX_ELEMENTS, Node, array_nodes
 from torchax_ckpt.layout.nodes import FACTORIES, decode
 from torchax_ckpt.layout.storage_plan import MAX_RANK
 from torchax_ckpt.state import node_checks
 from torchax_ckpt.state.leaf import DEVICE_KINDS, Array, describe, freeze
+from torchax_ckpt.state.plans.restoration import Values
 
 _MAPPINGS: Mapping[type, str] = {
     dict: "dict",
@@ -40,11 +41,6 @@ _SEQUENCES: Mapping[type, str] = {
 _MAX_PLAIN_INT = 2**53
 # OCDBT's keys have at most 65,535 bytes; a key is a leaf's name and the indices of a chunk.
 _MAX_NAME_BYTES = 64_000
-# Kinds whose leaves can be members of sets or keys of dicts.
-_HASHABLE_KINDS = frozenset({"torchax", "torch", "numpy_scalar"})
-
-Values = Mapping[str, Any]
-"""Leaf name -> the array that was read, on its placement (on the host, a numpy array)."""
 
 
 class Encoder:
@@ -208,11 +204,6 @@ def key_part(entry: Any) -> str:
 # --- rebuilding --------------------------------------------------------------------------------
 
 
-def leaf_names(node: Node) -> tuple[str, ...]:
-    """Returns the names of the leaves below a node."""
-    return tuple(leaf["array"] for leaf in array_nodes(node))
-
-
 def value_of(node: Node, values: Values) -> Any:
     """Returns the Python value that a node describes, with the given arrays as its leaves."""
     return decode(node, lambda leaf: revive(leaf, values[leaf["array"]]))
@@ -251,10 +242,7 @@ def check(node: Node, where: str) -> None:
         width = tuple(child["shape"][-1:]) if kind == "key" else ()
         if why := _why_not_rebuilt(kind, child["dtype"], width, child.get("impl"), is_weak):
             raise node_checks.corrupt(child["array"], f"a {kind} leaf that can be rebuilt", why)
-    try:
-        decode(node, lambda leaf: leaf["array"] if leaf["kind"] in _HASHABLE_KINDS else [])
-    except CorruptCheckpointError as error:
-        raise CorruptCheckpointError(f"{where}: {error}", key_path=where) from error
+    node_checks.check_values(node, where)
 
 
 @functools.lru_cache(maxsize=256)

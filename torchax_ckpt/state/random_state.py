@@ -15,12 +15,12 @@ from torchax_ckpt.layout.manifest import Node, array_nodes
 from torchax_ckpt.state import generators, node_checks
 from torchax_ckpt.state.component import (
     Captured,
-    Change,
-    Restoration,
+    add_read,
     encoded,
 )
 from torchax_ckpt.state.leaf import Spec, freeze
-from torchax_ckpt.state.pytree import leaf_names, value_of
+from torchax_ckpt.state.plans.restoration import Change, Restoration, leaf_names
+from torchax_ckpt.state.pytree import value_of
 
 
 class RandomStateComponent:
@@ -50,11 +50,13 @@ class RandomStateComponent:
             )
         key_placement = placement_of(freeze(torchax_backend.prng_key(), "rng"))
         for child in array_nodes(node):
-            plan.add_read(child, key_placement if Spec.of_node(child).on_device else Local.HOST)
+            add_read(
+                plan.reads, child, key_placement if Spec.of_node(child).on_device else Local.HOST
+            )
         needs = leaf_names(node)
         # The check tries the state on throwaway generators. The random state is set last, because
         # loading other state may draw random numbers.
-        plan.checks.append(
+        plan.calls.append(
             Change(lambda values: generators.check(value_of(node, values), _TRIALS), needs=needs)
         )
         plan.changes.append(Change(lambda values: _set(value_of(node, values)), needs=needs))

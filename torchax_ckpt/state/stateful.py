@@ -19,15 +19,14 @@ from torchax_ckpt.runtime import user_messages
 from torchax_ckpt.state import per_process_state
 from torchax_ckpt.state.component import (
     Captured,
-    Change,
     Combined,
-    Restoration,
     encoded,
     restore_by_call,
 )
 from torchax_ckpt.state.findings import type_name
 from torchax_ckpt.state.functional import PytreeCapture
 from torchax_ckpt.state.per_process_state import LOADER, STATE_DICT, SavedStates, methods_of
+from torchax_ckpt.state.plans.restoration import Change, Restoration
 from torchax_ckpt.state.stored_entries import SCHEDULER, SCHEDULER_CLASS, scheduler_class, takes
 
 Redistribute = Callable[[list[Any], int], Sequence[Any]]
@@ -90,11 +89,6 @@ class StatefulComponent:
                 # of in the middle of the resumed run.
                 self._present_state()
 
-        def take_share(states: list[Any]) -> None:
-            assert isinstance(node, SavedStates)
-            assert self._redistribute is not None
-            take(node.share(self._redistribute(states, node.count)))
-
         is_shared = isinstance(node, SavedStates)
         # Leaves that are not put back may have been donated.
         state = self._present_state()
@@ -103,6 +97,10 @@ class StatefulComponent:
             return
 
         def take_stored(state: Any) -> None:
+            if isinstance(node, SavedStates):
+                assert self._redistribute is not None
+                take(node.share(self._redistribute(state, node.count)))
+                return
             take(state)
             if (warning := per_process_state.end_of_epoch(where, self.value, state)) is not None:
                 # A change is made only if all processes restore the step.
@@ -114,7 +112,7 @@ class StatefulComponent:
             plan,
             where=where,
             owner=self.value,
-            take=take_share if is_shared else take_stored,
+            take=take_stored,
             put_back=take,
         )
 

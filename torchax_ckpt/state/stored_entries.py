@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torchax_ckpt.errors import SelectionError
@@ -141,19 +141,11 @@ OTHER_STATE = "other_state"
 
 
 @dataclasses.dataclass(frozen=True)
-class StoredGroup:
-    """One stored parameter group: its index and its hyperparameters, but not its parameters."""
-
-    index: int
-    hyperparameters: Mapping[Any, Node]
-
-
-@dataclasses.dataclass(frozen=True)
 class StoredOptimizer:
     """The stored parameter groups and the stored state of one optimizer."""
 
-    groups: tuple[StoredGroup, ...]
-    group_of: Mapping[str, StoredGroup]  # by parameter
+    groups: Sequence[Mapping[Any, Node]]  # the hyperparameters of each
+    group_of: Mapping[str, int]  # by parameter
     state: Mapping[str, Node]  # by parameter that had state
     left_out: tuple[str, ...] = ()  # not selected or in no group, by names in the program
     # by the keys that are no parameters
@@ -168,22 +160,19 @@ class StoredOptimizer:
             raise node_checks.corrupt(
                 f"{where}/param_groups", "a list", f"a {type(described).__name__}"
             )
-        groups: list[StoredGroup] = []
-        group_of: dict[str, StoredGroup] = {}
+        groups: list[Mapping[Any, Node]] = []
+        group_of: dict[str, int] = {}
         for index, group in enumerate(described):
-            found = node_checks.keyed(group, f"{where}/param_groups/{index}")
-            stored = StoredGroup(index, {k: v for k, v in found.items() if k not in BY_POSITION})
-            groups.append(stored)
-            for member in node_checks.texts(
-                found.get("params"), f"{where}/param_groups/{index}/params"
-            ):
+            place = f"{where}/param_groups/{index}"
+            found = node_checks.keyed(group, place)
+            groups.append({k: v for k, v in found.items() if k not in BY_POSITION})
+            for member in node_checks.texts(found.get("params"), f"{place}/params"):
                 if member in group_of:
-                    raise node_checks.corrupt(
-                        f"{where}/{member}", "one group that contains it", "two"
-                    )
-                group_of[member] = stored
+                    expected = "one group that contains it"
+                    raise node_checks.corrupt(f"{where}/{member}", expected, "two")
+                group_of[member] = index
         return cls(
-            tuple(groups),
+            groups,
             group_of,
             node_checks.fields(content.get("state"), f"{where}/state"),
             other_state=node_checks.keyed(
@@ -198,10 +187,10 @@ class StoredOptimizer:
 
         The second result is key -> (expected, found) of what they do not have in common.
         """
-        sources = {s.index: s for m in members if (s := self.group_of.get(m)) is not None}
+        sources = dict.fromkeys(self.group_of[m] for m in members if m in self.group_of)
         if not sources:
             return {}, {}
-        first, *others = (source.hyperparameters for source in sources.values())
+        first, *others = (self.groups[index] for index in sources)
         differing = {
             key
             for other in others

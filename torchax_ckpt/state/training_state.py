@@ -18,8 +18,8 @@ from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import IMPORTED, Node
 from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.runtime import user_messages
-from torchax_ckpt.state import functional, node_checks
-from torchax_ckpt.state.component import Captured, Combined, Restoration
+from torchax_ckpt.state import functional
+from torchax_ckpt.state.component import Captured, Combined
 from torchax_ckpt.state.findings import type_name
 from torchax_ckpt.state.leaf import Array
 from torchax_ckpt.state.modules.module import Init, ModuleComponent, Rule
@@ -31,7 +31,8 @@ from torchax_ckpt.state.per_process_state import (
     SavedStates,
     state_dict_hint,
 )
-from torchax_ckpt.state.pytree import leaf_names
+from torchax_ckpt.state.plans import matching
+from torchax_ckpt.state.plans.restoration import Restoration, leaf_names
 from torchax_ckpt.state.random_state import RandomStateComponent
 from torchax_ckpt.state.stateful import Redistribute, StatefulComponent
 
@@ -226,23 +227,13 @@ class _Group:
         return self._combined([member.capture() for member in self.members.values()])
 
     def prepare(self, node: Node | SavedStates, plan: Restoration) -> None:
-        findings = plan.findings
         states = node if isinstance(node, SavedStates) else None
-        if states is not None:
-            node = states.nodes[0]
         where = names.join(self._key_path)
-        is_group = isinstance(node, dict) and node.get("group") is True
-        stored = node_checks.fields(node, where) if is_group else {}
-        if not is_group:
-            findings.unexpected += leaf_names(node)
-        for name, member in self.members.items():
-            if name in stored:
-                child = stored[name] if states is None else states.of_member(name, where)
-                member.prepare(child, plan)
-            else:
-                findings.missing.append(names.join((*self._key_path, name)))
-        for name in stored.keys() - self.members.keys():
-            findings.unexpected.append(names.join((*self._key_path, name)))
+        first = node if states is None else states.nodes[0]
+        for name, member, child in matching.match_members(
+            self.members, first, self._key_path, plan.findings
+        ):
+            member.prepare(child if states is None else states.of_member(name, where), plan)
 
 
 Component = ModuleComponent | OptimizerComponent | StatefulComponent | RandomStateComponent | _Group

@@ -20,7 +20,7 @@ from torchax_ckpt.storage.directory import commit_record, shared_files, step_fol
 from torchax_ckpt.storage.directory.committed_step import VERIFIED, CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.shared_files import File
-from torchax_ckpt.storage.medium import fsync, local_medium, medium, permissions, storage_errors
+from torchax_ckpt.storage.medium import local_medium, medium, storage_errors
 from torchax_ckpt.stored.stored_step import StoredStep, still_there
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,8 @@ def _copy(
         still_there(committed),
         step_folder.writing(target, committed.step) as folder,
     ):
-        shared = _shared_files(committed, target)
+        has_links = medium.of(target.path).has_links
+        shared = shared_files.linked_files(committed.path) if has_links else {}
         known = {name: first_copies[f] for name, f in shared.items() if f in first_copies}
         copy_files(committed.path, folder.path, known, on_bytes)
         try:
@@ -97,7 +98,6 @@ def _copy(
                 file=error.file,
                 key_path=error.key_path,
             ) from error
-        fsync.sync_tree(folder.path)
         mark = (committed.path / commit_record.MARK).read_bytes()
         on_bytes(len(mark))
         done = folder.commit(mark)
@@ -106,13 +106,6 @@ def _copy(
     target.verified.note(done, is_sound=True)
     target.verified.mark([done])
     return done
-
-
-def _shared_files(committed: CommittedStep, target: RunDirectory) -> dict[str, File]:
-    """Returns the files of a step that have other links, unless the target has no links."""
-    if not medium.of(target.path).has_links:
-        return {}
-    return shared_files.linked_files(committed.path)
 
 
 def _require_absent(steps: Sequence[CommittedStep], target: RunDirectory) -> None:
@@ -125,29 +118,23 @@ def _require_absent(steps: Sequence[CommittedStep], target: RunDirectory) -> Non
         )
 
 
-def _files(step: epath.Path, below: str = "") -> Iterator[str]:
-    """Yields the relative path of each file of a step, which the copy has not."""
-    for child in (step / below if below else step).iterdir():
-        name = f"{below}/{child.name}" if below else child.name
-        if child.is_dir():
-            yield from _files(step, name)
-        elif name not in (VERIFIED, commit_record.MARK, step_folder.INDICATOR):
-            yield name
-
-
 def copy_files(
     source: epath.Path,
     target: epath.Path,
     known: Mapping[str, epath.Path],
     on_bytes: Callable[[int], None],
 ) -> None:
-    """Copies the files of a step, or links those of which ``known`` has a copy."""
+    """Copies the files of a step, or links those of which ``known`` has a copy.
+
+    Leaves out the commit mark, ``verified``, and what the folder of a new step has already.
+    """
+    names = {file.name for file in medium.of(source).files(source)}
     with concurrent.futures.ThreadPoolExecutor(_PARALLEL) as pool:
         copies = [
             pool.submit(_link_file, known[file], target / file)
             if file in known
             else pool.submit(_copy_file, source / file, target / file, on_bytes)
-            for file in _files(source)
+            for file in sorted(names - {VERIFIED, commit_record.MARK, step_folder.INDICATOR})
         ]
         try:
             for copy in copies:
@@ -158,14 +145,13 @@ def copy_files(
 
 
 def _link_file(source: epath.Path, target: epath.Path) -> None:
-    permissions.make_inner_folder(target.parent)
+    medium.of(target).make_inner_folder(target.parent)
     local_medium.link_file(source, target)
 
 
 def _copy_file(source: epath.Path, target: epath.Path, on_bytes: Callable[[int], None]) -> None:
-    permissions.make_inner_folder(target.parent)
+    medium.of(target).make_inner_folder(target.parent)
     with source.open("rb") as reading, target.open("wb") as writing:
         while content := reading.read(_CHUNK_BYTES):
             writing.write(content)
             on_bytes(len(content))
-        medium.of(target).sync_open(writing)

@@ -22,7 +22,7 @@ from torchax_ckpt.storage.arrays import array_checks, chunking
 from torchax_ckpt.storage.arrays.assembly import Bounds
 from torchax_ckpt.storage.directory import step_files
 from torchax_ckpt.storage.directory.committed_step import STATE, CommittedStep
-from torchax_ckpt.storage.medium import containment, location
+from torchax_ckpt.storage.medium import containment, location, medium
 from torchax_ckpt.stored.stored_step import Parts, StoredStep, still_there
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class ForeignStep(StoredStep):
     def _read_manifest(self) -> Manifest:
         step, path = self.committed.step, self.committed.path
         with step_files.as_corrupt(self.committed, "metadata"):
-            containment.require_contained(path, step)
+            medium.of(path).require_contained(path, step)
             folders = [path, *(p for p in path.iterdir() if p.is_dir())]
             trees = {p.name: p for p in folders if (p / _METADATA).exists()}
         if len(trees) != 1 and STATE not in trees:
@@ -142,7 +142,7 @@ class ForeignStep(StoredStep):
                 raise containment.corrupt(step, path, expected, f"{chunk!r:.80}", name)
             if needed > memory:
                 least = whole // array_checks.MAX_UNPACKED
-                raise containment.beyond_memory(path, step, needed, least, name)
+                raise step_files.beyond_memory(self.committed, needed, least, name)
 
 
 def _kinds(metadata: Mapping[str, Any]) -> dict[Path, str]:

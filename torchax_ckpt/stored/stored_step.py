@@ -28,7 +28,7 @@ from torchax_ckpt.errors import (
     StepNotFoundError,
 )
 from torchax_ckpt.layout import names
-from torchax_ckpt.layout.manifest import Manifest, Node
+from torchax_ckpt.layout.manifest import Manifest
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.processes.coordination import SINGLE_PROCESS, Processes
 from torchax_ckpt.runtime import host_memory, progress
@@ -37,7 +37,7 @@ from torchax_ckpt.storage.arrays import array_checks, read_arrays
 from torchax_ckpt.storage.arrays.assembly import Bounds, Index, Piece, Wanted, empty, overlap
 from torchax_ckpt.storage.directory import commit_record, step_files
 from torchax_ckpt.storage.directory.committed_step import MANIFEST, CommittedStep
-from torchax_ckpt.storage.medium import containment
+from torchax_ckpt.storage.medium import containment, medium
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def still_there(committed: CommittedStep) -> Iterator[None]:
         raise
     except (CorruptCheckpointError, FileNotFoundError) as error:
         if commit_record.is_there(committed):
-            if (file := containment.pointer_in(committed.path)) is not None:
+            if (file := medium.of(committed.path).pointer_in(committed.path)) is not None:
                 text = f"{file}: expected a file of the step, {containment.POINTER}"
                 raise committed.error(CorruptCheckpointError, text, file=file) from error
             raise
@@ -89,7 +89,7 @@ def parse_manifest(committed: CommittedStep) -> Manifest:
     """
     with about(committed):
         with step_files.as_corrupt(committed, "folders"):
-            containment.require_contained(committed.path, committed.step)
+            medium.of(committed.path).require_contained(committed.path, committed.step)
         path = str(committed.path / MANIFEST)
         return Manifest.from_json(step_files.read_manifest(committed), path=path)
 
@@ -164,28 +164,16 @@ class StoredStep:
         return parse_manifest(self.committed)
 
     def _require_whole(self) -> None:
-        step, path = self.committed.step, self.committed.path
         for name, node in self.manifest.leaves.items():
             if "whole" in node:
-                raise CorruptCheckpointError(
-                    f"step {step} in {path}: {name}: expected the whole leaf, "
-                    f"{node['whole']!r:.80}, found {list(node['shape'])}: this step of a local "
-                    "tier holds one host's part. The hosts that saved it can restore it together, "
-                    "with LocalTier; elsewhere read a step of the run's durable directory.",
-                    step=step,
-                    path=path,
-                    key_path=name,
+                raise self.committed.error(
+                    CorruptCheckpointError,
+                    f"{name}: expected the whole leaf, {node['whole']!r:.80}, found "
+                    f"{list(node['shape'])}: this step of a local tier holds one host's part. The "
+                    "hosts that saved it can restore it together, with LocalTier; elsewhere read a "
+                    "step of the run's durable directory.",
+                    name,
                 )
-
-    @property
-    def document(self) -> Mapping[str, Node]:
-        """Component -> node."""
-        return self.manifest.document
-
-    @property
-    def attached(self) -> tuple[str, ...] | None:
-        """The components that were attached when functional state was saved; see ``Manifest``."""
-        return self.manifest.attached
 
     @property
     def stored_bytes(self) -> int:
@@ -203,24 +191,19 @@ class StoredStep:
                 found[name] = _in_words(text, is_stacked=leaf.stack is not None)
         return found
 
-    def stream(
-        self,
-        names: Iterable[str],
-        is_needed: Callable[[str, Index], bool] = lambda name, index: True,
-    ) -> Iterator[tuple[str, Index, np.ndarray]]:
+    def stream(self, names: Iterable[str]) -> Iterator[tuple[str, Index, np.ndarray]]:
         """Yields (leaf's name, piece's index in the leaf, content), in the order of storage.
 
-        Of a stack, only the pieces that have rows of these leaves are read; of a leaf, only the
-        pieces for which ``is_needed`` returns True. Raises CorruptCheckpointError, which names the
-        leaf and, if known, the file; or DirectoryError.
+        Only the pieces of a stack that have rows of these leaves are read. Raises
+        CorruptCheckpointError, which names the leaf and, if known, the file; or DirectoryError.
         """
-        for _, contents in self._pieces(names, is_needed):
+        for _, contents in self._pieces(names, lambda name, index: True):
             yield from contents
 
     def _pieces(
         self, names: Iterable[str], is_needed: Callable[[str, Index], bool]
     ) -> Iterator[tuple[int, list[tuple[str, Index, np.ndarray]]]]:
-        """Yields each piece's size in bytes, and what ``stream`` yields of it, in its memory."""
+        """Yields the size in bytes of each piece that ``is_needed``, and what ``stream`` yields."""
         selected = set(names)
         with still_there(self.committed), about(self.committed):
             wanted = self.wanted(dict.fromkeys(selected))
@@ -260,8 +243,7 @@ class StoredStep:
         if allocate is None and total > host_memory.host_memory_bytes():
             with still_there(self.committed):
                 least = self.require_stored(leaf.name for leaf in leaves)
-                path, step = self.committed.path, self.committed.step
-                raise containment.beyond_memory(path, step, total, least)
+                raise step_files.beyond_memory(self.committed, total, least)
         found = {
             leaf.name: (allocate or empty)(leaf.shape, np.dtype(leaf.dtype)) for leaf in leaves
         }
@@ -326,7 +308,7 @@ class StoredStep:
         """
         needed = set(self.leaves)
         # If as many processes read as saved, each process reads its own per-process state.
-        if ProcessStates.of_document(self.document).count == num_processes:
+        if ProcessStates.of_document(self.manifest.document).count == num_processes:
             needed = {name for name in needed if names.without_process(name) == name}
             leaves = {names.without_process(name) for name in leaves}
         stored = self.manifest.stored

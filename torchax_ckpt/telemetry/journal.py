@@ -52,7 +52,7 @@ class Journal:
     @property
     def patience_secs(self) -> float:
         """Seconds between two appends."""
-        return self._medium.append_secs
+        return self._medium.pause_secs
 
     def append(self, lines: Sequence[bytes]) -> None:
         """Appends lines, each with its newline; if it fails, some of them may have been written."""
@@ -121,7 +121,7 @@ def _names(folder: epath.Path) -> list[str]:
 def _read(folder: epath.Path, name: str) -> bytes:
     """Returns the beginning of a file; b"" if the file is unreadable or not regular."""
     try:
-        return medium.of(folder).beginning(folder / name, _MAX_READ_BYTES)
+        return medium.of(folder).read(folder / name, _MAX_READ_BYTES)
     except Exception as error:  # the other files may still be readable
         logger.debug("%s cannot be read and is skipped: %s", folder / name, error)
         return b""

@@ -43,7 +43,7 @@ class FlattenedStep:
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         where = f"step {self.committed.step}"
         self._document = functools.partial(
-            per_process_state.document_of, content.document, rank, ranks, where
+            per_process_state.document_of, content.manifest.document, rank, ranks, where
         )
         with native_torch(), about(self.committed):
             tree = tree_of(self._document(taken=()), self._stand_in)

@@ -20,15 +20,19 @@ from torchax_ckpt.layout.nodes import decode
 from torchax_ckpt.plain_torch import native_torch
 from torchax_ckpt.restoring.fallback import newest_readable
 from torchax_ckpt.runtime import user_messages
-from torchax_ckpt.runtime.undoing import undone_on_failure
 from torchax_ckpt.runtime.user_messages import brief
 from torchax_ckpt.state import generators, node_checks, per_process_state
-from torchax_ckpt.state.findings import Findings, RestoreReport, refused, type_name
-from torchax_ckpt.state.stored_entries import EXTRA_STATE, SCHEDULER, StoredOptimizer, takes
+from torchax_ckpt.state.findings import Findings, RestoreReport, type_name
+from torchax_ckpt.state.plans import matching
+from torchax_ckpt.state.plans.restoration import Change, Restoration, Values
+from torchax_ckpt.state.stored_entries import EXTRA_STATE, SCHEDULER, takes
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.stored.stored_step import StoredStep, about
-from torchax_ckpt.torch.state_trees import WIDER, compare, module_state, revived, stand_in
+from torchax_ckpt.torch.state_trees import WIDER, compare, revived, stand_in
+
+# What goes where torch makes it, in host memory.
+_NOBODY = matching.Owner(None, {}, is_state=False)
 
 
 @brief
@@ -100,235 +104,140 @@ def _restored(stored: StoredStep, objects: Mapping[str, Any], *, strict: bool) -
     document = per_process_state.document_of(
         stored.manifest.document, 0, 1, f"step {step}", taken=objects
     )
-    plan, findings = _Plan(), Findings(state=document.get("state"))
+    for component, node in document.items():
+        node_checks.check_values(node, component)
+    findings = Findings(state=document.get("state"))
+    plan = Restoration(findings=findings)
+    matched = _Matched(plan)
     for component, value in objects.items():
         live = dict(value) if isinstance(value, Mapping) else {"": value}
         node = document.get(component, {"dict": [], "group": True})
-        members = node_checks.members(node, component)
-        for name in dict.fromkeys((*live, *members)):
-            where = names.join((component, name) if name else (component,))
-            if name not in members:
-                findings.missing.append(where)
-            elif name not in live:
-                findings.unexpected.append(where)
-            else:
-                plan.add(component, name, live[name], members[name], where, findings)
+        for name, one, child in matching.match_members(live, node, (component,), findings):
+            matched.add(one, child, (component, name) if name else (component,))
     if strict and findings:
         raise findings.error(step, path, "torch.restore")
     left_out = [name for name in document if name not in (*objects, "rng")]
     if (node := document.get("rng")) is not None:
-        plan.add_generators(node)
+        matched.add_generators(node)
         left_out.append("rng/torchax")
-    plan.carry_out(stored.read(plan.reads))
+    arrays = stored.read(plan.reads)
+    plan.apply({name: placed(arrays[name]) for name, placed in plan.reads.items()})
     return findings.report(step, left_out, is_verified=stored.is_whole(plan.reads, 1))
 
 
-class _Plan:
-    """The leaves that a restore reads, then the changes that it makes, all or none."""
+class _Matched:
+    """Adds objects of a plain program to the plan of a restore; see ``matching.Backend``."""
 
-    def __init__(self) -> None:
-        self.reads: dict[str, None] = {}
+    def __init__(self, plan: Restoration) -> None:
+        self._plan = plan
         self._names: dict[int, list[str]] = {}  # id of a live parameter -> its names
-        self._arrays: Mapping[str, np.ndarray] = {}
-        # Each gives an object its state, which may fail, and adds what undoes that.
-        self._calls: list[Callable[[list[Callable[[], object]]], None]] = []
-        self._fills: list[Callable[[], object]] = []  # cannot fail
-        # Each makes new values on their devices, and returns a change that cannot fail.
-        self._stages: list[Callable[[], Callable[[], object]]] = []
 
-    def add(
-        self, component: str, name: str, value: Any, node: Node, where: str, findings: Findings
-    ) -> None:
+    def add(self, value: Any, node: Node, key_path: tuple[str, ...]) -> None:
         """Compares an object with its node, and plans its change."""
+        component, where = key_path[0], names.join(key_path)
         kind = {"model": torch.nn.Module, "optimizer": torch.optim.Optimizer}.get(component)
         if kind is not None and not isinstance(value, kind):
             raise AttachError(f"{where}: expected a {kind.__name__}, found {type_name(value)}")
         if component == "model":
-            self._add_module(value, name, node, where, findings)
+            self._add_module(value, node, key_path)
         elif component == "optimizer":
-            self._add_optimizer(value, node, where, findings)
+            parameter_names = functools.partial(self._parameter_names, value, where)
+            matching.match_optimizer(value, node, where, parameter_names, self._plan, self)
         elif (methods := per_process_state.methods_of(value)) is None:
             raise AttachError(f"{where}: expected a state_dict method, found {type_name(value)}")
         else:
             get, load = (getattr(value, name) for name in methods)
-            if component != SCHEDULER or takes(value, get(), node, where, findings):
+            if component != SCHEDULER or takes(value, get(), node, where, self._plan.findings):
                 self._add_call(where, value, get, load, node)
+
+    def _parameter_names(
+        self, optimizer: torch.optim.Optimizer, where: str
+    ) -> Mapping[int, Sequence[str]]:
+        keys = [id(p) for group in optimizer.param_groups for p in group["params"]]
+        if any(key not in self._names for key in keys):
+            raise AttachError(f"{where}: has a parameter that is not one of the model's")
+        return {key: self._names[key] for key in keys}
 
     def add_generators(self, node: Node) -> None:
         """Plans to set the generators last, because objects may draw while they load."""
         node = {"dict": [[k, v] for k, v in node_checks.fields(node, "rng").items()]}
-        value_of = self._reader(node)
-
-        def stage() -> Callable[[], None]:
-            state = value_of()
-            generators.check(state)
-            return functools.partial(generators.set_states, state)
-
-        self._stages.append(stage)
-
-    def carry_out(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Makes all changes, or none; ``arrays`` has what ``reads`` names."""
-        self._arrays = arrays
-        changes = [stage() for stage in self._stages]
-        with undone_on_failure() as undos:
-            for call in self._calls:
-                call(undos)
-        for change in (*self._fills, *changes):
-            change()
-
-    def _reader(
-        self, node: Node, placed: Callable[[Any, Node], Any] = lambda value, leaf: value
-    ) -> Callable[[], Any]:
-        """Adds the leaves of a node to the reads; returns what then gives the node's value."""
-        self.reads |= dict.fromkeys(leaf["array"] for leaf in array_nodes(node))
-        return lambda: decode(
-            node, lambda leaf: placed(revived(leaf, self._arrays[leaf["array"]]), leaf)
-        )
+        for leaf in array_nodes(node):
+            self.add_read(leaf)
+        check, set_states = generators.check, generators.set_states
+        self._plan.calls.append(Change(lambda values: check(_value_of(node, values))))
+        self._plan.changes.append(Change(lambda values: set_states(_value_of(node, values))))
 
     def _add_call(
         self, where: str, owner: Any, get: Callable[[], Any], load: Callable[[Any], Any], node: Node
     ) -> None:
         """Plans a call that gives an object its state; it may fail: it runs the user's code."""
-        value_of = self._reader(node)
+        for leaf in array_nodes(node):
+            self.add_read(leaf)
+        before = copy.deepcopy(get())
 
-        def call(undos: list[Callable[[], object]]) -> None:
-            attributes, before = dict(getattr(owner, "__dict__", {})), copy.deepcopy(get())
-
-            def undo() -> None:
-                if attributes:
-                    owner.__dict__.clear()
-                    owner.__dict__.update(attributes)
-                load(before)
-
-            undos.append(undo)
-            state = value_of()
-            with refused(where):
-                load(state)
-                get()  # torchdata's loader draws when it first uses a state: not later
+        def take(state: Any) -> None:
+            load(state)
+            get()  # torchdata's loader draws when it first uses a state: not later
             if (warning := per_process_state.end_of_epoch(where, owner, state)) is not None:
-                self._fills.append(lambda: user_messages.warn(warning))
+                self._plan.changes.append(Change(lambda values: user_messages.warn(warning)))
 
-        self._calls.append(call)
+        self._plan.add_call(node, where, owner, take, lambda: load(before), _value_of)
 
-    def _add_module(
-        self, module: torch.nn.Module, member: str, node: Node, where: str, findings: Findings
-    ) -> None:
-        stored = module_state(node, where)
-        every = module.state_dict(keep_vars=True)
-        raw = {names.without_compile(name): name for name in every}
-        live = {fqn: every[name] for fqn, name in raw.items()}
-        ties: dict[int, int] = {}  # id of a live tensor -> of its node, and the reverse
-        extra: dict[str, Node] = {}
-        for fqn, tensor in live.items():
-            name = f"{where}/{names.escape(fqn)}"
-            if not fqn.endswith(EXTRA_STATE):
-                _require_plain(name, tensor)
-                known = names.join((member, fqn) if member else (fqn,))
-                self._names.setdefault(id(tensor), []).append(known)
-            if fqn not in stored:
-                findings.missing.append(name)
-            elif fqn.endswith(EXTRA_STATE):
-                extra[fqn] = stored[fqn]
-            else:
-                a, b = id(tensor), id(stored[fqn])
-                if (ties.setdefault(a, b), ties.setdefault(b, a)) != (b, a):
-                    findings.mismatch(name, "the same ties", "others")
-                elif compare(name, tensor, stand_in(stored[fqn]), findings):
-                    fill = functools.partial(_fill, tensor.detach(), self._reader(stored[fqn]))
-                    self._fills.append(fill)
-        findings.unexpected += [f"{where}/{names.escape(n)}" for n in stored if n not in live]
-        if extra:
+    def _add_module(self, module: torch.nn.Module, node: Node, key_path: tuple[str, ...]) -> None:
+        findings = self._plan.findings
+        stored = matching.stored_module(node, names.join(key_path), findings)
+        live: dict[int, tuple[list[str], torch.Tensor]] = {}
+        for raw, tensor in module.state_dict(keep_vars=True).items():
+            if not raw.endswith(EXTRA_STATE):
+                fqn = names.without_compile(raw)
+                _require_plain(names.join((*key_path, fqn)), tensor)
+                live.setdefault(id(tensor), ([], tensor))[0].append(fqn)
+        for identity, (fqns, _) in live.items():
+            known = [names.join((*key_path[1:], fqn)) for fqn in fqns]
+            self._names.setdefault(identity, []).extend(known)
+        tensors = [(fqns[0], fqns, tensor) for fqns, tensor in live.values()]
+        for tensor, leaf in matching.match_tensors(tensors, stored, key_path, findings, self.fits):
+            self.add_read(leaf)
+            fill = functools.partial(_fill, tensor.detach(), leaf["array"])
+            self._plan.changes.append(Change(fill))
+        modules = matching.extra_state_modules(module)
+        for part, child, key in matching.match_extra_state(modules, stored, key_path, findings):
+            where = names.join(key)
+            self._add_call(where, part, part.get_extra_state, part.set_extra_state, child)
 
-            def load(state: Mapping[str, Any]) -> None:
-                of_raw = {raw[fqn]: value for fqn, value in state.items()}
-                result = module.load_state_dict(of_raw, strict=False)
-                if unexpected := getattr(result, "unexpected_keys", None):
-                    raise KeyError(f"load_state_dict does not know {', '.join(unexpected)}")
+    def fits(self, live: torch.Tensor, node: Node, name: str) -> bool:
+        return compare(name, live, stand_in(node), self._plan.findings)
 
-            def get() -> dict[str, Any]:
-                state = module.state_dict()
-                return {fqn: state[raw[fqn]] for fqn in extra}
+    def add_read(self, leaf: Node, live: Any = None, owner: matching.Owner = _NOBODY) -> None:
+        parameter, group = owner.parameter, owner.group
 
-            node = {"dict": [[fqn, child] for fqn, child in extra.items()]}
-            self._add_call(f"{where}/{EXTRA_STATE}", None, get, load, node)
-
-    def _add_optimizer(
-        self, optimizer: torch.optim.Optimizer, node: Node, where: str, findings: Findings
-    ) -> None:
-        stored = StoredOptimizer.of_node(node, where)
-        if (expected := type(optimizer).__qualname__) != node.get("class"):
-            findings.mismatch(where, expected, node.get("class"))
-            return
-        used: set[str] = set()
-        for index, group in enumerate(optimizer.param_groups):
-            on_device = bool(group.get("fused") or group.get("capturable"))
-            members = []
-            for parameter in group["params"]:
-                known = self._names.get(id(parameter))
-                if known is None:
-                    raise AttachError(f"{where}: has a parameter that is not one of the model's")
-                name = next((n for n in known if n in stored.group_of), None)
-                if name is None:
-                    findings.missing.append(f"{where}/{known[0]}")
-                    continue
-                members.append(name)
-                state = node_checks.keyed(stored.state.get(name, {"dict": []}), where)
-                fits = [f"model/{n}" not in findings.mismatched for n in known] + [
-                    compare(f"{where}/{name}/{key}", value, stand_in(state[key]), findings)
-                    for key, value in optimizer.state.get(parameter, {}).items()
-                    if isinstance(value, torch.Tensor) and key in state
-                ]
-                if all(fits):
-                    put = functools.partial(optimizer.state.__setitem__, parameter)
-                    self._add_entries(put, state, parameter, on_device)
-            used.update(members)
-            common, differing = stored.hyperparameters(members)
-            for key, texts in differing.items():
-                findings.mismatch(f"{where}/param_groups/{index}/{key}", *texts)
-            if common:
-                self._add_entries(group.update, common, group["params"][0], on_device)
-        findings.unexpected += [f"{where}/{name}" for name in stored.group_of if name not in used]
-        every = [p for group in optimizer.param_groups for p in group["params"]]
-        put = functools.partial(_put_other_state, optimizer)
-        self._add_entries(put, stored.other_state, every[0] if every else None, False)
-
-    def _add_entries(
-        self,
-        put: Callable[[dict[Any, Any]], object],
-        entries: Mapping[Any, Node],
-        parameter: torch.Tensor | None,
-        on_device: bool,
-    ) -> None:
-        """Plans to ``put`` an optimizer's values, on the devices where torch would make them.
-
-        torch keeps counters of steps on the CPU, as torchax does, unless ``on_device``. Without a
-        parameter, all values stay on the CPU.
-        """
-
-        def placed(value: Any, node: Node) -> Any:
+        def placed(array: np.ndarray) -> Any:
+            value = revived(leaf, array)
             if parameter is None or not isinstance(value, torch.Tensor):
                 return value
+            # torch makes counters of steps on the CPU, as torchax does, unless they are to be on
+            # the device of the parameter.
+            on_device = leaf["kind"] != "torch" or group.get("fused") or group.get("capturable")
             is_wider = value.shape == parameter.shape and WIDER.get(value.dtype) == parameter.dtype
-            is_here = not on_device and node["kind"] == "torch"
-            return value.to(
-                "cpu" if is_here else parameter.device, parameter.dtype if is_wider else value.dtype
-            )
+            device = parameter.device if on_device else "cpu"
+            return value.to(device, parameter.dtype if is_wider else value.dtype)
 
-        readers = {key: self._reader(node, placed) for key, node in entries.items()}
-        self._stages.append(
-            lambda: functools.partial(put, {key: value_of() for key, value_of in readers.items()})
-        )
+        self._plan.reads[leaf["array"]] = placed
 
+    def rebuilt(self, node: Node, live: Any, values: Values) -> Any:
+        return _value_of(node, values)
 
-def _put_other_state(optimizer: torch.optim.Optimizer, state: Mapping[Any, Any]) -> None:
-    for key in [key for key in optimizer.state if not isinstance(key, torch.Tensor)]:
-        del optimizer.state[key]
-    optimizer.state.update(state)
+    def release(self, live: Any) -> None:
+        pass  # a restore in plain PyTorch has no memory budget
 
 
-def _fill(target: torch.Tensor, value_of: Callable[[], Any]) -> None:
+def _value_of(node: Node, values: Values) -> Any:
+    return decode(node, lambda leaf: values[leaf["array"]])
+
+
+def _fill(target: torch.Tensor, leaf: str, values: Values) -> None:
     with torch.inference_mode(target.is_inference()):  # which such a tensor's changes need
-        target.copy_(value_of())
+        target.copy_(values[leaf])
 
 
 def _require_plain(name: str, tensor: torch.Tensor) -> None:

@@ -37,7 +37,7 @@ from torchax_ckpt.storage.directory.lease import Lease, LeaseHolder, process_of
 from torchax_ckpt.storage.directory.leftovers import _LEFTOVER
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import fsync
-from torchax_ckpt.storage.medium.compare_and_swap import Conflict, record_at
+from torchax_ckpt.storage.medium.compare_and_swap import AtomicRecord, Conflict
 
 STATE = {"w": np.arange(3)}
 FIELDS = ["token", "host", "pid", "kernel", "started", "since_secs", "renewed_secs"]
@@ -315,11 +315,11 @@ def test_without_links_locks_and_o_excl_one_of_two_that_took_it_at_once_is_told(
 
 
 def test_a_record_loses_no_exchange(tmp_path: Path) -> None:
-    first = record_at(tmp_path / "count")
+    first = AtomicRecord(tmp_path / "count")
     first.swap(None, b"0")
 
     def count() -> None:
-        record = record_at(tmp_path / "count")
+        record = AtomicRecord(tmp_path / "count")
         done = 0
         while done < 50:
             seen = record.read()
@@ -367,7 +367,7 @@ def test_a_record_is_synced_before_it_has_its_name(
 
     for name, wrapped in (("fsync", synced), ("link", linked), ("replace", replaced)):
         monkeypatch.setattr(os, name, wrapped)
-    record = record_at(tmp_path / "record")
+    record = AtomicRecord(tmp_path / "record")
     first = record.swap(None, b"1")
     record.swap(first, b"2")
     record.close()
@@ -384,7 +384,7 @@ def test_a_record_that_cannot_be_written_says_why_and_not_that_its_draft_stays(
 
         return refused
 
-    record = record_at(tmp_path / "lease")
+    record = AtomicRecord(tmp_path / "lease")
     seen = record.swap(None, b"1")
     monkeypatch.setattr(os, "replace", refuse(errno.ENOSPC))
     monkeypatch.setattr(Path, "unlink", refuse(errno.EIO))

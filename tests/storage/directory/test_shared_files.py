@@ -24,7 +24,7 @@ from torchax_ckpt.storage.directory.committed_step import VERIFIED, CommittedSte
 from torchax_ckpt.storage.directory.shared_files import Usage, damaged_too
 
 NUM_STEPS = 8
-BASE_BYTES = 1 << 20  # of the array that does not change
+BASE_BYTES = 1 << 20  # of the array that does not change from step 3 on
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +33,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("saved") / "run"
     base = jax.device_put(np.random.default_rng(0).random((BASE_BYTES // 4,), np.float32))
     states = {
-        step: {"base": base, "x": jax.device_put(np.float32(step))}
+        step: {"base": base + (step < 3), "x": jax.device_put(np.float32(step))}
         for step in range(1, NUM_STEPS + 1)
     }
-    return save_states(directory, states, options=CheckpointOptions(reuse=True))
+    return save_states(directory, states, options=CheckpointOptions(reuse=["state/base"]))
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_prune_says_what_a_deletion_frees(directory: Path, keep: int) -> None:
 
 
 def test_bytes_that_a_file_elsewhere_keeps_are_not_freed(tmp_path: Path) -> None:
-    """Such as a backup by links, or the run's own folder of unchanged arrays."""
+    """Such as a backup by links, or the run's own folder of frozen arrays."""
     for step in ("1", "2"):
         (tmp_path / step).mkdir()
     (tmp_path / "1" / "shared").write_bytes(b"12345")

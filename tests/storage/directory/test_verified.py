@@ -22,7 +22,7 @@ from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
 from torchax_ckpt.errors import CorruptCheckpointError, DirectoryError, SaveError, StepNotFoundError
 from torchax_ckpt.storage.arrays import array_checks, read_arrays
 from torchax_ckpt.storage.directory.committed_step import STATE, VERIFIED
-from torchax_ckpt.storage.medium import permissions
+from torchax_ckpt.storage.medium.local_medium import LocalMedium
 from torchax_ckpt.stored import stored_step
 from torchax_ckpt.stored.stored_step import StoredStep
 
@@ -120,7 +120,7 @@ def test_a_verified_step_that_is_found_damaged_counts_no_more(directory: Path) -
 def test_an_unmarked_step_is_verified(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(directory, 1)
     refuse = Mock(side_effect=PermissionError(13, "Permission denied"))
-    monkeypatch.setattr(permissions, "make_file", refuse)
+    monkeypatch.setattr(LocalMedium, "make_file", refuse)
     with TorchaxCheckpointer(directory, preservation_policy=LATEST) as ckpt:
         assert ckpt.verify(1) == 1
         save(ckpt, 2, 3, of=state)

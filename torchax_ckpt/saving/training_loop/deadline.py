@@ -9,6 +9,7 @@ run, because the threads wait for no training thread.
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
 import logging
@@ -33,6 +34,17 @@ Until = datetime.datetime | datetime.timedelta | float
 _FIRST_SECS, _END_SECS = 1e9, 1e11
 
 
+@dataclasses.dataclass(frozen=True)
+class _Loop:
+    """A loop of steps; times are seconds since 1970, infinite without a deadline."""
+
+    number: int = 0  # from 1; 0 before the first
+    total: float = math.inf  # the last step, if no deadline comes before
+    end: float = math.inf
+    half: float = math.inf  # when half of the time until ``end`` is over
+    last_step: _LastStep | None = None  # on several processes
+
+
 class Deadline:
     """Tells after which step a run ends because the time is nearly over.
 
@@ -53,11 +65,9 @@ class Deadline:
         self._margin_secs = margin_secs
         self._longest_save_secs = longest_save_secs
         self._longest_step_secs = 0.0
-        self._num_loops = 0
-        self._end = self._half = self._total = math.inf
-        self._asked: tuple[int, int] | None = None  # see ``_LastStep``
-        self._asked_at = 0.0  # a ``time.monotonic()``
-        self._last_step: _LastStep | None = None  # on several processes
+        self._loop = _Loop()
+        # The newest position asked about, see ``_LastStep``, and when, a ``time.monotonic()``.
+        self._asked: tuple[tuple[int, int], float] | None = None
         self._is_reached = False
 
     def begin(self, until: Until | None, step: int = 0, total: float = math.inf) -> None:
@@ -67,9 +77,8 @@ class Deadline:
           ArgumentError: ``until`` is no time.
         """
         self.close()
-        self._num_loops += 1
-        self._end = self._half = math.inf
-        self._total, self._asked, self._last_step, self._is_reached = total, None, None, False
+        self._loop = loop = _Loop(self._loop.number + 1, total)
+        self._asked, self._is_reached = None, False
         end = self._default if until is None else _unix_time("until", until)
         if end is None or step >= total:
             return
@@ -80,29 +89,31 @@ class Deadline:
             text = "no step is trained: %.0f s are left before the deadline, and %.0f s are needed"
             logger.warning(text, left, needed)
             return
-        self._end, self._half = end, end - left / 2
+        last_step = None
         if self._processes.count > 1:
-            self._last_step = _LastStep(self._processes, self._num_loops)
+            last_step = _LastStep(self._processes, loop.number)
+        self._loop = dataclasses.replace(loop, end=end, half=end - left / 2, last_step=last_step)
 
     def reached(self, step: int | None = None) -> bool:
         """Returns whether the run ends after ``step``; without it, returns the last answer.
 
         The first answer about a step stays, and is the same on all processes.
         """
-        if step is not None and self._default is not None and self._num_loops == 0:
+        if step is not None and self._default is not None and self._loop.number == 0:
             self.begin(None)
+        loop, before = self._loop, self._asked
         position = self._processes.log.num_restores, step or 0
-        is_known = self._is_reached or self._end == math.inf or position == self._asked
-        if step is None or step >= self._total or is_known:
+        is_known = self._is_reached or loop.end == math.inf or (before and before[0] == position)
+        if step is None or step >= loop.total or is_known:
             return self._is_reached
         now = time.monotonic()
-        if self._asked is not None and self._asked[0] == position[0]:  # no restore took the time
-            self._longest_step_secs = max(self._longest_step_secs, now - self._asked_at)
-        self._asked, self._asked_at = position, now
-        left = self._end - time.time()
+        if before is not None and before[0][0] == position[0]:  # no restore took the time
+            self._longest_step_secs = max(self._longest_step_secs, now - before[1])
+        self._asked = position, now
+        left = loop.end - time.time()
         is_near = self._processes.is_first and left < self._needed_secs
-        if self._last_step is not None:
-            self._is_reached = self._last_step.is_reached(position, is_near=is_near)
+        if loop.last_step is not None:
+            self._is_reached = loop.last_step.is_reached(position, is_near=is_near)
         else:
             self._is_reached = is_near
         if self._is_reached and self._processes.is_first:
@@ -113,7 +124,7 @@ class Deadline:
     @property
     def needs_save(self) -> bool:
         """Whether half of the time is over, and no step is safe yet."""
-        return time.time() >= self._half and self._longest_save_secs() is None
+        return time.time() >= self._loop.half and self._longest_save_secs() is None
 
     @property
     def _needed_secs(self) -> float:
@@ -125,12 +136,12 @@ class Deadline:
     @property
     def has_begun(self) -> bool:
         """Whether a thread was started, which a run of one process does not need."""
-        return self._last_step is not None
+        return self._loop.last_step is not None
 
     def close(self) -> None:
         """Ends the thread. The others go on to the ends of their loops, unless all have agreed."""
-        if self._last_step is not None:
-            self._last_step.close()
+        if self._loop.last_step is not None:
+            self._loop.last_step.close()
 
 
 class _LastStep:

@@ -27,26 +27,25 @@ from torchax_ckpt.runtime.user_messages import counted
 from torchax_ckpt.state import pytree
 from torchax_ckpt.state.component import (
     Captured,
-    Change,
     Combined,
     Form,
-    Restoration,
+    add_read,
     encoded,
+    fits,
     require_alive,
     restore_by_call,
 )
-from torchax_ckpt.state.findings import Findings
 from torchax_ckpt.state.leaf import Spec, Specs, describe, freeze_all
 from torchax_ckpt.state.modules import ties
 from torchax_ckpt.state.modules.meta_tensors import AbstractTensor, on_placement, rebuilt_buffers
 from torchax_ckpt.state.modules.module_tensors import (
     Slot,
-    extra_state_modules,
     registered,
     same_objects,
     slots,
 )
-from torchax_ckpt.state.pytree import Values, leaf_names
+from torchax_ckpt.state.plans import matching
+from torchax_ckpt.state.plans.restoration import Change, Restoration, Values
 from torchax_ckpt.state.stored_entries import EXTRA_STATE, StoredModule, extra_state_key
 
 logger = logging.getLogger(__name__)
@@ -158,7 +157,8 @@ class ModuleComponent:
         if same_objects(live, self._registered):
             return
         self._registered = live
-        self._extra_state_modules = extra_state_modules(self.module)
+        root, _ = torchax_backend.unwrap_jittable(self.module)
+        self._extra_state_modules = matching.extra_state_modules(root)
         self._slots = list(slots(self.module).values())
         persistent = [s for s in self._slots if s.persistent]
         self._persistent = persistent
@@ -180,11 +180,7 @@ class ModuleComponent:
 
     def prepare(self, node: Node, plan: Restoration) -> None:
         """Compares a module's node with the selected live tensors, and plans the restore."""
-        if isinstance(node, dict) and "ties" in node:
-            stored = StoredModule.of_node(node, names.join(self.key_path))
-        else:
-            plan.findings.unexpected += leaf_names(node)
-            stored = StoredModule({}, {})
+        stored = matching.stored_module(node, names.join(self.key_path), plan.findings)
         self.prepare_from(stored, plan)
 
     def prepare_from(
@@ -196,46 +192,40 @@ class ModuleComponent:
         self._match_wrapped(stored, selection)
         stored = stored.selected(selection, self.key_path[1:])
         supplied: set[str] = set()
-        considered: set[str] = set()
+        is_selected = functools.partial(self._is_selected, selection)
         with torchax_backend.native_torch():
             chosen = ties.separate(live)
             if ties_again:
-                is_selected = functools.partial(self._is_selected, selection)
                 known_lists = (self._registered, self._tensors)
                 chosen = ties.merged(self.module, live, stored, is_selected, known_lists)
-            for merged in chosen:
-                slot = merged.slot
-                fqns = [n for n in (slot.fqn, *slot.aliases) if self._is_selected(selection, n)]
-                if not (slot.persistent and fqns):
-                    continue
-                sources = stored.sources(fqns)
-                if not sources:
-                    findings.missing.append(self.name(slot.fqn))
-                    continue
-                differing = stored.differing_ties(fqns, sources, considered)
-                considered.update(sources)
-                # If ties differ, nothing says which of several stored values a tensor gets.
-                if differing is not None:
-                    here, there, lacks_ties = differing
-                    findings.mismatch(self.name(slot.fqn), here, there)
-                    findings.lacks_ties |= lacks_ties
-                elif expected := self._expected_if_fits(slot, stored, sources[0], findings):
-                    supplied.update(member.fqn for member in merged.members)
-                    node = stored.tensors[sources[0]]
-                    plan.add_read(node, self._placement(slot), expected.dtype)
-                    leaf = node["array"]
-                    plan.changes.append(
-                        Change(_writer(slot, leaf), needs=(leaf,), release=merged.release)
-                    )
+            selected = [
+                (merged.slot.fqn, fqns, merged)
+                for merged in chosen
+                if merged.slot.persistent
+                and (fqns := [*filter(is_selected, (merged.slot.fqn, *merged.slot.aliases))])
+            ]
+
+            def fits_slot(merged: ties.Merged, node: Node, name: str) -> bool:
+                return fits(self._expected(merged.slot), node, name, findings, stored.converts)
+
+            for merged, node in matching.match_tensors(
+                selected, stored, self.key_path, findings, fits_slot
+            ):
+                slot, leaf = merged.slot, node["array"]
+                supplied.update(member.fqn for member in merged.members)
+                add_read(plan.reads, node, self._placement(slot), self._expected(slot).dtype)
+                plan.changes.append(
+                    Change(_writer(slot, leaf), needs=(leaf,), release=merged.release)
+                )
         if tied := [m for m in chosen if m.replaced and m.slot.fqn in supplied]:
             plan.calls.append(ties.tying(self.module, tied))
             for merged in tied:
                 plan.tied_again |= merged.replaced
-        findings.unexpected += [self.name(fqn) for fqn in stored.tensors if fqn not in considered]
         findings.lacks_ties |= bool(findings.missing) and any(
-            self.name(a) in findings.missing and b in considered
+            self.name(a) in findings.missing and self.name(b) not in findings.unexpected
             for alias, fqn in ties.lost_ties(self.module).items()
             for a, b in ((alias, fqn), (fqn, alias))
+            if b in stored.tensors
         )
         self._prepare_extra_state(stored, plan)
         self._prepare_rest(plan, supplied)
@@ -265,38 +255,21 @@ class ModuleComponent:
     def _is_selected(self, selection: Selection, fqn: str) -> bool:
         return selection.takes(*self._selection_names([fqn]))
 
-    def _expected_if_fits(
-        self, slot: Slot, stored: StoredModule, source: str, findings: Findings
-    ) -> Spec | None:
-        spec, expected = Spec.of_node(stored.tensors[source]), self._expected(slot)
-        if spec.shape == expected.shape and stored.converts(spec.dtype, expected.dtype):
-            return expected
-        findings.mismatch(self.name(slot.fqn), expected.content(), spec.content())
-        return None
-
     def _prepare_extra_state(self, stored: StoredModule, plan: Restoration) -> None:
-        if stored.extra_state is None:
-            return
         modules = {
             path: module
             for path, module in self._extra_state_modules.items()
             if self._is_selected(plan.selection, extra_state_key(path))
         }
-        for path in dict.fromkeys((*modules, *stored.extra_state)):
-            key_path = (*self.key_path, path, EXTRA_STATE)
+        for path, node in (stored.extra_state or {}).items():
+            pytree.check(node, names.join((*self.key_path, path, EXTRA_STATE)))
+        for module, node, key_path in matching.match_extra_state(
+            modules, stored, self.key_path, plan.findings
+        ):
             where = names.join(key_path)
-            if path not in stored.extra_state:
-                plan.findings.missing.append(where)
-                continue
-            child = stored.extra_state[path]
-            pytree.check(child, where)
-            if path not in modules:
-                plan.findings.unexpected.append(where)
-                continue
-            module = modules[path]
             live = encoded(module.get_extra_state(), key_path)
             take = module.set_extra_state
-            restore_by_call(child, live, plan, where=where, owner=module, take=take)
+            restore_by_call(node, live, plan, where=where, owner=module, take=take)
 
     # --- tensors that no checkpoint supplies ---
 

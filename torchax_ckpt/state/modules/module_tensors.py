@@ -119,13 +119,3 @@ def same_objects(a: list[Any], b: list[Any]) -> bool:
         all(map(operator.is_, a, b))
         or all(x is y or (type(x) is str and x == y) for x, y in zip(a, b, strict=True))
     )
-
-
-def extra_state_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Returns path -> submodule, for submodules that override ``get_extra_state``."""
-    root, _ = torchax_backend.unwrap_jittable(module)
-    return {
-        names.without_compile(path): submodule
-        for path, submodule in root.named_modules()
-        if type(submodule).get_extra_state is not torch.nn.Module.get_extra_state
-    }

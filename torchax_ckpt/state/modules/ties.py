@@ -22,8 +22,8 @@ import torch
 from torchax_ckpt import torchax_backend
 from torchax_ckpt.layout import names
 from torchax_ckpt.runtime import user_messages
-from torchax_ckpt.state.component import Change
 from torchax_ckpt.state.modules.module_tensors import Slot
+from torchax_ckpt.state.plans.restoration import Change
 from torchax_ckpt.state.stored_entries import StoredModule
 
 _MAX_LISTED = 3

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from torchax_ckpt.devices.host_array import Local, Placement
-from torchax_ckpt.layout.manifest import Digests
+from torchax_ckpt.layout.array_digests import Digests
 from torchax_ckpt.runtime.lazily import jax
 from torchax_ckpt.storage.arrays import chunking
 

@@ -21,7 +21,7 @@ import xxhash
 
 from torchax_ckpt.devices.host_array import Offset
 from torchax_ckpt.errors import ProcessError
-from torchax_ckpt.layout.manifest import Digests
+from torchax_ckpt.layout.array_digests import Digests
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.storage.arrays import chunking
 from torchax_ckpt.storage.arrays.chunking import AnyArray

@@ -30,7 +30,7 @@ from torchax_ckpt.storage.directory.committed_step import (
     VERIFIED,
     CommittedStep,
 )
-from torchax_ckpt.storage.medium import containment, medium, seals
+from torchax_ckpt.storage.medium import medium, seals
 from torchax_ckpt.storage.medium.stored_file import MARK, RECORD
 
 logger = logging.getLogger(__name__)
@@ -143,7 +143,7 @@ def _warn_once(path: epath.Path, problem: str) -> None:
 def read_time(path: epath.Path) -> int:
     """Returns the commit time in a step's record; OSError or ValueError if it cannot be read."""
     for name in (RECORD, MARK):
-        if not containment.is_plain(path, name):
+        if not medium.of(path).is_plain(path / name, with_folder=True):
             raise ValueError(
                 f"{path / name}: expected a regular file of at most {seals.MAX_JSON_BYTES} bytes "
                 "in a folder that is not a symbolic link, found another kind of file, a larger "
@@ -172,8 +172,7 @@ def read_time(path: epath.Path) -> int:
 
 def _was_committed(path: epath.Path) -> bool:
     """Returns whether a folder's files show that it was committed, even if its record is lost."""
-    storage = medium.of(path)
-    return storage.was_committed(storage.names_in(path), _OWN_PARTS)
+    return medium.of(path).was_committed(path, _OWN_PARTS)
 
 
 def item_names(path: epath.Path) -> set[str]:

@@ -17,7 +17,7 @@ from torchax_ckpt.errors import (
     StepNotFoundError,
     StepTypeError,
 )
-from torchax_ckpt.storage.medium import permissions
+from torchax_ckpt.storage.medium import medium
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +144,10 @@ class Verified:
                 continue
             path = committed.path / VERIFIED
             try:
-                permissions.make_file(path) if self._noted[key] else path.unlink(missing_ok=True)
+                if self._noted[key]:
+                    medium.of(path).make_file(path)
+                else:
+                    path.unlink(missing_ok=True)
                 self._written.add(key)
             except Exception as error:  # each client of a bucket has its own error types
                 logger.debug("%s cannot be created or deleted: %s", path, error)

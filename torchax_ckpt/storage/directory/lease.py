@@ -39,7 +39,8 @@ from typing import Any
 
 from torchax_ckpt.errors import LeaseError
 from torchax_ckpt.runtime.background import Flag, Task
-from torchax_ckpt.storage.medium.compare_and_swap import AtomicRecord, Conflict, Seen, record_at
+from torchax_ckpt.storage.medium import medium
+from torchax_ckpt.storage.medium.compare_and_swap import AtomicRecord, Conflict, Seen
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ class Lease:
             hold.confirm()
             return
         self.release()  # the directory and the lease in it were removed: take a new lease
-        record = record_at(self._directory / NAME)
+        record = medium.of(self._directory).record(self._directory / NAME)
         try:
             taken = self._compete(record)
         except BaseException:
@@ -194,7 +195,8 @@ def _unconnected(other: LeaseHolder | None) -> str:
 
 def _is_torn(seen: Seen) -> bool:
     """Returns whether a lease is the beginning of a valid one, in part perhaps zeros, or empty."""
-    if not seen.is_local_file or len(seen.content) > _MAX_BYTES:
+    # A service replaces an object as a whole, and a link or a folder holds no lease.
+    if seen.version != seen.content or len(seen.content) > _MAX_BYTES:
         return False
     left = seen.content.rstrip(b"\0")
     return not left or (left.startswith(b"{") and not left.endswith(b"}"))

@@ -52,9 +52,9 @@ def _is_begun(path: epath.Path) -> bool:
     """Returns whether a bucket's folder is an unfinished or partly removed step, not a user's."""
     if is_marked(path) or not path.is_dir():
         return False
-    storage = medium.of(path)
-    is_ours = not PARTS.isdisjoint(storage.names_in(path))
-    return is_ours and all(_FILE.fullmatch(file.name) for file in storage.files(path))
+    names = [file.name for file in medium.of(path).files(path)]
+    is_ours = any(name.partition("/")[0] in PARTS for name in names)
+    return is_ours and all(map(_FILE.fullmatch, names))
 
 
 def remove(path: epath.Path) -> None:

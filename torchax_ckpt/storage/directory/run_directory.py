@@ -16,7 +16,7 @@
 an error, so that no run resumes from an older step.
 
 How a folder becomes a step, and ceases to be one, depends on the storage, and is the work of its
-``Medium`` (``medium/medium.py``). A step that a disk cannot rename stays as it is. If it is
+medium (``medium/local_medium.py``). A step that a disk cannot rename stays as it is. If it is
 abandoned, each later step goes on listing it as such.
 
 Listing and reading change no files. Only the holder of the lease writes to the directory: of the
@@ -50,10 +50,8 @@ from torchax_ckpt.storage.directory.committed_step import CommittedStep, Verifie
 from torchax_ckpt.storage.directory.run_identity import RunName
 from torchax_ckpt.storage.directory.step_files import Summaries
 from torchax_ckpt.storage.medium import (
-    containment,
     location,
     medium,
-    permissions,
     storage_errors,
 )
 from torchax_ckpt.storage.medium.stored_file import MARK, first_free
@@ -203,9 +201,9 @@ class RunDirectory:
         """Creates the directory, takes the lease, and checks that files can be written."""
         self.require_writable()
         with self._translated("create and write"):
-            permissions.make_folder(self.path)
+            self._medium.make_folder(self.path)
             self.fence()
-            permissions.prove_writable(self.path)
+            self._medium.prove_writable()
 
     def runs(self) -> list[str]:
         """Checks the lease; returns the name of the run in a list; on a durable directory only."""
@@ -288,10 +286,10 @@ class RunDirectory:
     @stage("settle a step")
     def settle(self, incoming: CommittedStep) -> CommittedStep:
         """Renames ``incoming-N`` to ``N``, if possible and not in a bucket; returns the step."""
-        final = self.path / str(incoming.step)
-        if not self._medium.settle(
-            incoming.path, final, lambda: self._move_aside(final, incoming.step), self.fence
-        ):
+        path, final = incoming.path, self._medium.final_path(incoming.path, incoming.step)
+        if final == path or (final.exists() and self._move_aside(final, incoming.step)):
+            return incoming
+        if self._medium.set_aside(path, final, self.fence):
             return incoming
         return dataclasses.replace(incoming, path=final, is_incoming=False)
 
@@ -332,7 +330,7 @@ class RunDirectory:
 
     def _why_they_stay(self, steps: Sequence[CommittedStep]) -> str:
         reason = self.staying[steps[-1].key]
-        num_bytes = sum(containment.stored_bytes(s.path) for s in steps)
+        num_bytes = sum(f.num_bytes for s in steps for f in self._medium.files(s.path))
         text = f"{storage_errors.said(reason)}. {num_bytes} bytes stay. "
         if not storage_errors.is_refusal(reason):
             return f"{text}The next save tries again. {storage_errors.advice(reason)}".rstrip()
@@ -391,7 +389,7 @@ class RunDirectory:
                 f"{self.path}: cannot be written: CheckpointOptions(read_only=True) was given",
                 path=self.path,
             )
-        permissions.refuse_object_store(self.path)
+        self._medium.refuse_unsafe()
 
     def _translated(self, action: str) -> contextlib.AbstractContextManager[None]:
         return storage_errors.translated(action, self.path)

@@ -32,8 +32,8 @@ from torchax_ckpt.runtime import user_messages
 from torchax_ckpt.runtime.stages import stage
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.step_files import Summaries
-from torchax_ckpt.storage.medium import containment, fsync
-from torchax_ckpt.storage.medium.compare_and_swap import AtomicRecord, Conflict, Seen, record_at
+from torchax_ckpt.storage.medium import medium
+from torchax_ckpt.storage.medium.compare_and_swap import AtomicRecord, Conflict, Seen
 
 NAME = "run"
 _LOCAL = "local "
@@ -109,7 +109,7 @@ class RunName:
         self._content = _LOCAL * (self._durable is not None) + " ".join(run)
         with self._exchanged() as (record, seen):
             record.swap(seen, self._content.encode())
-        fsync.sync(self._directory)
+            record.sync_name()
 
     def restore(self, fence: Callable[[], None]) -> None:
         """Writes the file again that this program wrote, if it was removed meanwhile."""
@@ -180,9 +180,9 @@ class RunName:
             "keeps its name in this file: rename the file, or give the run another directory.",
             path=self._directory,
         )
-        if not containment.is_plain_file(path):
+        if not medium.of(path).is_plain(path):
             raise foreign
-        record = record_at(path)
+        record = medium.of(path).record(path)
         try:
             seen = record.read()
             text = "" if seen is None else seen.content.decode(errors="replace")
@@ -202,7 +202,7 @@ class RunName:
 def _text(directory: epath.Path) -> str | None:
     """Returns the content of the file ``run``; None if no regular file of text is there."""
     try:
-        if not containment.is_plain_file(directory / NAME):
+        if not medium.of(directory).is_plain(directory / NAME):
             return None
         return (directory / NAME).read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):

@@ -38,6 +38,15 @@ _SEARCH_SECS = 10.0
 _LOST: Mapping[str, Any] = types.MappingProxyType({})
 
 
+def beyond_memory(
+    committed: CommittedStep, needed: int, least: int, name: str | None = None
+) -> CheckpointError:
+    """Returns the error for leaves beyond host memory: damage if storage has under ``least``."""
+    path = committed.path
+    on_storage = sum(file.num_bytes for file in medium.of(path).files(path))
+    return containment.too_large(committed.step, path, "leaves", needed, least, on_storage, name)
+
+
 def read_manifest(committed: CommittedStep) -> Any:
     """Returns the manifest of a step, as JSON; before, checks that the step's summary is intact."""
     if committed.has_lost_record:
@@ -165,7 +174,7 @@ class Summaries:
         found = self._known.get(committed.key)
         if found is None:
             try:
-                containment.require_contained(committed.path, committed.step)
+                medium.of(committed.path).require_contained(committed.path, committed.step)
                 loaded = seals.read_sealed(committed.path / SUMMARY)
             except Exception as error:
                 if storage_errors.is_unavailable(error) and not self._is_spare:

@@ -19,7 +19,7 @@ from torchax_ckpt.runtime.stages import stage
 from torchax_ckpt.storage.directory import commit_record, leftovers
 from torchax_ckpt.storage.directory.committed_step import STATE, CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
-from torchax_ckpt.storage.medium import fsync, medium, permissions, storage_errors
+from torchax_ckpt.storage.medium import medium, storage_errors
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +47,9 @@ class StepFolder:
     def begin(cls, directory: RunDirectory, step: int) -> StepFolder:
         """Creates the folder, which other users cannot enter until ``commit``."""
         folder = cls(directory, step, directory.path_for(step))
-        permissions.make_closed_folder(folder.path)
-        permissions.make_inner_folder(folder.path / STATE)
+        storage = medium.of(folder.path)
+        storage.make_closed_folder(folder.path)
+        storage.make_inner_folder(folder.path / STATE)
         (folder.path / INDICATOR).write_bytes(b"")
         return folder
 
@@ -71,17 +72,18 @@ class StepFolder:
     @stage("mark the step")
     def _mark(self, mark: bytes | None) -> None:
         """Writes the commit mark, and makes all durable but the name of the folder."""
-        if medium.of(self.path).is_missing(self.path / INDICATOR):
+        storage = medium.of(self.path)
+        if storage.is_missing(self.path / INDICATOR):
             raise SaveError(
                 f"{self.path}: the folder was removed while the step was written, so the step is "
                 "not committed. Another program changes files of this run; keep it out of the "
                 "directory"
             )
+        synced = ""
         if mark is None:
-            mark = commit_record.sealing(self.path, "committed").encode()
+            mark, synced = commit_record.sealing(self.path, "committed").encode(), _DATA
         (self.path / commit_record.MARK).write_bytes(mark)
-        permissions.open_folder(self.path)
-        fsync.sync_tree(self.path, but=_DATA)
+        storage.finish(self.path, synced=synced)
 
 
 @contextlib.contextmanager

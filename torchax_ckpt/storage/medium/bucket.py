@@ -101,8 +101,7 @@ def remove(path: epath.Path) -> None:
     found = filesystem.find(str(path), withdirs=True, detail=True)
     objects = {name: info["generation"] for name, info in found.items() if "generation" in info}
     asyn.sync(filesystem.loop, _remove_objects, filesystem, objects)
-    folders = found.keys() - objects.keys()
-    asyn.sync(filesystem.loop, _remove_empty_folders, filesystem, folders)
+    asyn.sync(filesystem.loop, _remove_empty_folders, filesystem, found.keys() - objects.keys())
 
 
 async def _remove_objects(filesystem: Any, generations: Mapping[str, str]) -> None:
@@ -142,17 +141,10 @@ async def _remove_empty_folders(filesystem: Any, folders: Iterable[str]) -> None
             )
 
 
-def read(path: epath.Path) -> bytes:
-    """Returns the content of an object with one request, where epath's methods make three."""
-    content: bytes = _filesystem(path).cat_file(str(path))
+def read(path: epath.Path, max_bytes: int | None = None) -> bytes:
+    """Returns the first bytes of an object, or all, by one request; epath's methods make three."""
+    content: bytes = _filesystem(path).cat_file(str(path), end=max_bytes)
     return content
-
-
-def contents(path: epath.Path, prefix: str) -> dict[str, tuple[int, str]]:
-    """Returns bytes and CRC32C of each object whose name below the path begins with ``prefix``."""
-    with as_os_error(path):
-        found = _listed(path, prefix).items()
-    return {name: (int(info["size"]), str(info["crc32c"])) for name, info in found}
 
 
 def copy(source: epath.Path, target: epath.Path, names: Collection[str] | None = None) -> None:
@@ -163,14 +155,14 @@ def copy(source: epath.Path, target: epath.Path, names: Collection[str] | None =
     """
     filesystem = _filesystem(source)
     with as_os_error(source):
-        listed = _listed(source)
-        objects = {n: info for n, info in listed.items() if names is None or n in names}
+        there = listed(source)
+        objects = {n: info for n, info in there.items() if names is None or n in names}
         if not objects or (names is not None and len(objects) < len(names)):
             raise FileNotFoundError(errno.ENOENT, "there are no objects", str(source))
         asyn.sync(filesystem.loop, _copy_objects, filesystem, source, target, objects)
 
 
-def _listed(path: epath.Path, prefix: str = "") -> dict[str, Mapping[str, Any]]:
+def listed(path: epath.Path, prefix: str = "") -> dict[str, Mapping[str, Any]]:
     """Returns the objects under a path: name below the path -> what the service says of it."""
     found = _filesystem(path).find(str(path), prefix=prefix, detail=True)
     above = str(path).removeprefix("gs://") + "/"

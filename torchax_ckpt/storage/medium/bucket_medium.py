@@ -9,45 +9,52 @@ from __future__ import annotations
 import base64
 import contextlib
 import re
-import shutil
 import tempfile
+import urllib.parse
+import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+import fsspec
 from etils import epath
 
 from torchax_ckpt.errors import DirectoryError
-from torchax_ckpt.storage.medium import bucket, compare_and_swap, location, storage_errors
-from torchax_ckpt.storage.medium.stored_file import MARK, RECORD, StoredFile, first_free
+from torchax_ckpt.storage.medium import bucket, location, storage_errors
+from torchax_ckpt.storage.medium.compare_and_swap import AtomicRecord, Conflict, Seen
+from torchax_ckpt.storage.medium.local_medium import LocalMedium
+from torchax_ckpt.storage.medium.stored_file import MARK, RECORD, Log, StoredFile, first_free
 
 # The name of an empty object that marks a folder in which a save began and from which the save's
 # files were removed.
 BEGUN = "begun"
 _USED_NAMES = 1000
 _JOURNAL = "events/"
+# The body of an upload in parts: metadata, of which there is none, and the content of a record.
+_BOUNDARY = uuid.uuid4().hex
+_PARTS = (
+    f"--{_BOUNDARY}\r\nContent-Type: application/json\r\n\r\n{{}}\r\n"
+    f"--{_BOUNDARY}\r\nContent-Type: application/octet-stream\r\n\r\nCONTENT\r\n--{_BOUNDARY}--\r\n"
+).encode()
 
 
-class BucketMedium:
-    """The bucket in which a prefix lies; see ``Medium``."""
+class BucketMedium(LocalMedium):
+    """The bucket in which a prefix lies."""
 
-    append_secs = 10.0
-    watch_secs = 10.0
+    pause_secs = 10.0
     streamed_share = 1.0
     has_links = False
     answers_at_once = False
     gives_up_slow_reads = True
 
     def __init__(self, folder: epath.Path) -> None:
-        self._folder = folder
-        self._num_begun = 0
+        super().__init__(folder)
         # The newest names of this program's saves -> their steps; older names were those of steps
         # up to ``_forgotten``.
         self._used_names: dict[str, int] = {}
         self._forgotten = -1
-        self._begun: set[epath.Path] = set()  # by saves that have not ended well
 
-    # --- files and folders ---
+    # --- the storage ---
 
     def use(self, user: object) -> None:
         bucket.use(self._folder, user)
@@ -55,42 +62,48 @@ class BucketMedium:
     def require_usable(self, *, for_writing: bool, name: str = "") -> bool:
         return bucket.check(self._folder, for_writing=for_writing, name=name)
 
-    def is_missing(self, path: epath.Path) -> bool:
-        return False  # a prefix without objects may get some
+    def refuse_unsafe(self) -> None:
+        pass
 
-    def names_in(self, folder: epath.Path) -> set[str]:
-        try:
-            return {child.name for child in folder.iterdir()}
-        except (FileNotFoundError, NotADirectoryError):
-            return set()
+    def prove_writable(self) -> None:
+        probe = self._folder / ".torchax_ckpt_write_test"
+        probe.write_bytes(b"")
+        probe.unlink(missing_ok=True)  # a retried request may find it deleted already
+
+    def require_own(self, path: epath.Path) -> None:
+        pass  # whoever may create objects may exchange them, which no request tells
+
+    # --- files and folders ---
+
+    def make_folder(self, path: epath.Path) -> None:
+        pass  # see ``make_inner_folder``
+
+    def make_file(self, path: epath.Path) -> None:
+        path.write_bytes(b"")
+
+    def is_plain(self, path: epath.Path, *, with_folder: bool = False) -> bool:
+        return True  # a bucket has no links and no special files
 
     def files(self, folder: epath.Path, prefix: str = "") -> list[StoredFile]:
-        found = bucket.contents(folder, prefix)
-        return [StoredFile(name, size, crc32c) for name, (size, crc32c) in found.items()]
+        with bucket.as_os_error(folder):
+            found = bucket.listed(folder, prefix).items()
+        return [StoredFile(name, int(info["size"]), str(info["crc32c"])) for name, info in found]
 
     def num_bytes(self, path: epath.Path) -> int:
-        return bucket.contents(path.parent, path.name).get(path.name, (0, ""))[0]
+        found = self.files(path.parent, path.name)
+        return sum(file.num_bytes for file in found if file.name == path.name)
 
-    def read(self, path: epath.Path) -> bytes:
-        return bucket.read(path)
-
-    def beginning(self, path: epath.Path, max_bytes: int) -> bytes:
-        with path.open("rb") as file:
-            return bytes(file.read(max_bytes))
+    def read(self, path: epath.Path, max_bytes: int | None = None) -> bytes:
+        return bucket.read(path, max_bytes)
 
     def remove_file(self, path: epath.Path) -> None:
         bucket.remove(path)
 
-    def new_log(self, path: epath.Path) -> BucketLog:
+    def new_log(self, path: epath.Path) -> Log:
         return BucketLog(path)
 
-    def remove_left(self, path: epath.Path, *, is_named_as_step: bool) -> None:
-        bucket.remove(path)
-        if is_named_as_step:  # a late request must not find its name in use by a later save
-            (path / BEGUN).write_bytes(b"")
-
-    def sync_open(self, file: IO[bytes]) -> None:
-        pass  # the service has stored an object before it says so
+    def record(self, path: epath.Path, **limits: int) -> AtomicRecord:
+        return BucketRecord(str(path))
 
     def take_over(self, source: epath.Path, target: epath.Path) -> None:
         bucket.copy(source, target)
@@ -116,48 +129,48 @@ class BucketMedium:
     @contextlib.contextmanager
     def draft(self, path: epath.Path) -> Iterator[Path]:
         # Tensors are written in pieces, in any order, as no object of a bucket can be.
-        place = _temporary_folder(self._folder)
         try:
-            yield place / path.name
-        finally:
-            shutil.rmtree(place, ignore_errors=True)
+            folder = tempfile.TemporaryDirectory(prefix="torchax-ckpt-", ignore_cleanup_errors=True)
+        except OSError as error:
+            raise DirectoryError(
+                f"cannot publish to {self._folder}: {storage_errors.said(error)}. Set TMPDIR to a "
+                "folder of this host with room for the weights",
+                path=self._folder,
+            ) from error
+        with folder as place:
+            yield Path(place, path.name)
 
     def remove_drafts(self, folder: epath.Path, names: re.Pattern[str]) -> None:
         pass  # they were on the host that was killed
+
+    def complete_draft(self, draft: Path, before: epath.Path, reused: Sequence[str]) -> None:
+        pass
 
     def put_folder(
         self,
         draft: Path,
         target: epath.Path,
         before: epath.Path,
-        shared: Sequence[str],
-        *,
-        begun: Callable[[], None],
-        send: Callable[[], None],
-        ended: Callable[[], None],
+        reused: Sequence[str],
+        send: Callable[[Path, epath.Path], None],
     ) -> None:
-        begun()
-        there = bucket.contents(before, "") if shared else {}
-        equal = [name for name in shared if there.get(name) == _as_object(draft / name)]
+        there = self.files(before) if reused else []
+        equal = [name for name in reused if _as_object(draft, name) in there]
         if equal:
             with contextlib.suppress(OSError):  # one was deleted, or the service refuses copies
                 bucket.copy(before, target, equal)
                 for name in equal:
                     (draft / name).unlink()
-        send()
-        ended()
+        send(draft, target)
 
-    def unname(self, path: epath.Path, doomed: epath.Path) -> bool:
-        return False
-
-    def remove_unfinished(self, path: epath.Path) -> None:
+    def remove_folder(self, path: epath.Path, doomed: epath.Path) -> None:
         bucket.remove(path)
 
     def replace_file(self, path: epath.Path, content: bytes, draft: epath.Path) -> None:
-        record = compare_and_swap.record_at(path)
+        record = self.record(path)
         record.swap(record.read(), content)  # which no late request can undo
 
-    # --- steps ---
+    # --- steps that are read ---
 
     def around(self, path: epath.Path) -> Iterator[epath.Path]:
         return iter(())  # ``require_usable`` tells whether the path itself has a mark
@@ -172,13 +185,22 @@ class BucketMedium:
     def is_complete(self, step: epath.Path) -> bool:
         return (step / MARK).exists()
 
-    def was_committed(self, names: Collection[str], parts: Collection[str]) -> bool:
+    def was_committed(self, folder: epath.Path, parts: Collection[str]) -> bool:
         # A mark without other files comes from a late request of a save that was given up and
         # removed.
+        names = self.names_in(folder)
         return MARK in names and not {RECORD, *parts}.isdisjoint(names)
 
     def is_puzzling(self, folder: epath.Path) -> bool:
         return False  # a save writes here under the step's name
+
+    def require_contained(self, path: epath.Path, step: int) -> None:
+        pass
+
+    def pointer_in(self, path: epath.Path) -> str | None:
+        return None
+
+    # --- steps that are written ---
 
     def begin(self, step: int, token: str) -> epath.Path:
         # A late request of a failed save could overwrite what a later save writes under the same
@@ -191,32 +213,28 @@ class BucketMedium:
         if len(self._used_names) > _USED_NAMES:
             oldest = next(iter(self._used_names))
             self._forgotten = max(self._forgotten, self._used_names.pop(oldest))
-        self._begun.add(path)
+        self._unkept[path] = path
         return path
+
+    def make_closed_folder(self, step: epath.Path) -> None:
+        pass
+
+    def make_inner_folder(self, path: epath.Path) -> None:
+        # A bucket creates a folder with the first object in it. gcsfs would first ask whether the
+        # bucket exists, and takes an empty one for missing if it may not read its metadata.
+        pass
+
+    def finish(self, step: epath.Path, *, synced: str = "") -> None:
+        pass  # the service has stored an object before it says so
 
     def publish(self, step: int, written: epath.Path, fence: Callable[[], None]) -> epath.Path:
         return written
 
-    def keep(self, path: epath.Path) -> None:
-        self._begun.discard(path)
+    def _unpublish(self, path: epath.Path, written: epath.Path) -> None:
+        bucket.remove(path / MARK)
 
-    def take_back(self, fence: Callable[[], None]) -> None:
-        for path in list(self._begun):
-            fence()
-            bucket.remove(path / MARK)
-            self._begun.discard(path)
-
-    def let_go(self) -> None:
-        self._begun.clear()
-
-    def settle(
-        self,
-        path: epath.Path,
-        final: epath.Path,
-        set_aside: Callable[[], OSError | None],
-        fence: Callable[[], None],
-    ) -> bool:
-        return False
+    def final_path(self, path: epath.Path, step: int) -> epath.Path:
+        return path  # it keeps the name under which it was written
 
     def set_aside(
         self, path: epath.Path, target: epath.Path, fence: Callable[[], None]
@@ -235,36 +253,93 @@ class BucketMedium:
         bucket.remove(path)
         return None
 
+    def remove_left(self, path: epath.Path, *, is_named_as_step: bool) -> None:
+        bucket.remove(path)
+        if is_named_as_step:  # a late request must not find its name in use by a later save
+            (path / BEGUN).write_bytes(b"")
 
-class BucketLog:
+
+class BucketLog(Log):
     """An object that is written anew with more content; a bucket has no appends."""
 
-    def __init__(self, path: epath.Path) -> None:
-        self._path = path
-        self._content = b""
+    _content = b""
 
     def append(self, content: bytes) -> None:
         self._path.write_bytes(self._content + content)
         self._content += content
 
 
-def _temporary_folder(out: epath.Path) -> Path:
-    try:
-        return Path(tempfile.mkdtemp(prefix="torchax-ckpt-"))
-    except OSError as error:
-        raise DirectoryError(
-            f"cannot publish to {out}: {storage_errors.said(error)}. Set TMPDIR to a folder of "
-            "this host with room for the weights",
-            path=out,
-        ) from error
+class BucketRecord(AtomicRecord):
+    """A record in a bucket, with the credentials and retries of gcsfs."""
+
+    def __init__(self, url: str) -> None:
+        self._bucket, _, self._key = url.partition("://")[2].partition("/")
+        # The same arguments as etils uses for paths, so that both share one session.
+        self._fs = fsspec.filesystem("gcs", finalize_on_close=True)
+
+    def read(self) -> Seen | None:
+        try:
+            headers, content = self._object("GET", alt="media")
+        except FileNotFoundError:
+            return None
+        generation = headers["x-goog-generation"]
+        return Seen(content, generation, generation)
+
+    def swap(self, seen: Seen | None, content: bytes) -> Seen:
+        place = f"/upload/storage/v1/b/{urllib.parse.quote(self._bucket)}/o"
+        try:
+            made = self._call(
+                "POST",
+                self._fs.base.replace("/storage/v1/", place),
+                uploadType="multipart",
+                name=self._key,
+                ifGenerationMatch=seen.version if seen else "0",
+                headers={"Content-Type": f'multipart/related; boundary="{_BOUNDARY}"'},
+                data=_PARTS.replace(b"CONTENT", content),
+                json_out=True,
+            )
+        except FileExistsError:  # gcsfs raises this for "precondition failed"
+            # The request may have succeeded; if its answer was lost, gcsfs sent it again.
+            now = self.read()
+            if now is None or now.content != content:
+                raise Conflict from None
+            return now
+        return Seen(content, made["generation"])
+
+    def sync_name(self) -> None:
+        pass
+
+    def remove_drafts(self, age_secs: float) -> None:
+        pass
+
+    def remove(self, seen: Seen) -> None:
+        with contextlib.suppress(FileNotFoundError, FileExistsError):
+            self._object("DELETE", ifGenerationMatch=seen.version)
+
+    def _object(self, method: str, **query: str) -> Any:
+        return self._call(method, "b/{}/o/{}", self._bucket, self._key, **query)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        with bucket.as_os_error(f"gs://{self._bucket}/{self._key}"):
+            return self._fs.call(*args, **kwargs)
+
+    def place(self) -> str:
+        return ""
+
+    def is_orphaned(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass
 
 
-def _as_object(path: Path) -> tuple[int, str]:
-    """Returns the bytes and CRC32C that an object of a bucket with the content of a file has."""
+def _as_object(folder: Path, name: str) -> StoredFile:
+    """Returns how a file of this host is listed once it is an object of a bucket."""
     import google_crc32c  # of the extra gcs
 
     checksum = google_crc32c.Checksum()
-    with path.open("rb") as file:
+    with (folder / name).open("rb") as file:
         for _ in checksum.consume(file, 1 << 20):
             pass
-    return path.stat().st_size, base64.b64encode(checksum.digest()).decode()
+    crc32c = base64.b64encode(checksum.digest()).decode()
+    return StoredFile(name, (folder / name).stat().st_size, crc32c)

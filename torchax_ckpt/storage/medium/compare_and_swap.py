@@ -22,24 +22,15 @@ import pathlib
 import re
 import stat
 import time
-import urllib.parse
 import uuid
 from collections.abc import Iterator
 from typing import Any
 
-import fsspec
-
-from torchax_ckpt.storage.medium import bucket, fsync, location, permissions
+from torchax_ckpt.storage.medium import fsync, permissions
 
 # The most bytes that are read of a local record; no valid record is so long.
-_MAX_BYTES = 1 << 16
+MAX_RECORD_BYTES = 1 << 16
 _CLOSED = -1
-# The body of an upload in parts: metadata, of which there is none, and the content of a record.
-_BOUNDARY = uuid.uuid4().hex
-_PARTS = (
-    f"--{_BOUNDARY}\r\nContent-Type: application/json\r\n\r\n{{}}\r\n"
-    f"--{_BOUNDARY}\r\nContent-Type: application/octet-stream\r\n\r\nCONTENT\r\n--{_BOUNDARY}--\r\n"
-).encode()
 
 
 class Conflict(Exception):  # noqa: N818 - not an error: one of two possible results of an exchange
@@ -48,19 +39,26 @@ class Conflict(Exception):  # noqa: N818 - not an error: one of two possible res
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """The content of a record that a program read, and what distinguishes it from other records."""
+    """The content of a record that a program read, and what distinguishes it from other records.
+
+    A regular file on a disk is distinguished by its content.
+    """
 
     content: bytes
     version: Any
-
-    @property
-    def is_local_file(self) -> bool:
-        """Whether the record is a regular local file: only such a record can be torn."""
-        return bool(self.version == self.content)
+    changed: Any = dataclasses.field(default=None, compare=False)  # differs if written again
 
 
-class _LocalRecord:
-    def __init__(self, path: pathlib.Path, max_bytes: int, mode: int) -> None:
+class AtomicRecord:
+    """A small record in a folder that exists, which programs replace by compare-and-swap.
+
+    At most ``max_bytes`` are read; a new record has this mode, less the umask. The bodies are what
+    a disk does; ``BucketRecord`` is the same in a bucket.
+    """
+
+    def __init__(
+        self, path: pathlib.Path, max_bytes: int = MAX_RECORD_BYTES, mode: int = 0o664
+    ) -> None:
         self._path, self._max_bytes, self._mode = path, max_bytes, mode
         # Kept open to distinguish a removed directory from a removed record.
         self._directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
@@ -73,9 +71,10 @@ class _LocalRecord:
                 return Seen(b"", kind)  # opening a pipe would block, and a link may lead elsewhere
             with open(self._path, "rb") as file:
                 content = file.read(self._max_bytes)
+                changed = os.fstat(file.fileno()).st_mtime_ns
         except FileNotFoundError:
             return None
-        return Seen(content, content)
+        return Seen(content, content, changed)
 
     def swap(self, seen: Seen | None, content: bytes) -> Seen:
         """Replaces the record ``seen``, or creates it if None; Conflict if ``seen`` has changed."""
@@ -96,6 +95,10 @@ class _LocalRecord:
             with contextlib.suppress(OSError):
                 draft.unlink(missing_ok=True)
         return Seen(content, content)
+
+    def sync_name(self) -> None:
+        """Makes durable that the record has its name; ``swap`` syncs its content only."""
+        fsync.sync(self._path.parent)
 
     def _created_by_link(self, draft: pathlib.Path) -> bool:
         try:
@@ -157,77 +160,3 @@ class _LocalRecord:
 
 def _place(directory: os.stat_result) -> str:
     return f"{directory.st_dev}-{directory.st_ino}"
-
-
-class _BucketRecord:
-    """The same for a record in a bucket, with the credentials and retries of gcsfs."""
-
-    def __init__(self, url: str) -> None:
-        self._bucket, _, self._key = url.partition("://")[2].partition("/")
-        # The same arguments as etils uses for paths, so that both share one session.
-        self._fs = fsspec.filesystem("gcs", finalize_on_close=True)
-
-    def read(self) -> Seen | None:
-        try:
-            headers, content = self._object("GET", alt="media")
-        except FileNotFoundError:
-            return None
-        return Seen(content, headers["x-goog-generation"])
-
-    def swap(self, seen: Seen | None, content: bytes) -> Seen:
-        place = f"/upload/storage/v1/b/{urllib.parse.quote(self._bucket)}/o"
-        try:
-            made = self._call(
-                "POST",
-                self._fs.base.replace("/storage/v1/", place),
-                uploadType="multipart",
-                name=self._key,
-                ifGenerationMatch=seen.version if seen else "0",
-                headers={"Content-Type": f'multipart/related; boundary="{_BOUNDARY}"'},
-                data=_PARTS.replace(b"CONTENT", content),
-                json_out=True,
-            )
-        except FileExistsError:  # gcsfs raises this for "precondition failed"
-            # The request may have succeeded; if its answer was lost, gcsfs sent it again.
-            now = self.read()
-            if now is None or now.content != content:
-                raise Conflict from None
-            return now
-        return Seen(content, made["generation"])
-
-    def remove_drafts(self, age_secs: float) -> None:
-        pass
-
-    def remove(self, seen: Seen) -> None:
-        with contextlib.suppress(FileNotFoundError, FileExistsError):
-            self._object("DELETE", ifGenerationMatch=seen.version)
-
-    def _object(self, method: str, **query: str) -> Any:
-        return self._call(method, "b/{}/o/{}", self._bucket, self._key, **query)
-
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
-        with bucket.as_os_error(f"gs://{self._bucket}/{self._key}"):
-            return self._fs.call(*args, **kwargs)
-
-    def place(self) -> str:
-        return ""
-
-    def is_orphaned(self) -> bool:
-        return False
-
-    def close(self) -> None:
-        pass
-
-
-AtomicRecord = _LocalRecord | _BucketRecord
-"""A small record at one path or URL, which programs replace by compare-and-swap."""
-
-
-def record_at(path: Any, *, max_bytes: int = _MAX_BYTES, mode: int = 0o664) -> AtomicRecord:
-    """Returns the record at a local path, whose directory must exist, or at a ``gs://`` URL.
-
-    Of a local record, at most ``max_bytes`` are read; a new one has this mode, less the umask.
-    """
-    if location.is_url(path):
-        return _BucketRecord(str(path))
-    return _LocalRecord(pathlib.Path(path), max_bytes, mode)

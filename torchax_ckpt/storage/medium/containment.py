@@ -10,12 +10,11 @@ import os
 import stat
 from collections.abc import Iterator
 
-import fsspec
 from etils import epath
 
 from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError, OutOfMemoryError
 from torchax_ckpt.runtime import host_memory
-from torchax_ckpt.storage.medium import location, seals, storage_errors
+from torchax_ckpt.storage.medium import seals, storage_errors
 
 # The name of the folders that hold array data.
 _DATA_FOLDER = "d"
@@ -30,8 +29,6 @@ POINTER = (
 
 def require_contained(step_path: epath.Path, step: int) -> None:
     """Refuses a local step that holds a link, a special file, or a file that is too large."""
-    if location.is_url(step_path):
-        return  # a bucket has no links and no special files
     try:
         found = list(walk(step_path))
     except OSError as error:  # the step was deleted meanwhile
@@ -46,7 +43,7 @@ def require_contained(step_path: epath.Path, step: int) -> None:
         in_data = os.path.basename(os.path.dirname(path)) == _DATA_FOLDER
         if in_data and status.st_size > memory:
             on_storage = status.st_blocks * 512  # holes in a file take no space
-            raise _too_large(step, path, "a file", status.st_size, status.st_size, on_storage)
+            raise too_large(step, path, "a file", status.st_size, status.st_size, on_storage)
         if not in_data and status.st_size > seals.MAX_JSON_BYTES:
             expected = f"at most {seals.MAX_JSON_BYTES} bytes"
             raise corrupt(step, path, expected, f"{status.st_size}", file=path)
@@ -87,53 +84,11 @@ def beginning(path: str | os.PathLike[str], num_bytes: int) -> bytes:
 
 def pointer_in(step_path: epath.Path) -> str | None:
     """Returns the first file of a local step that is a pointer of Git LFS; None without one."""
-    if location.is_url(step_path):
-        return None
     small = (path for path, status in walk(step_path) if status.st_size <= _MAX_POINTER_BYTES)
     return next((path for path in sorted(small) if is_pointer(path)), None)
 
 
-def stored_bytes(step_path: epath.Path) -> int:
-    """Returns the total size of a step's files; 0 if a local file is removed during the count."""
-    if location.is_url(step_path):
-        return fsspec.filesystem("gcs", finalize_on_close=True).du(str(step_path))
-    try:
-        return sum(status.st_size for _, status in walk(step_path))
-    except FileNotFoundError:
-        return 0
-
-
-def is_plain(folder: epath.Path, file: str) -> bool:
-    """Returns False if ``folder`` is a link or no folder, or ``is_plain_file`` refuses ``file``."""
-    if location.is_url(folder):
-        return True
-    try:
-        if not stat.S_ISDIR(os.lstat(folder).st_mode):
-            return False
-    except FileNotFoundError:
-        return True
-    return is_plain_file(folder / file)
-
-
-def is_plain_file(path: epath.Path) -> bool:
-    """Returns True if a file is missing, or regular with at most ``MAX_JSON_BYTES``."""
-    if location.is_url(path):
-        return True
-    try:
-        status = os.lstat(path)
-    except FileNotFoundError:
-        return True
-    return stat.S_ISREG(status.st_mode) and status.st_size <= seals.MAX_JSON_BYTES
-
-
-def beyond_memory(
-    step_path: epath.Path, step: int, needed: int, least: int, name: str | None = None
-) -> CheckpointError:
-    """Returns the error for leaves beyond host memory: damage if storage has under ``least``."""
-    return _too_large(step, step_path, "leaves", needed, least, stored_bytes(step_path), name)
-
-
-def _too_large(
+def too_large(
     step: int,
     path: str | os.PathLike[str],
     what: str,
@@ -142,6 +97,7 @@ def _too_large(
     on_storage: int,
     name: str | None = None,
 ) -> CheckpointError:
+    """Returns the error for what is beyond host memory: damage if storage has under ``least``."""
     expected = f"{what} that this host can hold, {host_memory.host_memory_bytes()} bytes"
     found = f"{needed} bytes"
     if on_storage < least:

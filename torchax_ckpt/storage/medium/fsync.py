@@ -2,7 +2,6 @@
 
 TensorStore syncs each file that it writes, and the folder that holds the file, before it reports
 that the file is written (its setting ``file_io_sync`` is on by default), but not the folders above.
-A bucket needs no sync, because it answers a write only after it has stored the object.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from typing import Any
 from etils import epath
 
 from torchax_ckpt.runtime.background import Executor
-from torchax_ckpt.storage.medium import location
 
 # The errors of file systems that cannot sync a folder; most of these do not need it.
 _NOT_FOR_FOLDERS = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}
@@ -29,16 +27,12 @@ _AT_A_TIME = 16
 
 def sync_tree(top: epath.Path, *, but: str = "") -> None:
     """Syncs a folder and all in it, but not its name; folders named ``but`` are synced already."""
-    if location.is_url(top):
-        return
     with Executor(_AT_A_TIME) as pool:
         list(pool.map(sync, _within(os.fspath(top), but)))
 
 
 def sync(path: Any) -> None:
     """Syncs a file's content, or the names of a folder's entries without their content."""
-    if location.is_url(path):
-        return
     opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(opened)

@@ -1,5 +1,9 @@
 """A disk, or another file system: folders are renamed at once, and files get second names (links).
 
+``LocalMedium`` is also the base of every other storage: its docstrings say what each method is for,
+and its bodies are what a disk does. Another kind of store is one more class, which overrides what
+differs (``BucketMedium``). Callers ask a medium to do things, and never of which kind it is.
+
 On a disk, the name makes a step. A step that cannot be renamed, such as one in a lower layer of
 overlayfs, therefore stays as it is: half deleted under its number, it would be taken for a damaged
 step, and by Orbax for a whole one.
@@ -18,13 +22,21 @@ import shutil
 import stat
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from etils import epath
 
 from torchax_ckpt.runtime.stages import stage
-from torchax_ckpt.storage.medium import containment, fsync, location, permissions
-from torchax_ckpt.storage.medium.stored_file import MARK, RECORD, StoredFile, first_free
+from torchax_ckpt.storage.medium import containment, fsync, location, permissions, seals
+from torchax_ckpt.storage.medium.compare_and_swap import AtomicRecord
+from torchax_ckpt.storage.medium.stored_file import (
+    MARK,
+    RECORD,
+    Log,
+    StoredFile,
+    first_free,
+    opened,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -37,96 +49,149 @@ _has_warned = False
 
 
 class LocalMedium:
-    """The file system in which a folder lies; see ``Medium``."""
+    """The storage in which one folder lies, such as the directory of a run.
 
-    append_secs = 0.1
-    watch_secs = 2.0
+    The methods that begin, commit and take back steps do so in this folder; the others take paths
+    anywhere on the same storage. All raise OSError, or an error of a bucket's client, if storage
+    fails.
+    """
+
+    pause_secs = 0.1
+    """Seconds between two appends to one file; a service limits the writes of one object."""
     streamed_share = 0.25
+    """The share of the bytes in flight that keep this storage busy. A disk needs less of them than
+    a bucket, and memory that was freed lately is faster."""
     has_links = True
+    """Whether files of two steps may be one file, which damage would hit at once."""
     answers_at_once = True
+    """Whether a look at a file costs no request to a service."""
     gives_up_slow_reads = False
+    """Whether a read that stalls fails; else it is waited for, as for a disk that must spin up."""
 
     def __init__(self, folder: epath.Path) -> None:
         self._folder = folder
         self._num_begun = 0
-        # The folders that were renamed by saves that have not ended well -> their names before.
-        self._published: dict[epath.Path, epath.Path] = {}
+        # What saves wrote that have not ended well: the path at which it may be a step -> its path
+        # before.
+        self._unkept: dict[epath.Path, epath.Path] = {}
+
+    # --- the storage ---
+
+    def use(self, user: object) -> None:
+        """Gives the clients of the storage this package's settings while ``user`` exists."""
+
+    def require_usable(self, *, for_writing: bool, name: str = "") -> bool:
+        """Raises DirectoryError if the storage cannot be reached, or lacks permissions.
+
+        Returns whether the folder has a file of this ``name``, if no other request is needed.
+        """
+        return False  # the first file that is written shows it
+
+    def refuse_unsafe(self) -> None:
+        """Raises DirectoryError where commits and leases are not safe, as on mounted buckets."""
+        permissions.refuse_object_store(self._folder)
+
+    def prove_writable(self) -> None:
+        """Creates and removes a file; warns if the storage lacks what commits and leases need."""
+        permissions.prove_writable(self._folder)
+
+    def require_own(self, path: epath.Path) -> None:
+        """Raises DirectoryError if others may write a file that runs as code, or exchange it."""
+        permissions.require_own(path)
 
     # --- files and folders ---
 
-    def use(self, user: object) -> None:
-        pass
+    def make_folder(self, path: epath.Path) -> None:
+        """Creates a folder and missing parents, not writable by everybody; syncs their names."""
+        permissions.make_folder(path)
 
-    def require_usable(self, *, for_writing: bool, name: str = "") -> bool:
-        return False  # the first file that is written shows it
+    def make_file(self, path: epath.Path) -> None:
+        """Creates an empty file, if it is missing; the new file is not writable by everybody."""
+        with contextlib.suppress(FileExistsError):
+            permissions.write_file(Path(path), b"")
 
     def is_missing(self, path: epath.Path) -> bool:
-        return not location.exists(path)
+        """Returns whether a look at once shows that nothing is there; a bucket may not tell."""
+        return self.answers_at_once and not location.exists(path)
+
+    def is_plain(self, path: epath.Path, *, with_folder: bool = False) -> bool:
+        """Returns True if a file is missing, or regular with at most ``MAX_JSON_BYTES``.
+
+        With ``with_folder``, its folder must be none or a true folder, and no link to one.
+        """
+        try:
+            if with_folder and not stat.S_ISDIR(os.lstat(path.parent).st_mode):
+                return False
+            status = os.lstat(path)
+        except FileNotFoundError:
+            return True
+        return stat.S_ISREG(status.st_mode) and status.st_size <= seals.MAX_JSON_BYTES
 
     def names_in(self, folder: epath.Path) -> set[str]:
+        """Returns the names in a folder; none if it is a link, no folder, or does not exist."""
         try:
-            return set() if os.path.islink(folder) else set(os.listdir(folder))
+            return set() if os.path.islink(folder) else {path.name for path in folder.iterdir()}
         except (FileNotFoundError, NotADirectoryError):
             return set()
 
     def files(self, folder: epath.Path, prefix: str = "") -> list[StoredFile]:
-        found = []
+        """Lists the files below a folder whose names below it begin with ``prefix``.
+
+        Returns none if there is no folder, or if another program removes it meanwhile.
+        """
         try:
-            for top in os.listdir(folder):
-                if top.startswith(prefix):
-                    for path, status in containment.walk(folder / top):
-                        name = os.path.relpath(path, folder)
-                        identity = status.st_dev, status.st_ino
-                        found.append(
-                            StoredFile(name, status.st_size, "", identity, status.st_nlink)
-                        )
+            tops = [folder / name for name in os.listdir(folder) if name.startswith(prefix)]
+            found = [each for top in tops for each in containment.walk(top)]
         except (FileNotFoundError, NotADirectoryError):
             return []
-        return found
+        return [
+            StoredFile(
+                os.path.relpath(path, folder), s.st_size, "", (s.st_dev, s.st_ino), s.st_nlink
+            )
+            for path, s in found
+        ]
 
     def num_bytes(self, path: epath.Path) -> int:
+        """Returns the size of a file, without reading it; 0 if there is none."""
         return os.lstat(path).st_size if os.path.lexists(path) else 0
 
-    def read(self, path: epath.Path) -> bytes:
-        return path.read_bytes()
-
-    def beginning(self, path: epath.Path, max_bytes: int) -> bytes:
+    def read(self, path: epath.Path, max_bytes: int | None = None) -> bytes:
+        """Returns the first bytes of a file of any origin, or all; b"" unless it is regular."""
         # A link may lead elsewhere, and to open a pipe would block.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with (
-            _opened(path.parent) as folder,
+            opened(path.parent) as folder,
             os.fdopen(os.open(path.name, flags, dir_fd=folder), "rb") as file,
         ):
             is_regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
             return file.read(max_bytes) if is_regular else b""
 
     def remove_file(self, path: epath.Path) -> None:
-        with _opened(path.parent) as folder, contextlib.suppress(FileNotFoundError):
+        """Removes a file; does nothing if there is none."""
+        with opened(path.parent) as folder, contextlib.suppress(FileNotFoundError):
             os.unlink(path.name, dir_fd=folder)
 
-    def new_log(self, path: epath.Path) -> LocalLog:
+    def new_log(self, path: epath.Path) -> Log:
+        """Returns a file that grows; its folder is created, but none above."""
         # Does not create the folder above: whoever removed it, or replaced it by a link, did so on
         # purpose.
         with contextlib.suppress(FileExistsError):
             os.mkdir(path.parent, 0o775)
-        return LocalLog(path)
+        return Log(path)
 
-    def remove_left(self, path: epath.Path, *, is_named_as_step: bool) -> None:
-        try:
-            path.unlink() if os.path.islink(path) else path.rmtree()
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.ENOENT):
-                raise
-            logger.debug("%s is still being written to: it will be removed later", path)
+    def record(self, path: epath.Path, **limits: int) -> AtomicRecord:
+        """Returns a small file, in a folder that exists, which programs compete to replace.
 
-    def sync_open(self, file: IO[bytes]) -> None:
-        file.flush()
-        os.fsync(file.fileno())
+        ``limits`` are those of ``AtomicRecord``: ``max_bytes`` and ``mode``.
+        """
+        return AtomicRecord(Path(path), **limits)
 
     def take_over(self, source: epath.Path, target: epath.Path) -> None:
+        """Creates a folder that has the files of another one at any depth, without writing them."""
         link_folder(source, target)
 
     def how_taken_over(self, folder: epath.Path) -> str:
+        """Says in words how the files of such a folder are those of another."""
         if all(file.num_links == 1 for file in self.files(folder)):
             return "as copies, because this file system has no hard links"
         return (
@@ -135,9 +200,11 @@ class LocalMedium:
         )
 
     def database_to_read(self, folder: epath.Path) -> dict[str, Any]:
+        """Returns TensorStore's spec of the OCDBT database in a folder, for reading."""
         return {"base": location.kvstore(folder)}
 
     def database_to_write(self, folder: epath.Path) -> dict[str, Any]:
+        """Returns the parts of the spec of an OCDBT database that say where its files are."""
         base: dict[str, Any] = dict(location.kvstore(folder))
         # Nobody reads a data file before the index, so only the index is written by a rename.
         return {"base": {**base, "file_io_locking": {"mode": "non_atomic"}}, "manifest": base}
@@ -146,6 +213,7 @@ class LocalMedium:
 
     @contextlib.contextmanager
     def draft(self, path: epath.Path) -> Iterator[Path]:
+        """Yields the path on this host where a folder is prepared, and removes it at the end."""
         _remove(path)  # if that has failed before
         try:
             yield Path(path)
@@ -153,31 +221,39 @@ class LocalMedium:
             _remove(path)
 
     def remove_drafts(self, folder: epath.Path, names: re.Pattern[str]) -> None:
+        """Removes what killed programs left in a folder; a failure is only logged."""
         for name in filter(names.fullmatch, os.listdir(folder)):
             _remove(folder / name)
 
-    def put_folder(
-        self,
-        draft: Path,
-        target: epath.Path,
-        before: epath.Path,
-        shared: Sequence[str],
-        *,
-        begun: Callable[[], None],
-        send: Callable[[], None],
-        ended: Callable[[], None],
-    ) -> None:
-        for name in shared:
+    def complete_draft(self, draft: Path, before: epath.Path, reused: Sequence[str]) -> None:
+        """Makes a prepared folder durable on this host, if it will be renamed.
+
+        The folder that was put ``before`` has equal files of the names ``reused``, which are not
+        stored again if the storage allows it.
+        """
+        for name in reused:
             file, link = before / name, Path(draft, f"{name}.link")
             with contextlib.suppress(OSError):  # this file system has no links, or no more of it
                 if filecmp.cmp(file, draft / name, shallow=False):  # else it was damaged
                     os.link(file, link, follow_symlinks=False)
                     link.replace(draft / name)
         fsync.sync_tree(epath.Path(draft))
-        ended()
-        draft.rename(target)
 
-    def unname(self, path: epath.Path, doomed: epath.Path) -> bool:
+    def put_folder(
+        self,
+        draft: Path,
+        target: epath.Path,
+        before: epath.Path,
+        reused: Sequence[str],
+        send: Callable[[Path, epath.Path], None],
+    ) -> None:
+        """Puts a complete draft at ``target``: at once, or by ``send``, which copies its files."""
+        draft.rename(target)
+        for folder in (target.parent, draft.parent):
+            fsync.sync(folder)
+
+    def remove_folder(self, path: epath.Path, doomed: epath.Path) -> None:
+        """Deletes a folder, at once if it can be renamed to ``doomed``, or file by file."""
         if path.exists():
             _remove(doomed)
             path.rename(doomed)
@@ -185,79 +261,116 @@ class LocalMedium:
             for folder in (path.parent, doomed.parent):
                 fsync.sync(folder)
             _remove(doomed)
-        return True
-
-    def remove_unfinished(self, path: epath.Path) -> None:
-        pass  # a folder gets its name when it is whole, and loses it at once
 
     def replace_file(self, path: epath.Path, content: bytes, draft: epath.Path) -> None:
+        """Replaces a small file: readers, and a loss of power, find the old content or the new.
+
+        Raises Conflict if another program has replaced it meanwhile, and the storage can tell.
+        """
         draft.unlink(missing_ok=True)
         permissions.write_file(Path(draft), content)
         fsync.swap_in(Path(draft), Path(path))
 
-    # --- steps ---
+    # --- steps that are read ---
 
     def around(self, path: epath.Path) -> Iterator[epath.Path]:
+        """Yields the folders, from a path upwards, of which one may be a step that was given."""
         place = location.real(path)
         yield from (place, *place.parents)
 
     def has_run(self, folder: epath.Path, is_step: Callable[[epath.Path], bool]) -> bool:
+        """Returns whether a folder is a run's directory, by few requests."""
         return folder.is_dir() and any(map(is_step, folder.iterdir()))
 
     def command_to_move(self, new: str) -> str:
+        """Returns the shell command, to which names are added, that moves files to ``new``."""
         return f"mkdir {shlex.quote(new)} && mv"
 
     def is_complete(self, step: epath.Path) -> bool:
+        """Returns whether a folder with the name of a step is whole, if it was ever committed."""
         return True  # only a commit gives the name
 
-    def was_committed(self, names: Collection[str], parts: Collection[str]) -> bool:
-        return not {MARK, RECORD}.isdisjoint(names) or set(names).issuperset(parts)
+    def was_committed(self, folder: epath.Path, parts: Collection[str]) -> bool:
+        """Returns whether the names in a folder, perhaps all ``parts``, show that it was a step."""
+        names = self.names_in(folder)
+        return not names.isdisjoint({MARK, RECORD}) or names.issuperset(parts)
 
     def is_puzzling(self, folder: epath.Path) -> bool:
+        """Returns whether a folder named as a step is none, and not what a killed save leaves."""
         if os.path.islink(folder):
             return True
         return any(folder.iterdir()) if folder.is_dir() else folder.exists()
 
+    def require_contained(self, path: epath.Path, step: int) -> None:
+        """Refuses a step that holds a link, a special file, or a file that is too large."""
+        containment.require_contained(path, step)
+
+    def pointer_in(self, path: epath.Path) -> str | None:
+        """Returns the first file of a step that is a pointer of Git LFS; None without one."""
+        return containment.pointer_in(path)
+
+    # --- steps that are written ---
+
     def begin(self, step: int, token: str) -> epath.Path:
+        """Returns the path at which a save by the holder of a lease's token writes a step."""
         # A unique name: no late write of a failed save or a stalled writer joins a later step.
         self._num_begun += 1
         return self._folder / f"writing-{step}-{token}-{self._num_begun}"
 
+    def make_closed_folder(self, step: epath.Path) -> None:
+        """Creates a step's folder, which other users cannot enter until ``finish``."""
+        step.mkdir(mode=0o700)
+
+    def make_inner_folder(self, path: epath.Path) -> None:
+        """Creates a folder inside a step, and missing parents, unless they exist."""
+        path.mkdir(parents=True, exist_ok=True)
+
+    def finish(self, step: epath.Path, *, synced: str = "") -> None:
+        """Lets other users enter a step's folder, and makes all of it durable but its name.
+
+        Folders of the name ``synced`` are synced already.
+        """
+        permissions.open_folder(step)
+        fsync.sync_tree(step, but=synced)
+
     def publish(self, step: int, written: epath.Path, fence: Callable[[], None]) -> epath.Path:
+        """Gives a written folder the name of a step; ``fence`` checks the lease before."""
         path = first_free(self._folder, (str(step), f"incoming-{step}"))
         fence()
-        self._published[path] = written
+        self._unkept[path] = written
         written.rename(path)
         fsync.sync(self._folder)
         return path
 
     def keep(self, path: epath.Path) -> None:
-        self._published.pop(path, None)
+        """Notes that a published step is committed, so that nothing takes it back."""
+        self._unkept.pop(path, None)
 
     def take_back(self, fence: Callable[[], None]) -> None:
-        for path, written in list(self._published.items()):
+        """Makes what was begun or published, and not kept, no step, from now on also on storage."""
+        for path, written in list(self._unkept.items()):
             fence()
-            if not os.path.lexists(written):  # else the folder did not get the other name
-                with contextlib.suppress(FileNotFoundError):  # somebody has removed it
-                    path.rename(written)
-            fsync.sync(self._folder)  # before its files are removed
-            del self._published[path]
+            self._unpublish(path, written)
+            del self._unkept[path]
+
+    def _unpublish(self, path: epath.Path, written: epath.Path) -> None:
+        if not os.path.lexists(written):  # else the folder did not get the other name
+            with contextlib.suppress(FileNotFoundError):  # somebody has removed it
+                path.rename(written)
+        fsync.sync(self._folder)  # before its files are removed
 
     def let_go(self) -> None:
-        self._published.clear()
+        """Forgets what is to be taken back, because other programs may write there now."""
+        self._unkept.clear()
 
-    def settle(
-        self,
-        path: epath.Path,
-        final: epath.Path,
-        set_aside: Callable[[], OSError | None],
-        fence: Callable[[], None],
-    ) -> bool:
-        return not ((final.exists() and set_aside()) or self.set_aside(path, final, fence))
+    def final_path(self, path: epath.Path, step: int) -> epath.Path:
+        """Returns the path that a published step gets once no other step has it."""
+        return self._folder / str(step)
 
     def set_aside(
         self, path: epath.Path, target: epath.Path, fence: Callable[[], None]
     ) -> OSError | None:
+        """Renames a step, as to a name that is none of a step; returns the system's refusal."""
         fence()
         try:
             path.rename(target)
@@ -268,6 +381,7 @@ class LocalMedium:
         return None
 
     def delete(self, path: epath.Path, step: int, fence: Callable[[], None]) -> OSError | None:
+        """Makes a step none, and removes its files; returns the system's refusal to do so."""
         if not path.exists():
             return None  # another process has removed it
         doomed = first_free(self._folder, (f"deleting-{step}",))
@@ -277,27 +391,14 @@ class LocalMedium:
         doomed.rmtree()
         return None
 
-
-class LocalLog:
-    """A file to which content is appended."""
-
-    def __init__(self, path: epath.Path) -> None:
-        self._path = path
-        self._is_torn = False
-
-    def append(self, content: bytes) -> None:
-        if self._is_torn:
-            content = b"\n" + content
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._is_torn = True
-        with _opened(self._path.parent) as folder:
-            file = os.open(self._path.name, flags, 0o664, dir_fd=folder)
-            try:
-                while content:
-                    content = content[os.write(file, content) :]
-            finally:
-                os.close(file)
-        self._is_torn = False
+    def remove_left(self, path: epath.Path, *, is_named_as_step: bool) -> None:
+        """Removes what a killed or failed save left, which in a bucket may still grow."""
+        try:
+            path.unlink() if os.path.islink(path) else path.rmtree()
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.ENOENT):
+                raise
+            logger.debug("%s is still being written to: it will be removed later", path)
 
 
 def _remove(path: epath.Path) -> None:
@@ -309,16 +410,6 @@ def _remove(path: epath.Path) -> None:
             path.unlink(missing_ok=True)
     except OSError as error:
         logger.warning("%s cannot be removed: %s", path, error)
-
-
-@contextlib.contextmanager
-def _opened(folder: epath.Path) -> Iterator[int]:
-    """Yields a file descriptor of a folder; raises OSError for a link."""
-    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        yield opened
-    finally:
-        os.close(opened)
 
 
 @stage("link unchanged arrays")

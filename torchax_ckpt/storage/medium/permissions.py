@@ -43,8 +43,6 @@ DRAFT_SUFFIX = ".draft"
 
 def make_folder(path: epath.Path) -> None:
     """Creates a folder and missing parents, not writable by everybody; syncs the names of all."""
-    if location.is_url(path):
-        return  # see ``make_inner_folder``
     for folder in reversed((path, *path.parents)):
         if not location.exists(folder):
             folder.mkdir(mode=0o775, exist_ok=True)
@@ -63,22 +61,8 @@ def write_file(path: pathlib.Path, content: bytes, mode: int = 0o664) -> None:
         file.write(content)
 
 
-def make_file(path: epath.Path) -> None:
-    """Creates an empty file, if it is missing; the new file is not writable by everybody."""
-    if location.is_url(path):
-        path.write_bytes(b"")
-        return
-    with contextlib.suppress(FileExistsError):
-        write_file(pathlib.Path(path), b"")
-
-
 def prove_writable(folder: epath.Path) -> None:
     """Creates and removes a file; warns of a mount that lacks what commits and leases need."""
-    if location.is_url(folder):
-        probe = folder / ".torchax_ckpt_write_test"
-        probe.write_bytes(b"")
-        probe.unlink(missing_ok=True)  # a retried request may find it deleted already
-        return
     # With a random name, under which nobody can have placed a link.
     path = pathlib.Path(folder / f"{PROBE}-{uuid.uuid4().hex}{DRAFT_SUFFIX}")
     write_file(path, b"")
@@ -97,26 +81,8 @@ def prove_writable(folder: epath.Path) -> None:
         _probe(folder, mount)
 
 
-def make_closed_folder(step: epath.Path) -> None:
-    """Creates a step's folder, which other users cannot enter until ``open_folder``."""
-    if not location.is_url(step):
-        step.mkdir(mode=0o700)
-
-
-def make_inner_folder(path: epath.Path) -> None:
-    """Creates a folder inside a step, and missing parents, unless they exist.
-
-    A bucket creates a folder with the first object in it. gcsfs would first ask whether the bucket
-    exists, and takes an empty one for missing if the account may not read the bucket's metadata.
-    """
-    if not location.is_url(path):
-        path.mkdir(parents=True, exist_ok=True)
-
-
 def open_folder(step: epath.Path) -> None:
     """Lets other users enter a step's folder, as the modes of its inner folders say."""
-    if location.is_url(step):
-        return
     for folder, folders, files in os.walk(step):
         for name in (*folders, *files):
             path = os.path.join(folder, name)
@@ -130,12 +96,7 @@ def open_folder(step: epath.Path) -> None:
 
 
 def require_own(place: epath.Path) -> None:
-    """Raises DirectoryError if others may write a file that runs as code, or exchange it.
-
-    In a bucket, whoever may create objects may do so, which no request tells.
-    """
-    if location.is_url(place):
-        return
+    """Raises DirectoryError if others may write a file that runs as code, or exchange it."""
     path = pathlib.Path(place)
     if not path.parent.is_dir():
         raise DirectoryError(f"there is no folder {path.parent}: mount its disk, or create it")
@@ -256,9 +217,9 @@ def _noted(what: str, lacking: list[str]) -> Iterator[None]:
 
 
 def _mount_of(path: Any) -> _Mount | None:
-    """Returns the mount in which a path lies; None for a URL, or where the kernel does not say."""
+    """Returns the mount in which a path lies; None where the kernel does not say."""
     try:
-        text = "" if location.is_url(path) else os.fsdecode(_MOUNTINFO.read_bytes())
+        text = os.fsdecode(_MOUNTINFO.read_bytes())
     except OSError:
         return None
     mounts = [

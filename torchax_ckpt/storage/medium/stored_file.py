@@ -1,11 +1,12 @@
-"""Words that both kinds of storage use: a file that is stored, a file that grows, a free name."""
+"""What both kinds of storage use: a file that is stored, a file that grows, a free name."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
-from collections.abc import Collection, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
 
 from etils import epath
 
@@ -25,12 +26,37 @@ class StoredFile(NamedTuple):
     num_links: int = 1
 
 
-class Log(Protocol):
+class Log:
     """A file that grows by lines; a reader may find a part of those that were appended last."""
+
+    def __init__(self, path: epath.Path) -> None:
+        self._path = path
+        self._is_torn = False
 
     def append(self, content: bytes) -> None:
         """Appends lines; if it fails, some of them may have been written."""
-        ...
+        if self._is_torn:
+            content = b"\n" + content
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._is_torn = True
+        with opened(self._path.parent) as folder:
+            file = os.open(self._path.name, flags, 0o664, dir_fd=folder)
+            try:
+                while content:
+                    content = content[os.write(file, content) :]
+            finally:
+                os.close(file)
+        self._is_torn = False
+
+
+@contextlib.contextmanager
+def opened(folder: epath.Path) -> Iterator[int]:
+    """Yields a file descriptor of a folder; raises OSError for a link."""
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        yield opened
+    finally:
+        os.close(opened)
 
 
 def first_free(

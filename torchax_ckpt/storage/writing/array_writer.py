@@ -26,7 +26,7 @@ from etils import epath
 
 from torchax_ckpt.devices.host_array import Memory
 from torchax_ckpt.errors import SaveError
-from torchax_ckpt.layout.manifest import Digests
+from torchax_ckpt.layout.array_digests import Digests
 from torchax_ckpt.options import Codec
 from torchax_ckpt.runtime.stages import stage
 from torchax_ckpt.runtime.user_messages import counted

@@ -33,13 +33,8 @@ from torchax_ckpt.runtime.stages import stage
 from torchax_ckpt.storage.arrays import array_checks, chunking
 from torchax_ckpt.storage.arrays.chunking import AnyArray
 from torchax_ckpt.storage.directory import commit_record
-from torchax_ckpt.storage.directory.committed_step import (
-    ASSETS,
-    MANIFEST,
-    STATE,
-    SUMMARY,
-)
-from torchax_ckpt.storage.medium import permissions, seals
+from torchax_ckpt.storage.directory.committed_step import ASSETS, MANIFEST, STATE, SUMMARY
+from torchax_ckpt.storage.medium import medium, seals
 from torchax_ckpt.storage.medium.assets import Assets
 from torchax_ckpt.storage.writing import array_writer
 
@@ -79,7 +74,7 @@ def complete(
     if assets is not None:
         items[ASSETS] = assets.content
     for item, content in items.items():
-        permissions.make_inner_folder(step / item)
+        medium.of(step).make_inner_folder(step / item)
         (step / item / "data.json").write_bytes(content)
     record = {
         "item_handlers": {STATE: _PYTREE_HANDLER, **dict.fromkeys(items, _JSON_HANDLER)},
@@ -144,7 +139,7 @@ def _write_tree(step: epath.Path, arrays: Mapping[str, AnyArray]) -> None:
 
 
 def _write(path: epath.Path, content: Any) -> None:
-    permissions.make_inner_folder(path.parent)
+    medium.of(path).make_inner_folder(path.parent)
     path.write_bytes(json.dumps(content).encode())
 
 

@@ -13,7 +13,7 @@ from support.training import mlp
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
 from torchax_ckpt.layout import names
-from torchax_ckpt.storage.directory import new_runs
+from torchax_ckpt.saving.run import announce_new
 
 READ_ONLY = CheckpointOptions(read_only=True)
 
@@ -138,5 +138,5 @@ def test_a_folder_that_cannot_be_listed_warns_of_nothing(
 
     monkeypatch.setattr(names, "may_be_mistyped", refuse)
     (tmp_path / "other").mkdir()
-    new_runs.announce(epath.Path(tmp_path / "run"))
+    announce_new(epath.Path(tmp_path / "run"))
     assert warnings_of(caplog) == []

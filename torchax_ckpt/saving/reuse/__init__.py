@@ -1,0 +1,1 @@
+"""Lets a save reuse the files of an earlier step that hold frozen leaves."""
