@@ -124,9 +124,9 @@ class Simulated:
     def restore_locally(self, num_lost: int) -> None:
         """Restores a step of the local tier, which the last ``num_lost`` hosts have lost."""
         is_lost = self._index >= self._count - num_lost
-        told = b"[[], []]" if is_lost else b"[[[1, 1]], []]"
+        report = b"[[], []]" if is_lost else b"[[[1, 1]], []]"
         with self._calls.round("comparing local steps"):
-            self._calls.combine(told, Abandonment.compared)
+            self._calls.combine(report, Abandonment.joined)
         path: Any = SimpleNamespace(exists=lambda: not is_lost, parent="a local tier")
         with self._calls.round("reading step 1"):
             step = CommittedStep(1, path, 1)

@@ -27,7 +27,7 @@ def main() -> None:
     # command computes on a device.
     os.environ["JAX_PLATFORMS"] = "cpu"
     # libtpu, with which `plan --topology` compiles, prints warnings on hosts that do not say which
-    # TPUs they have. It compiles for the topology of the option, whatever stands here.
+    # TPUs they have. It compiles for the topology of the option, whatever these variables say.
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     sys.unraisablehook = _interrupt_again

@@ -70,8 +70,8 @@ class TorchaxCheckpointer:
       save_decision_policy: when ``save`` saves; default: if no save is in flight, or at preemption.
       preservation_policy: which steps are kept; default: the latest three.
       local: a second tier for frequent saves, on a disk of each host, with policies of its own.
-      options: how steps are written and read. By default, if half of the state are parameters with
-        ``requires_grad=False``, saves reuse the files that hold these (see ``reuse``).
+      options: how steps are written and read. By default, if half of the state are frozen
+        parameters (``requires_grad=False``), saves reuse the files that hold them, see ``reuse``.
       on_event: called with each ``Event``, in order, on a separate thread, which ``close`` waits
         for. Its exceptions are logged.
 
@@ -170,7 +170,7 @@ class TorchaxCheckpointer:
             iterator of Grain: with ``state_dict`` and ``load_state_dict``, or ``get_state`` and
             ``set_state``, or ``save_state_rank`` and ``restore_state_rank``.
           redistribute: ``(states, count) -> states``, called for each loader if another number of
-            processes saved the step: from their states, in order, makes one for each process.
+            processes saved the step: makes a state for each process from the states of those.
           stateful: name -> any object with ``state_dict`` and ``load_state_dict``.
           tokenizer: a tokenizer or processor of transformers. Each step stores its text files, and
             the configs of models of transformers or PEFT, for ``torchax-ckpt export``.
@@ -233,9 +233,9 @@ class TorchaxCheckpointer:
             if resume:
                 self._run.announce_new()
             else:
-                about = fields(step=0, path=self.directory)
+                extra = fields(step=0, path=self.directory)
                 text = "new run in %s: attach was told not to resume"
-                logger.info(text, self.directory, extra=about)
+                logger.info(text, self.directory, extra=extra)
         self._run.go_on_from(self._loop.position)
         self._attached = attached
         if not self._options.read_only:
@@ -561,12 +561,12 @@ class TorchaxCheckpointer:
     def _log_end(self) -> None:
         stats = self.stats()
         if self._attached is None and not stats.num_saves:
-            return  # it was only read with
+            return  # it was used only to read
         text = "closed %s: newest durable step %s; saves: %d durable, %d failed"
-        told = self.directory, stats.newest_step, stats.num_durable, stats.num_failed
+        values = self.directory, stats.newest_step, stats.num_durable, stats.num_failed
         medians = {name: getattr(value, "p50", value) for name, value in vars(stats).items()}
-        about = fields(step=stats.newest_step, path=self.directory, **medians)
-        logger.info(text, *told, extra=about)
+        extra = fields(step=stats.newest_step, path=self.directory, **medians)
+        logger.info(text, *values, extra=extra)
 
     # At the end of a program, Python sets the names of modules to None, and may then call this.
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:

@@ -48,9 +48,9 @@ class CheckpointOptions:
         leaves, "flat" none. Names and values do not depend on the layout, and each layout reads
         every other.
       snapshot: how a save protects device arrays from later changes. "auto" detects whether the
-        program donates buffers; if it does, it copies the state on the devices, else offloads it to
-        the host, else transfers it, whichever is the first for which there is memory. "reference"
-        is for programs that do not donate, "copy" for programs that do.
+        program donates buffers; if it does, a save copies the state on the devices, offloads it to
+        the host or transfers it: the first of these for which there is memory. "reference" is for
+        programs that do not donate, "copy" for programs that do.
         "offload" is for programs that donate a state which fills the devices: it copies the state
         to memory of the host before the next step, without blocking the training thread. "transfer"
         blocks the training thread until the arrays are on the host.
@@ -84,8 +84,8 @@ class CheckpointOptions:
         and ``save`` and ``delete`` refuse.
       max_host_bytes: upper bound, in bytes per process, on array data in transit at one time: from
         devices to storage in a save, or back in a restore. None: no bound. An array or a stack that
-        is larger travels alone. A save with a bound takes the arrays in batches, one after another;
-        without, it takes stacks that the host makes (on CPUs, or if devices are full) in batches of
+        is larger travels alone. With a bound, a save takes arrays in batches, one after another.
+        Without, it takes stacks that the host makes (on CPUs, or if devices are full) in batches of
         128 MiB, two at a time. Buffers held by reference must then live until the last is fetched.
         With a bound, ``snapshot="transfer"`` blocks until then as well. Each batch rewrites a few
         small files, so give a bound of gigabytes. The bound does not count leaves that are host
@@ -94,12 +94,13 @@ class CheckpointOptions:
       preemption_grace_secs: how long the process may run after a SIGTERM that arrives after
         ``attach`` or the first ``save``, and before ``close``. The process then ends, whatever it
         does. Give the time that the scheduler waits before it kills the process: Kubernetes and
-        Google's spot machines wait 30 s. None leaves SIGTERM alone. Without effect under
+        Google's spot machines wait 30 s. None leaves SIGTERM alone. The option has no effect under
         ``jax.distributed``, where JAX handles SIGTERM.
       deadline: when the session ends: a datetime with a time zone, a Unix time in seconds, or a
         timedelta from the start of this process. The run saves a step in time and ends, see
-        ``reached_deadline``. None: it is not known. ``steps(until=)`` comes before it.
-      deadline_margin_secs: what must be left at the deadline when the last step is durable.
+        ``reached_deadline``. None: it is not known. ``steps(until=)`` takes precedence.
+      deadline_margin_secs: the seconds that must be left until the deadline when the last step is
+        durable.
       single_replica_restore: with data-parallel replicas over slices, whether the devices of the
         first replica read from storage and send the values over the device network to those of the
         others. By default each replica reads. Meant for state sizes and slice counts for which
@@ -107,11 +108,11 @@ class CheckpointOptions:
       process_timeout_secs: how long process 0 waits for the other processes of a run. They wait for
         it up to twice as long, because it may first wait for one of them. The time must be at least
         the difference between the slowest and the fastest process in reading or writing their
-        parts. Then the call or the save fails on all processes; the error names the processes that
-        are missing. Processes that made another call are not waited for.
-      min_read_bytes_per_sec: what all reads of arrays in this process together must get, in bytes
-        per second. If they get less for 0.9 times ``process_timeout_secs``, a read from a bucket
-        fails with a DirectoryError that names the object, and one of a file is logged.
+        parts. When it is over, the call or the save fails on all processes; the error names the
+        processes that are missing. No process waits for one that made another call.
+      min_read_bytes_per_sec: the least rate, in bytes per second, of all array reads in this
+        process together. If they are slower for 0.9 times ``process_timeout_secs``, a read from a
+        bucket fails with a DirectoryError that names the object, and one of a file is logged.
       save_timeout_secs: after this time, and after each doubling of it, the stage of a save in
         flight and the stack of its thread are logged. Callers that wait for the save get a
         SaveTimeoutError, while the save continues. None: callers wait as long as the save takes.

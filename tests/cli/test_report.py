@@ -21,7 +21,7 @@ from support.waiting import wait_until
 
 from torchax_ckpt import TorchaxCheckpointer, policies
 from torchax_ckpt.cli import exit_codes
-from torchax_ckpt.policies import described
+from torchax_ckpt.policies import preservation_rules
 from torchax_ckpt.telemetry.events import Event
 from torchax_ckpt.telemetry.journal import FOLDER, read_events
 from torchax_ckpt.telemetry.timeline import bytes_over_time, numbers_of, runs_of
@@ -148,7 +148,7 @@ def test_a_real_run_is_reported(directory: Path) -> None:
     assert "durable saves 4" in text
     assert "BestN(loss, min, 1)" in text
     listed = {step["step"]: step["kept_by"] for step in run_json("ls", directory)["steps"]}
-    assert listed == {2: ["BestN(loss, min, 1)"], 4: ["LatestN(1)", described.NEWEST]}
+    assert listed == {2: ["BestN(loss, min, 1)"], 4: ["LatestN(1)", preservation_rules.NEWEST]}
     assert re.search(r"2 .* BestN\(loss, min, 1\) +loss=0.1", run("ls", directory))
 
 
@@ -247,7 +247,7 @@ def test_whatever_a_directory_holds_is_text(hostile: Path) -> None:
     assert "\u202e" not in out.read_text()
     # Rules that make no sense are named, and keep nothing.
     (step,) = run_json("ls", hostile)["steps"]
-    assert described.NEWEST in step["kept_by"]
+    assert preservation_rules.NEWEST in step["kept_by"]
     assert "\x1b" not in run("ls", hostile)
 
 

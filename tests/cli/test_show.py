@@ -339,14 +339,14 @@ def test_show_lists_every_leaf_or_those_of_a_pattern(saved: Path) -> None:
 def test_a_run_may_have_a_number_for_a_name(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a scheduler's job, among those of others, where nobody may look."""
     copy = copy.rename(copy.with_name("2026"))
-    found = RunDirectory.found
+    listed = RunDirectory.all_committed
 
     def permitted(self: RunDirectory, first: int = 0) -> list[CommittedStep]:
         if self.path == copy.parent:
             raise DirectoryError("permission denied", path=self.path)
-        return found(self, first)
+        return listed(self, first)
 
-    monkeypatch.setattr(RunDirectory, "found", permitted)
+    monkeypatch.setattr(RunDirectory, "all_committed", permitted)
     assert run_json("show", copy)["step"] == 2
     assert "no such directory" in run("show", copy.parent / "1", code=exit_codes.USAGE)
     monkeypatch.undo()

@@ -92,7 +92,7 @@ def test_jaxs_own_cache_in_a_bucket_travels_without_us(tmp_path: Path) -> None:
     env = {"XDG_CACHE_HOME": str(tmp_path), "JAX_COMPILATION_CACHE_DIR": "gs://bucket/own"}
     result = run_python(TRAVELS, str(tmp_path / "file"), env=env, fresh=True)
     assert result.stdout == "0\n"
-    assert "in gs://bucket/own, so they travel without" in result.stderr
+    assert "in gs://bucket/own, not on this machine, so none travel with" in result.stderr
 
 
 @pytest.mark.parametrize("place", ["s3://bucket/programs", ""])

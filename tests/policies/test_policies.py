@@ -20,7 +20,7 @@ from orbax.checkpoint import v1 as ocp
 
 from torchax_ckpt import TorchaxCheckpointer, policies
 from torchax_ckpt.errors import MetricsError, PolicyError, SaveError
-from torchax_ckpt.policies import described
+from torchax_ckpt.policies import preservation_rules
 from torchax_ckpt.policies.save_decision import StepTimes
 
 STATE = {"w": np.zeros(1)}
@@ -120,14 +120,14 @@ def test_a_rule_in_json_keeps_what_orbaxs_policy_of_this_name_keeps(
     for step, secs, loss in found:
         metrics = {} if loss is None else {"loss": loss}
         at = AN_HOUR_AGO + secs
-        steps.append(described.StepInfo(step, at, metrics))
+        steps.append(preservation_rules.StepInfo(step, at, metrics))
         infos.append(info(step, at, metrics))
-    (rule,) = json.loads(json.dumps(described.described(RULES[words])))
-    kept = described.kept_by(rule, steps, [False] * len(steps))
+    (rule,) = json.loads(json.dumps(preservation_rules.rules_of(RULES[words])))
+    kept = preservation_rules.kept_by(rule, steps, [False] * len(steps))
     assert kept is not None
     context = policies.PreservationContext()
     assert kept == list(RULES[words].should_preserve(infos, context=context))
-    assert described.rule_text(rule) == words
+    assert preservation_rules.rule_text(rule) == words
 
 
 @dataclasses.dataclass

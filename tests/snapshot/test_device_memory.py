@@ -362,4 +362,4 @@ def test_a_state_in_host_memory_needs_no_device() -> None:
     pinned = jax.device_put(np.zeros((8, 3), np.float32), ROWS.with_memory_kind("pinned_host"))
     needed = bytes_on_devices([pinned])
     assert DeviceMemory().holds(needed)
-    assert "no memory of devices" in DeviceMemory().described(needed)
+    assert "no memory of devices" in DeviceMemory().shortage(needed)

@@ -28,7 +28,7 @@ from torchax_ckpt.errors import (
     StepTypeError,
     UnsupportedLeafError,
 )
-from torchax_ckpt.policies import described
+from torchax_ckpt.policies import preservation_rules
 from torchax_ckpt.state.findings import Findings
 
 
@@ -242,7 +242,7 @@ def test_the_largest_step_is_listed_and_resumed_from_and_a_larger_one_is_refused
     assert TorchaxCheckpointer(directory).all_steps() == [10**18, largest]
     assert resume(directory, mlp()) == largest
     assert str(largest) in run("ls", directory)
-    assert described.parsed(f"CustomSteps({largest})")["steps"] == [largest]
+    assert preservation_rules.parsed(f"CustomSteps({largest})")["steps"] == [largest]
 
 
 def test_steps_may_be_integers_of_numpy_and_tensors_without_dims(directory: Path) -> None:

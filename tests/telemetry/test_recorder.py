@@ -27,7 +27,7 @@ from support.waiting import wait_until
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
 from torchax_ckpt.errors import SaveError
 from torchax_ckpt.layout import manifest
-from torchax_ckpt.policies.described import described
+from torchax_ckpt.policies.preservation_rules import rules_of
 from torchax_ckpt.storage.directory import shared_files
 from torchax_ckpt.telemetry import recorder
 from torchax_ckpt.telemetry.events import Event
@@ -195,7 +195,7 @@ def test_rules_of_numpys_numbers_are_noted_as_others_are(directory: Path) -> Non
         (policies.EveryNSeconds(np.float64(60)), {"rule": "EveryNSeconds", "interval_secs": 60.0}),
         (policies.LatestN(object()), {"rule": "LatestN"}),
     ):
-        assert json.loads(json.dumps(described(policy))) == [noted]
+        assert json.loads(json.dumps(rules_of(policy))) == [noted]
     with TorchaxCheckpointer(directory, preservation_policy=latest) as ckpt:
         ckpt.save(1, state=STATE)
     (run,) = recorded(directory)

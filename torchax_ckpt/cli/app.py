@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from torchax_ckpt.cli.exit_codes import EPILOG, ends_well
+from torchax_ckpt.cli.exit_codes import EPILOG, with_exit_code
 
 # Command -> its function, whose parameters are the command's options, and what it does.
 COMMANDS = {
@@ -44,7 +44,7 @@ def _imported(name: str) -> Any:
     file, _, function = COMMANDS[name][0].partition(".")
     module = importlib.import_module(f"torchax_ckpt.cli.{file}")
     single = typer.Typer(add_completion=False, **_STYLE)
-    single.command(name, epilog=EPILOG)(ends_well(getattr(module, function)))
+    single.command(name, epilog=EPILOG)(with_exit_code(getattr(module, function)))
     return typer.main.get_command(single)
 
 

@@ -131,7 +131,7 @@ def export(
         raise UsageError(f"export: --{error}") from error  # it begins with an argument's name
     stored = StoredStep(step_named(run_at(directory), step[0] if step else None))
     weights = form.weights_of(stored)
-    has_config = None  # of what is no folder
+    has_config = None  # only folders for transformers can lack a config
     paths: Sequence[Path] = [out]
     leaves: Sequence[StoredLeaf] = list(weights.leaves.values())
     if format in _FOR_TORCH:

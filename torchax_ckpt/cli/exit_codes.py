@@ -27,7 +27,7 @@ FAILED = 4
 INTERRUPTED = 130
 """Ctrl-C. As in shells, the code is 128 plus the signal's number."""
 TERMINATED = 143
-"""SIGTERM, where a command was to finish something first."""
+"""SIGTERM before the command had finished."""
 
 EPILOG = (
     "Exit codes: 0 success; 1 the command found damage or a difference, or that a state does not "
@@ -53,7 +53,7 @@ def code_of(error: BaseException) -> int:
     return UNAVAILABLE
 
 
-def ends_well(command: Callable[..., int]) -> Callable[..., None]:
+def with_exit_code(command: Callable[..., int]) -> Callable[..., None]:
     """Makes the program exit with the code that the command returns, or with its error's code."""
 
     @functools.wraps(command)

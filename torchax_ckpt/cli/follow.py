@@ -71,7 +71,7 @@ def follow(
 
     path, folder = path_of(run), folder_path(out)
     if once or not medium.of(path).is_missing(path):
-        existing(run)  # else it is a typo, or has not begun
+        existing(run)  # raises for a typing mistake, and with --once for a run that has not begun
     else:
         output.note(f"{run}: does not exist yet; waiting for it")
     try:

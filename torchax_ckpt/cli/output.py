@@ -32,27 +32,27 @@ def console() -> Console:
 
 
 def print_json(content: Any, indent: int | None = 2) -> None:
-    """Prints ``content`` on stdout as JSON; NaN and infinity as the strings that steps have."""
-    found = json.loads(json.dumps(content), parse_constant=str)
-    print(json.dumps(found, indent=indent, allow_nan=False), flush=True)
+    """Prints ``content`` on stdout as JSON; NaN and infinity as strings, as steps store them."""
+    plain_content = json.loads(json.dumps(content), parse_constant=str)
+    print(json.dumps(plain_content, indent=indent, allow_nan=False), flush=True)
 
 
 def table(
     columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right: Sequence[str] = ()
 ) -> Table:
     """Returns a table for rich; columns in ``right`` are aligned right and never wrapped."""
-    found = Table(box=None, pad_edge=False, header_style="bold")
+    result = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         is_right = column in right
-        found.add_column(column, justify="right" if is_right else "left", no_wrap=is_right)
+        result.add_column(column, justify="right" if is_right else "left", no_wrap=is_right)
     for row in rows:
         # Names in a checkpoint are untrusted, so no markup or control character may take effect.
-        found.add_row(*(Text(plain(cell)) for cell in row))
-    return found
+        result.add_row(*(Text(plain(cell)) for cell in row))
+    return result
 
 
 def tree(texts: Mapping[str, str]) -> Tree:
-    """Returns a tree for rich of names with parts separated by ``/``, and after each its text."""
+    """Returns a tree for rich: splits names at ``/``, and puts each text after its name."""
     root = Tree("", hide_root=True)
     nodes: dict[str, tuple[Tree, Text]] = {}
     for name, text in texts.items():
@@ -111,7 +111,7 @@ def _short(amount: float) -> str:
 
 
 def age(moment: str | None) -> str:
-    """Formats the time since ``moment`` (of the function), such as ``5 min``; ``?`` for None."""
+    """Formats the time since a text that ``moment`` returned, such as ``5 min``; ``?`` for None."""
     if moment is None:
         return "?"
     return time_since(calendar.timegm(time.strptime(moment, "%Y-%m-%dT%H:%M:%SZ")))

@@ -94,7 +94,7 @@ def plan(
     from options or from the record of a run. Give times as 90 (seconds), 90s, 5min, 12h or 365d.
 
     With --topology, computes instead whether the state of a run fits on TPUs, and how saves take
-    it from them: compiles what a save runs with libtpu, the TPU's compiler, and needs no TPU.
+    snapshots there. Compiles the programs of a save with libtpu, the TPU's compiler; needs no TPU.
     """
     if topology is not None:
         if given := [f"--{name}" for name in _OF_INTERVALS if context.params[name] is not None]:
@@ -181,17 +181,17 @@ def plan(
 def _measured(directory: str) -> dict[str, float]:
     """Returns the medians of the sizes and times of a run's recorded saves and restores."""
     events = [e for of_run in read_events(existing(directory).path).values() for e in of_run]
-    found = {}
+    medians = {}
     for name in ("num_bytes", "new_bytes", "blocking_secs", "durable_secs", "restore_secs"):
         durable = (e.values for e in events if e.values.get("tier") != "local")
         if numbers := [values[name] for values in durable if name in values]:
-            found[name] = float(statistics.median(numbers))
-    if "durable_secs" not in found:
+            medians[name] = float(statistics.median(numbers))
+    if "durable_secs" not in medians:
         raise UsageError(
             f"plan: --run: {directory}: no durable save is recorded in this directory; give a "
             "directory to which a run has saved, or give --params, --blocking and --durable"
         )
-    return found
+    return medians
 
 
 def _option_secs(option: str, text: str | None, known_secs: float | None) -> float:

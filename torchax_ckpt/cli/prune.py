@@ -19,7 +19,7 @@ from torchax_ckpt.cli.step_arguments import (
     step_infos,
 )
 from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError, PolicyError
-from torchax_ckpt.policies import described
+from torchax_ckpt.policies import preservation_rules
 from torchax_ckpt.policies.preservation import with_newest
 from torchax_ckpt.runtime import progress
 from torchax_ckpt.runtime.user_messages import counted
@@ -67,7 +67,7 @@ def prune(
         )
     least_secs = 0.0 if older_than is None else parsed_secs(older_than, "prune: --older-than")
     try:
-        rules = [described.parsed(rule) for rule in policy or ()]
+        rules = [preservation_rules.parsed(rule) for rule in policy or ()]
     except PolicyError as error:
         raise UsageError(f"prune: --policy: {error}") from None
     run = existing(directory, read_only=not delete)
@@ -81,7 +81,7 @@ def prune(
         # A step whose time is lost is as old as the others only if no time is given.
         gone = [s for s in aside if abandoned and (s.age_secs or 0.0) >= least_secs]
         stay = run.prune([*to_delete, *gone]) if delete else []
-        run.tell_staying(stay)
+        run.warn_of_staying(stay)
     finally:
         run.release()
     to_delete, gone = ([s for s in some if s not in stay] for some in (to_delete, gone))
@@ -123,7 +123,7 @@ def _steps_to_delete(
     """Returns the steps that neither a rule nor their verification keeps."""
     infos = step_infos(run, steps)
     damaged = [run.verified.is_damaged(committed) for committed in steps]
-    kept_by = [described.kept_by(rule, infos, damaged) or () for rule in rules]
+    kept_by = [preservation_rules.kept_by(rule, infos, damaged) or () for rule in rules]
     for rule, kept in zip(rules, kept_by, strict=True):
         if steps and "metric" in rule and not any(kept):
             known = ", ".join(sorted({name for info in infos for name in info.metrics or {}}))
@@ -131,9 +131,9 @@ def _steps_to_delete(
                 f"prune: --policy: expected a metric that a step has, found {rule['metric']!r}; "
                 f"the steps have the metrics: {known or 'none'}"
             )
-    keep = with_newest([any(kept) for kept in zip(*kept_by, strict=True)], damaged)
-    keep = run.verified.sparing_newest(keep, steps)
-    return [step for step, is_kept in zip(steps, keep, strict=True) if not is_kept]
+    are_kept = with_newest([any(kept) for kept in zip(*kept_by, strict=True)], damaged)
+    are_kept = run.verified.sparing_newest(are_kept, steps)
+    return [step for step, is_kept in zip(steps, are_kept, strict=True) if not is_kept]
 
 
 def copy(

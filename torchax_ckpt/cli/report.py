@@ -77,7 +77,7 @@ def report(
 
 def _as_json(run: RecordedRun) -> dict[str, Any]:
     outcomes = [save.outcome for save in run.saves]
-    found = {name: Quantiles.of(numbers) for name, numbers in numbers_of([run]).items()}
+    quantiles = {name: Quantiles.of(numbers) for name, numbers in numbers_of([run]).items()}
     return {
         "began": output.moment(int(run.began_secs * 1e9)),
         "last_event": output.moment(int(run.ended_secs * 1e9)),
@@ -90,7 +90,7 @@ def _as_json(run: RecordedRun) -> dict[str, Any]:
         "num_durable": outcomes.count("durable"),
         "num_failed": outcomes.count("failed"),
         "num_cut_off": outcomes.count("cut off"),
-        **{n: None if value is None else vars(value) for n, value in found.items()},
+        **{n: None if value is None else vars(value) for n, value in quantiles.items()},
     }
 
 
@@ -233,7 +233,7 @@ _Marks: TypeAlias = list[tuple[float, float, str]]  # begin, end, title
 
 @dataclasses.dataclass
 class Chart:
-    """An SVG image of the width ``WIDTH``; ``label`` says it in words, for who does not see it."""
+    """An SVG image of the width ``WIDTH``; ``label`` says in words what it shows."""
 
     height: float
     label: str

@@ -28,7 +28,7 @@ from torchax_ckpt.cli.step_arguments import (
 )
 from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
 from torchax_ckpt.layout import names
-from torchax_ckpt.policies import described
+from torchax_ckpt.policies import preservation_rules
 from torchax_ckpt.policies.preservation import with_newest
 from torchax_ckpt.runtime import progress
 from torchax_ckpt.runtime.user_messages import counted
@@ -119,7 +119,7 @@ def _listing(run: RunDirectory, height: int | None = None) -> RenderableType:
         for step in steps
     ]
     if height is not None:
-        rows = rows[-max(1, height - 5) :]  # beside them: headings, three lines, the cursor's
+        rows = rows[-max(1, height - 5) :]  # besides: the heading, three lines, the cursor's line
     columns = ("step", "age", "size", "shared", "verified", "kept by", "metrics")
     table = output.table(columns, rows, right=("step", "age", "size", "shared"))
     for column in table.columns:
@@ -146,13 +146,13 @@ def _listing(run: RunDirectory, height: int | None = None) -> RenderableType:
 
 
 def _runs_in(run: RunDirectory) -> dict[str, int]:
-    """Returns name -> newest step of the runs in a folder that is perhaps no run itself."""
-    found = {}
+    """Returns name -> newest step of the runs in a folder, which need not be a run itself."""
+    runs = {}
     for child in run.path.iterdir() if run.path.exists() else ():
         with contextlib.suppress(OSError):  # a folder of somebody else, a stale mount
             if (step := commit_record.newest_in(child)) is not None:
-                found[child.name] = step
-    return dict(sorted(found.items()))
+                runs[child.name] = step
+    return dict(sorted(runs.items()))
 
 
 def _line(text: str) -> Text:
@@ -183,10 +183,10 @@ def _as_json(writer: tuple[LeaseHolder, bool] | None) -> dict[str, Any] | None:
 
 def steps_of(run: RunDirectory) -> tuple[list[dict[str, Any]], int]:
     """Describes each step of a run, oldest first, as JSON; also returns the bytes of all steps."""
-    found = run.steps()
-    kept_by = _kept_by(run, found)
-    usage = Usage(found)
-    described_steps = [
+    steps = run.steps()
+    kept_by = _kept_by(run, steps)
+    usage = Usage(steps)
+    in_json = [
         {
             "step": committed.step,
             "committed": output.committed_at(committed),
@@ -196,9 +196,9 @@ def steps_of(run: RunDirectory) -> tuple[list[dict[str, Any]], int]:
             "verified": committed in run.verified,
             "kept_by": None if kept_by is None else kept_by[index],
         }
-        for index, committed in enumerate(found)
+        for index, committed in enumerate(steps)
     ]
-    return described_steps, usage.total_bytes
+    return in_json, usage.total_bytes
 
 
 def _kept_by(run: RunDirectory, steps: Sequence[CommittedStep]) -> list[list[str]] | None:
@@ -210,20 +210,21 @@ def _kept_by(run: RunDirectory, steps: Sequence[CommittedStep]) -> list[list[str
     damaged = [run.verified.is_damaged(committed) for committed in steps]
     kept: list[tuple[str, Sequence[bool]]] = []
     for rule in started.values["keeps"]:
-        text, keep = described.rule_text(rule), described.kept_by(rule, infos, damaged)
+        text = preservation_rules.rule_text(rule)
+        are_kept = preservation_rules.kept_by(rule, infos, damaged)
         # Only its own program can evaluate a custom policy.
-        kept.append((f"{text}?", [True] * len(steps)) if keep is None else (text, keep))
+        kept.append((f"{text}?", [True] * len(steps)) if are_kept is None else (text, are_kept))
     none = [False] * len(steps)
-    kept.append((described.NEWEST, with_newest(none, damaged)))
+    kept.append((preservation_rules.NEWEST, with_newest(none, damaged)))
     if not run_identity.names(run.path, is_local=True):
-        kept.append((described.VERIFIED, run.verified.sparing_newest(none, steps)))
-    return [[text for text, keep in kept if keep[index]] for index in range(len(steps))]
+        kept.append((preservation_rules.VERIFIED, run.verified.sparing_newest(none, steps)))
+    return [[text for text, are_kept in kept if are_kept[index]] for index in range(len(steps))]
 
 
 def show(
     directory: RunOrStep, step: Step = None, pattern: Filter = _ALL, as_json: Json = False
 ) -> int:
-    """Lists a step's leaves: dtype, shape, size, sharding at the save, shared array if stacked."""
+    """Lists a step's leaves: dtype, shape, size, sharding at the save, and the stack, if any."""
     run, committed = chosen(directory, step)
     stored = StoredStep(committed)
     values = plain_values(stored)
@@ -276,7 +277,7 @@ def show(
     for name, value in values.items():
         component, rest = names.component_and_rest(name)
         values_of.setdefault(component, []).append(f"{rest}={reprlib.repr(value)}")
-    # With a filter, components of which it matches no value are left out.
+    # A filter leaves out the components in which it matches no value.
     lines = [(n, " ".join(texts)) for n, texts in values_of.items() if texts or pattern == _ALL]
     if lines:
         output.console().print(output.table(("component", "values"), lines))
@@ -288,13 +289,13 @@ def show(
 
 def _matching(command: str, pattern: str, known: Collection[str]) -> set[str]:
     """Returns the names that match a pattern; raises UsageError if the pattern matches none."""
-    found = {name for name in known if fnmatch.fnmatchcase(name, pattern)}
-    if not found and pattern != _ALL:
+    matching = {name for name in known if fnmatch.fnmatchcase(name, pattern)}
+    if not matching and pattern != _ALL:
         raise UsageError(
             f"{command}: --filter: expected a pattern that matches a leaf or a value, found "
             f"{pattern!r:.100}, which matches none of the {len(known)} names"
         )
-    return found
+    return matching
 
 
 _HOST_KINDS = frozenset({"torch", "numpy", "numpy_scalar"})
@@ -434,10 +435,10 @@ def diff(
         number = counted(result.num_identical, "leaf", "leaves")
         output.print_line(f"identical to the bit: {number}, and all values")
     else:
-        found = (*result.leaves, *result.values)
-        rows = [(d.name, _IN_WORDS[d.what], _difference_detail(d)) for d in found]
+        differences = (*result.leaves, *result.values)
+        rows = [(d.name, _IN_WORDS[d.what], _difference_detail(d)) for d in differences]
         output.console().print(output.table(("name", "difference", ""), rows))
-        counts = collections.Counter(names.component_and_rest(d.name)[0] for d in found)
+        counts = collections.Counter(names.component_and_rest(d.name)[0] for d in differences)
         listed = ", ".join(f"{number} in {name}" for name, number in counts.items())
         output.print_line(f"differences: {listed}")
         output.print_line(

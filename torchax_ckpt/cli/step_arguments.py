@@ -14,8 +14,8 @@ from etils import epath
 
 from torchax_ckpt.cli.exit_codes import UsageError
 from torchax_ckpt.errors import DirectoryError
-from torchax_ckpt.policies.described import StepInfo
 from torchax_ckpt.policies.preservation import ranking
+from torchax_ckpt.policies.preservation_rules import StepInfo
 from torchax_ckpt.storage.directory import given_step
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
@@ -47,7 +47,7 @@ _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
 def existing(directory: str, *, read_only: bool = True) -> RunDirectory:
-    """Returns the run in ``directory``; UsageError if it is none, such as one of a run's steps."""
+    """Returns the run in ``directory``; UsageError if it is no run, but a step, for example."""
     run = run_at(directory, read_only=read_only, reads_step=False)
     with as_usage_error():
         run.require_run()
@@ -55,7 +55,7 @@ def existing(directory: str, *, read_only: bool = True) -> RunDirectory:
 
 
 def run_to_write(directory: str) -> RunDirectory:
-    """Returns the run in ``directory``, which need not exist yet; UsageError as ``existing``."""
+    """Returns the run in ``directory``, which need not exist yet; UsageError if it is no run."""
     run = RunDirectory(folder_path(directory))
     with as_usage_error():
         run.require_run()
@@ -88,7 +88,7 @@ def step_named(run: RunDirectory, text: str | None) -> CommittedStep:
 
 
 def step_infos(run: RunDirectory, steps: Iterable[CommittedStep]) -> list[StepInfo]:
-    """Returns what rules see of steps."""
+    """Returns the facts about steps that rules see."""
     return [StepInfo(s.step, s.commit_timestamp_nsecs / 1e9, run.metrics(s)) for s in steps]
 
 

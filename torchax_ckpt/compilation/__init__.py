@@ -1,1 +1,1 @@
-"""What JAX compiles, kept on this machine and carried to the next."""
+"""Keeps the programs that JAX compiles on this machine, and carries them to the next."""

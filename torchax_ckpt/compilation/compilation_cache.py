@@ -26,7 +26,7 @@ _FOLDER, _MIN_SECS, _MAX_SIZE, _XLA_CACHES = (
     "jax_compilation_cache_max_size",
     "jax_persistent_cache_enable_xla_caches",
 )
-# What these are if nobody has set them.
+# The values of these options if nobody has set them.
 _DEFAULTS = {
     _FOLDER: None,
     _MIN_SECS: 1.0,
@@ -57,8 +57,8 @@ def compilation_cache(
       travels_with: one file, a path on another disk or ``gs://bucket/name``, for a machine whose
         disk ends with the session. Its programs, at most 1 GiB, are fetched now, which takes at
         most a minute. After a durable save, a thread adds what was compiled since; machines that
-        write at the same time add to each other's. What goes wrong is logged as a warning.
-      max_bytes: JAX deletes the programs that were not used for the longest time above that.
+        write at the same time add to each other's. Failures are logged as warnings.
+      max_bytes: above this size, JAX deletes the programs that were not used for the longest time.
 
     Returns:
       The folder that JAX uses, which is another one if the program or the environment has set it.
@@ -105,7 +105,8 @@ def _begin_to_travel(place: epath.Path) -> None:
     if not used:  # an empty JAX_COMPILATION_CACHE_DIR turns the cache off
         logger.warning("JAX's cache of compiled programs is off, so none travel with %s", place)
     elif location.is_url(used):
-        logger.warning("JAX keeps compiled programs in %s, so they travel without %s", used, place)
+        text = "JAX keeps compiled programs in %s, not on this machine, so none travel with %s"
+        logger.warning(text, used, place)
     else:
         packed_programs.travel(Path(used), place)
 
@@ -122,19 +123,19 @@ def _private(folder: str | os.PathLike[str]) -> Path:
     path = Path(os.path.abspath(folder))
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = path.lstat()
+        status = path.lstat()
     except OSError as error:
         raise DirectoryError(
             f"compilation_cache: {path} cannot be created: {error.strerror}. Give another folder.",
             path=path,
         ) from error
     problem = ""
-    if not stat.S_ISDIR(found.st_mode):
+    if not stat.S_ISDIR(status.st_mode):
         problem = "a link or a file"
-    elif found.st_uid != os.geteuid():
-        problem = f"a folder of user {found.st_uid}"
-    elif found.st_mode & 0o077:
-        problem = f"a folder with mode {stat.S_IMODE(found.st_mode):04o}; run chmod 700"
+    elif status.st_uid != os.geteuid():
+        problem = f"a folder of user {status.st_uid}"
+    elif status.st_mode & 0o077:
+        problem = f"a folder with mode {stat.S_IMODE(status.st_mode):04o}; run chmod 700"
     if problem:
         raise DirectoryError(
             f"compilation_cache: {path}: expected a folder of user {os.geteuid()} that nobody else "

@@ -1,4 +1,4 @@
-"""One file with which compiled programs go from one machine to the next.
+"""One file that carries compiled programs from one machine to the next.
 
 It is a zip file of the files in which JAX keeps the programs. These have flat names, of a module
 and a SHA-256, and are compressed. Zip has a checksum of each, so no damaged program is run.
@@ -80,18 +80,18 @@ def unpack(content: bytes) -> dict[str, bytes]:
 
 def programs_in(folder: pathlib.Path) -> dict[str, tuple[int, int]]:
     """Returns the programs in a folder: name -> when JAX last wrote or used it, and its bytes."""
-    found = {}
+    programs = {}
     for path in folder.glob("*-cache"):
         with contextlib.suppress(FileNotFoundError):  # JAX deletes programs
             written, use = path.lstat(), _last_use(path)
             used_ns = use.stat().st_mtime_ns if use.exists() else 0
             if _NAME.fullmatch(path.name):
-                found[path.name] = max(written.st_mtime_ns, used_ns), written.st_size
-    return found
+                programs[path.name] = max(written.st_mtime_ns, used_ns), written.st_size
+    return programs
 
 
 def complete(folder: pathlib.Path, names: Iterable[str]) -> None:
-    """Gives programs the time of their last use; without it, JAX until 0.11 keeps no more."""
+    """Writes a time of last use for programs; if one has none, JAX until 0.11 keeps no new ones."""
     for name in names:
         if not _last_use(folder / name).exists():
             try:
@@ -130,11 +130,11 @@ class PackedPrograms:
             logger.warning(text, self._place, _FETCH_SECS)
 
     def _wake(self) -> None:
-        if self._newest.running() or self._newest.done():  # one that waits will see all there is
+        if self._newest.running() or self._newest.done():  # a queued one will see all programs
             self._newest = self._executor.submit(self._attempt, "write to", self.write)
 
     def finish(self) -> None:
-        """Waits at the end of the program, for seconds, for what is being written."""
+        """Waits at the end of the program, but only for seconds, for a write that is running."""
         concurrent.futures.wait([self._newest], _END_SECS)
 
     # --- on the thread ---
@@ -151,7 +151,7 @@ class PackedPrograms:
             self._is_failing = True
 
     def fetch(self) -> None:
-        """Puts those programs of the file into the folder that are not there."""
+        """Adds to the folder the programs that only the file has."""
         storage = medium.of(self._place.parent)
         storage.use(self)
         storage.require_usable(for_writing=False)
@@ -209,8 +209,8 @@ class PackedPrograms:
 
     def _contents(self, names: set[str]) -> dict[str, bytes]:
         """Returns the content of programs, those used last first, up to the limit."""
-        found, contents, left_bytes = programs_in(self._folder), {}, MAX_BYTES
-        for name in sorted(names & found.keys(), key=found.__getitem__, reverse=True):
+        programs, contents, left_bytes = programs_in(self._folder), {}, MAX_BYTES
+        for name in sorted(names & programs.keys(), key=programs.__getitem__, reverse=True):
             with contextlib.suppress(FileNotFoundError):
                 content = (self._folder / name).read_bytes()
                 left_bytes -= len(content) + _ADDED_BYTES

@@ -21,7 +21,7 @@ HEADROOM = 1.25
 
 
 def free_device_bytes(device: jax.Device) -> int | None:
-    """Returns the free bytes of a device, of a CPU those of the host; None if they are unknown."""
+    """Returns the free bytes of a device, for a CPU the host's; None if they are unknown."""
     beyond_peak = _free_beyond_peak(device.memory_stats())
     if beyond_peak is None and device.platform == "cpu":
         return host_memory.available_host_bytes()
@@ -29,7 +29,7 @@ def free_device_bytes(device: jax.Device) -> int | None:
 
 
 def _free_beyond_peak(stats: Mapping[str, int] | None) -> int | None:
-    """Returns what was never used, because the next training step needs the peak again."""
+    """Returns the bytes that were never used: the next training step needs the peak again."""
     if not stats or "bytes_limit" not in stats or "bytes_in_use" not in stats:
         return None
     return stats["bytes_limit"] - stats.get("peak_bytes_in_use", stats["bytes_in_use"])
@@ -52,8 +52,8 @@ class DeviceMemory:
     The bound can be too low: if the program begins to need more memory, but not more than program
     and copies together needed before, no statistic shows the growth.
 
-    The memory of the host that an offload needs counts as used from its begin. No other process of
-    the run is assumed to share the host. Several threads may use one object at the same time.
+    The memory of the host that an offload needs counts as used from its beginning. No other process
+    of the run is assumed to share the host. Several threads may use one object at the same time.
 
     ``stats`` and ``host_bytes`` return what JAX reports of a device, and the available bytes of the
     host, or None if that is unknown. ``may_offload`` is False once an offload has run out of memory
@@ -76,7 +76,8 @@ class DeviceMemory:
         self._last_peak: dict[jax.Device, int] = {}
         self._copy_bytes: collections.Counter[jax.Device] = collections.Counter()
         self._has_failed = False
-        # Of the host: what offloads have not allocated yet, and the most pinned memory of one.
+        # Bytes of the host: those that offloads have yet to allocate, and the most that one offload
+        # took of pinned memory.
         self._promised_bytes, self._pinned_bytes = 0, 0
         self.may_offload = True
 
@@ -97,12 +98,12 @@ class DeviceMemory:
         return available is None or (pinned_bytes + needed.ordinary_bytes) * HEADROOM <= available
 
     def begin_offload(self, needed: Needed) -> None:
-        """Records that an offload begins, whose memory of the host does not count as available."""
+        """Records that an offload begins: the host memory that it needs counts as used."""
         with self._lock:
             self._promised_bytes += needed.host_bytes
 
     def end_offload(self, needed: Needed) -> None:
-        """Records that an offload, which began, has allocated its memory or needs none any more."""
+        """Records that an offload has allocated its memory, or needs none any more."""
         with self._lock:
             self._promised_bytes -= needed.host_bytes
             self._pinned_bytes = max(self._pinned_bytes, needed.pinned_bytes)
@@ -112,8 +113,8 @@ class DeviceMemory:
         available = self._host_bytes()
         return None if available is None else available - self._promised_bytes
 
-    def described(self, needed: Mapping[jax.Device, int]) -> str:
-        """Returns a text: bytes needed and free on the device where free minus needed is least."""
+    def shortage(self, needed: Mapping[jax.Device, int]) -> str:
+        """Returns as text the bytes that are needed and free on the device that lacks most."""
         if not needed:
             return "the copies take no memory of devices"
         with self._lock:
@@ -175,8 +176,8 @@ class DeviceMemory:
                 continue
             in_use, copied = stats["bytes_in_use"], self._copy_bytes[device]
             peak = max(stats.get("peak_bytes_in_use", in_use), self._last_peak.get(device, 0))
-            # If copies exist, the peak counts without the copies, because a new peak was reached
-            # while they existed. The bound already counts an earlier peak, and max preserves that.
+            # A new peak that was reached while copies existed includes them, so they are taken off.
+            # The bound already counts an earlier peak, and max preserves that.
             is_new = copied or peak > self._last_peak.get(device, -1)
             program = max(in_use, peak if is_new else 0) - copied
             self._program_peak[device] = max(program, self._program_peak.get(device, 0))

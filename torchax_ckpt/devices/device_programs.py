@@ -1,4 +1,4 @@
-"""The registry of the programs that this package runs on devices, and programs for many modules.
+"""The registry of the programs that this package runs on devices, and those of several modules.
 
 A function that returns a jitted program has the decorator ``device_program``, which registers it;
 a test fails if one lacks it. Tests compile all registered programs for TPUs, without TPUs. The
@@ -160,8 +160,8 @@ def run_by_sharding(
     for (sharding, is_complex), keys in groups.items():
         # The programs of a TPU need temporary memory for each complex array.
         for chunk in in_chunks(keys, 1 if is_complex else MAX_ARGUMENTS):
-            found = run(build(sharding), *(arrays[key] for key in chunk))
-            outputs.update(zip(chunk, found, strict=True))
+            results = run(build(sharding), *(arrays[key] for key in chunk))
+            outputs.update(zip(chunk, results, strict=True))
     return outputs
 
 

@@ -79,8 +79,8 @@ def compiled(program: Program, *arrays: Any) -> Compiled:
 class Needed:
     """The memory that programs and their outputs need on devices of this process and its host.
 
-    ``ordinary_bytes`` are of memory of the host that outputs in pinned memory are then copied to.
-    Programs that differ only in the device count once in ``num_programs``.
+    ``ordinary_bytes`` is the ordinary memory of the host to which outputs in pinned memory are then
+    copied. Programs that differ only in the device count once in ``num_programs``.
     """
 
     devices: Mapping[jax.Device, int]
@@ -97,8 +97,8 @@ class Needed:
 def needed_by(compute: Callable[[Run], object], ordinary_bytes: int = 0) -> Needed:
     """Returns what a computation needs; compiles its programs, which JAX keeps, but runs nothing.
 
-    All outputs may exist at the same time, also those of which later programs make others. Programs
-    run one after another, so of their temporary memory only the most counts.
+    All outputs may exist at the same time, also those that later programs take as inputs. Programs
+    run one after another, so only the largest temporary memory counts.
     """
     outputs: list[Any] = []
     programs = set()
@@ -106,14 +106,14 @@ def needed_by(compute: Callable[[Run], object], ordinary_bytes: int = 0) -> Need
     host_temporary: dict[jax.Device, int] = collections.defaultdict(int)
 
     def compile_only(program: Program, *arrays: Any) -> Any:
-        found = compiled(program, *arrays)
-        outputs.extend(jax.tree.leaves(found.outputs))
+        result = compiled(program, *arrays)
+        outputs.extend(jax.tree.leaves(result.outputs))
         specs = tuple((array.shape, array.dtype.name) for array in arrays)
         programs.add((program.jitted.__wrapped__.__qualname__, specs))
         for device in arrays[0].sharding.addressable_devices:
-            temporary[device] = max(temporary[device], found.temporary_bytes)
-            host_temporary[device] = max(host_temporary[device], found.host_temporary_bytes)
-        return found.outputs
+            temporary[device] = max(temporary[device], result.temporary_bytes)
+            host_temporary[device] = max(host_temporary[device], result.host_temporary_bytes)
+        return result.outputs
 
     compute(compile_only)
     on_devices, pinned_bytes = _bytes_of(outputs)
@@ -154,7 +154,7 @@ def _bytes_of(arrays: Iterable[Any]) -> tuple[collections.Counter[jax.Device], i
 def shard_bytes(targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, int]:
     """Returns the bytes that each leaf, given with its sharding, will take on each of its devices.
 
-    For a TPU, compiles programs that return such arrays, because JAX shows layouts only there.
+    For a TPU, compiles programs that return such arrays, because only their outputs have layouts.
     """
     specs: dict[str, tuple[str, _Spec]] = {}
     by_kind: dict[str, tuple[jax.Device, set[_Spec]]] = {}

@@ -1,4 +1,4 @@
-"""Where an array lies, and arrays on the host that keep a sharding; known without loading JAX."""
+"""Placements of arrays, and arrays on the host that keep a sharding; imports JAX only if used."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class HostArray:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """Returns the whole array; raises ValueError if some of its shards are not among parts."""
-        parts = dict(self.parts)  # each part once: a stack may be made at each look
+        parts = dict(self.parts)  # looks each part up once, because each look may make a stack
         if sum(part.size for part in parts.values()) < self.size:
             raise ValueError(f"an array of shape {self.shape} lacks some of its parts")
         whole = parts.get((0,) * self.ndim)
@@ -83,8 +83,8 @@ def offset_of(index: tuple[slice, ...] | None) -> Offset:
 class Memory:
     """Memory of the host for arrays, mapped with the first of them.
 
-    It goes back to the system when ``free`` was called, or this object is gone, and so are all
-    arrays. If the system does not give so much at once, each array has memory of its own.
+    The system gets it back once all arrays are gone, and this object is gone or ``free`` was
+    called. If the system does not give so much at once, each array has memory of its own.
 
     What ``malloc`` gives to one thread and another thread frees can stay with the process: with
     ``np.empty``, a process that offloaded 400 MB again and again grew from 2.9 GB to 5 GB.
@@ -116,5 +116,5 @@ class Memory:
 
 
 def aligned(num_bytes: int) -> int:
-    """Returns the bytes that an array takes in ``Memory``, where it begins as those of numpy do."""
+    """Returns the bytes that an array takes in ``Memory``, which aligns arrays as numpy does."""
     return -(-num_bytes // 64) * 64

@@ -99,7 +99,8 @@ def _crosses_processes(array: jax.Array | np.ndarray, sharding: Sharding) -> boo
 def sum_over_replicas(leaves: MutableMapping[str, Any], targets: Targets) -> None:
     """Sends the shards of each leaf's first replica to all others; ``leaves`` gets the results.
 
-    ``leaves`` has a leaf's array on the first of ``replicas``, on processes with its devices only.
+    Before, ``leaves`` has each leaf's array on the first of ``replicas``, but only on processes
+    that have devices of this replica.
     """
     grids = {name: replica_grid(_sharding(target)) for name, target in targets.items()}
     _move_on_grids(leaves, targets, grids, sum_program)
@@ -214,7 +215,7 @@ def _filled(
 
 def reshard(leaves: MutableMapping[str, Any], targets: Targets) -> None:
     """Changes each leaf's sharding to its target's, on its mesh; ``leaves`` gets the results."""
-    # One program runs on one list of devices, so leaves on meshes of another order come apart.
+    # A program runs on one list of devices, so each order of devices gets a program of its own.
     by_devices: dict[tuple[jax.Device, ...], dict[str, Any]] = collections.defaultdict(dict)
     for name, target in targets.items():
         by_devices[tuple(_sharding(target).mesh.devices.flat)][name] = target

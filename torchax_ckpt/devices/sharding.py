@@ -53,7 +53,7 @@ def stacked(sharding: Sharding) -> Sharding | None:
 
 @functools.lru_cache(maxsize=1024)
 def replicas(sharding: NamedSharding) -> tuple[NamedSharding, ...]:
-    """Returns the sharding of each replica, devices that hold an array once; in mesh order."""
+    """Returns the sharding of each replica, in mesh order; its devices hold the array once."""
     mesh, spec = sharding.mesh, sharding.spec
     used = {axis for dim in spec for axis in (dim if isinstance(dim, tuple) else (dim,))}
     over = [i for i, axis in enumerate(mesh.axis_names) if axis not in used]
@@ -117,16 +117,17 @@ def shards_of(array: jax.Array) -> Sequence[jax.Shard]:
     count = len(array.sharding.addressable_devices)
     with _listing_lock:
         for _ in range(_MAX_TRIES):
-            # ``addressable_shards`` would keep what it saw of the list, but raises if it is gone.
+            # ``addressable_shards`` would cache an incomplete list. It is called only without a
+            # list: for a deleted array, it then raises the error.
             listed = buffers._arrays or [shard.data for shard in array.addressable_shards]
             # Even a list of the right length may lack one shard and have another twice.
-            found = {data.device: data for data in listed}
-            if len(found) == count:
-                about = array.sharding, array.shape
-                return [jax.Shard(device, *about, data) for device, data in found.items()]
+            by_device = {data.device: data for data in listed}
+            if len(by_device) == count:
+                form = array.sharding, array.shape
+                return [jax.Shard(device, *form, data) for device, data in by_device.items()]
             time.sleep(0.001)  # another thread is building the list
     raise RuntimeError(
-        f"JAX lists {len(found)} shards of an array that lies on {count} devices of this "
+        f"JAX lists {len(by_device)} shards of an array that lies on {count} devices of this "
         "process, because two threads looked at its shards at the same time. Do not look at them "
         "in another thread while a save or restore uses the array."
     )
@@ -141,13 +142,13 @@ def shards_as(array: jax.Array, sharding: Sharding, shape: tuple[int, ...]) -> j
 def unshared(array: jax.Array) -> jax.Array:
     """Returns a new array object that shares the buffers of the given array.
 
-    JAX caches the host's copy of the values in the array object; this one's ends with the object.
+    JAX caches the values on the host in the array object, so this cache is freed with the new one.
     """
     return shards_as(array, array.sharding, array.shape)
 
 
 class LateParts(Mapping[Offset, np.ndarray]):
-    """Where each part of a stack begins -> the part, made on the host at each look and not kept."""
+    """A mapping: where a part of a stack begins -> the part, which each look makes on the host."""
 
     def __init__(self, members: Sequence[jax.Array], devices: Mapping[Offset, jax.Device]) -> None:
         self._members, self._devices = members, devices
@@ -171,7 +172,7 @@ class LateParts(Mapping[Offset, np.ndarray]):
         return len(self._devices)
 
     def moved(self, offsets: Mapping[Offset, Offset]) -> LateParts:
-        """Returns the same parts at other offsets, given where each was."""
+        """Returns the same parts at other offsets; ``offsets`` maps each new one to the old one."""
         return LateParts(self._members, {to: self._devices[at] for to, at in offsets.items()})
 
     def rows(self) -> dict[Offset, np.ndarray]:
@@ -183,7 +184,7 @@ class LateParts(Mapping[Offset, np.ndarray]):
         }
 
     def members(self, offset: Offset, within: slice = slice(None)) -> list[np.ndarray]:
-        """Returns what of each member, or of those ``within`` a range, is in a part."""
+        """Returns the shards of which a part consists: one of each member ``within`` a range."""
         members, device = self._members[within], self._devices[offset]
         if device.platform == "cpu":
             return _on_cpu(members, device)
@@ -225,7 +226,7 @@ def _shard_on(device: jax.Device, array: jax.Array, index: int) -> jax.Array:
 
 
 def _fetching(array: jax.Array, device: jax.Device) -> jax.Array:
-    """Returns the shard of an array on a device, of which a copy to the host has begun."""
+    """Returns the shard of an array on a device, after it began to copy the shard to the host."""
     # JAX would keep the host's copy beside the original array.
     (shard,) = (s.data for s in shards_of(unshared(array)) if s.device == device)
     shard.copy_to_host_async()
@@ -254,7 +255,7 @@ def resolve_rule(
 ) -> Sharding | None:
     """Returns the sharding that the user's rule gives to a leaf, or None if there is no rule.
 
-    Raises MismatchError if the rule returns something else, or what does not fit the leaf.
+    Raises MismatchError if the rule returns no sharding, or one that does not fit the leaf.
     """
     if rule is None:
         return None

@@ -26,10 +26,11 @@ class PrometheusMetrics:
         with TorchaxCheckpointer("runs/a", on_event=PrometheusMetrics()) as ckpt:
             ...
 
-    Of the attributes of ``Stats``, counts are counters (``torchax_ckpt_saves_total``), quantiles
-    histograms (``torchax_ckpt_blocking_seconds``), the others gauges. The age of the newest durable
-    step is that at the scrape; while none is known, it counts from the construction of this object.
-    One object may serve the checkpointers of a program, one after another.
+    Counts of ``Stats`` are exported as counters (``torchax_ckpt_saves_total``), quantiles as
+    histograms (``torchax_ckpt_blocking_seconds``), and other attributes as gauges. The age of the
+    newest durable step is its age at the scrape. Until a step is known, the age counts from the
+    construction of this object. One object may serve the checkpointers of a program, one after
+    another.
 
     Args:
       registry: where the metrics are registered; default: what ``start_http_server`` serves.
@@ -45,17 +46,19 @@ class PrometheusMetrics:
         for metric in Stats.metrics().values():
             is_total = metric.kind in ("count", "sum")
             name = metric.name.removeprefix("num_" * is_total).replace("_secs", "_seconds")
-            about = f"torchax_ckpt_{name}", metric.help
+            name_and_help = f"torchax_ckpt_{name}", metric.help
             take: Callable[[float], None]
             if is_total:
-                collectors.append(counter := Counter(*about, registry=None))
+                collectors.append(counter := Counter(*name_and_help, registry=None))
                 take = counter.inc
             elif metric.kind == "quantiles":
                 buckets = _BUCKETS[metric.unit]
-                collectors.append(histogram := Histogram(*about, buckets=buckets, registry=None))
+                collectors.append(
+                    histogram := Histogram(*name_and_help, buckets=buckets, registry=None)
+                )
                 take = histogram.observe
             else:
-                collectors.append(gauge := Gauge(*about, registry=None))
+                collectors.append(gauge := Gauge(*name_and_help, registry=None))
                 take = gauge.set
                 if metric.kind == "age":
                     gauge.set_function(self._age_secs)

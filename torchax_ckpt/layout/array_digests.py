@@ -9,8 +9,9 @@ import dataclasses
 class Digests:
     """The digests of one stored array, in C order of its blocks, which have the shape ``block``.
 
-    ``values`` has 8 octets, little-endian, for each block. ``long`` has 16 octets for each, which
-    decide whether an array equals a stored one; None for an array that is not compared so.
+    ``values`` has 8 octets, little-endian, for each block. They suffice to detect damage, because
+    each block is then compared with one digest only. ``long`` has 16 octets for each block, which
+    decide whether an array equals a stored one; None for an array that is never compared so.
     """
 
     block: tuple[int, ...]

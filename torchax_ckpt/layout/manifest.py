@@ -10,8 +10,8 @@ A manifest has this form:
      "assets": seal, "attached": [components]}
 
 For each block of a stored array, ``digests`` has one digest of 8 octets, little-endian; the digests
-are in C order of the blocks. ``unchanged`` names the databases of the step that later steps may
-share, see ``layout/unchanged.py``; a database that one process wrote alone lacks ``processes``.
+are in C order of the blocks. ``unchanged`` names the step's databases of frozen arrays, which later
+steps may reuse, see ``layout/unchanged.py``; one that one process wrote alone lacks ``processes``.
 ``assets`` is the digest of the step's assets. ``attached`` names the components, and their
 members, that were attached when functional state was saved in their place. A step that has none of
 these lacks the key.
@@ -74,7 +74,7 @@ class Manifest:
       versions: library -> its version when the step was written. For people only: no code may
         depend on a version.
       digests: stored name -> the digests of the array's bytes.
-      unchanged: name -> database of unchanged arrays.
+      unchanged: name -> database of frozen arrays.
       assets: the digest of the step's assets; None if the step has no assets.
       attached: the components that were attached when functional state was saved, and their
         members (``model``, ``model/a``); None without functional state, and in steps of releases
@@ -224,7 +224,7 @@ def _check_version(raw: Mapping[str, Any], path: str) -> None:
 
 def _check_array_node(node: dict[str, Any], path: str) -> None:
     name, kind, shape = node["array"], node.get("kind"), node.get("shape")
-    whole = node.get("whole", shape)  # of a leaf of which one host has a part
+    whole = node.get("whole", shape)  # the shape of the whole leaf, if the node is a host's part
     dtype: Any = node.get("dtype")
     if not (
         isinstance(name, str)

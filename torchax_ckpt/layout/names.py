@@ -48,19 +48,19 @@ def unescape(part: str) -> str:
 
 
 def key_text(key: object) -> str:
-    """Returns a dict's key as text; a named tuple, which comes back as a tuple, has its text."""
+    """Returns a dict's key as text; a named tuple has a tuple's, because it is restored as one."""
     return str(tuple(key)) if isinstance(key, tuple) else str(key)
 
 
 def key_texts(keys: Iterable[object]) -> list[str]:
     """Returns the keys of one dict as texts; 1 becomes "1 (int)" if "1" is a key too."""
-    found = [(key, key_text(key)) for key in keys]
-    counts = collections.Counter(text for _, text in found)
-    if len(counts) == len(found):
+    pairs = [(key, key_text(key)) for key in keys]
+    counts = collections.Counter(text for _, text in pairs)
+    if len(counts) == len(pairs):
         return [*counts]
-    strings = {text for key, text in found if type(key) is str}
+    strings = {text for key, text in pairs if type(key) is str}
     texts = []
-    for key, text in found:
+    for key, text in pairs:
         while type(key) is not str and (counts[text] > 1 or text in strings):
             text += f" ({type(key).__name__})"
         texts.append(text)

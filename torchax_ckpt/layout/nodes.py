@@ -107,12 +107,12 @@ def _decode(node: Node, leaf: Callable[[Mapping[str, Any]], Any], depth: int) ->
 
 def nodes_by_path(root: Node) -> dict[tuple[str, ...], Node]:
     """Returns path -> node, parents first; keys are as in ``names.key_texts``."""
-    found: dict[tuple[str, ...], Node] = {}
+    by_path: dict[tuple[str, ...], Node] = {}
 
     def visit(node: Node, path: tuple[str, ...]) -> None:
-        if path in found:
+        if path in by_path:
             return
-        found[path] = node
+        by_path[path] = node
         children: Iterable[tuple[str, Node]] = ()
         tag = next(iter(node), None) if isinstance(node, dict) else None
         if isinstance(node, list) or tag == "tuple":
@@ -125,7 +125,7 @@ def nodes_by_path(root: Node) -> dict[tuple[str, ...], Node]:
             visit(child, (*path, part))
 
     visit(root, ())
-    return found
+    return by_path
 
 
 def is_leaf(node: Node) -> bool:

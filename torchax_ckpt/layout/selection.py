@@ -67,7 +67,7 @@ class Selection:
         self._unwrapped: dict[str, str] = {}
 
     def match_wrapped(self, stored: Iterable[str], live: Iterable[str]) -> dict[str, str]:
-        """Lets names that differ only by parts of wrappers be one name; returns stored -> live."""
+        """Matches names that differ only by parts that wrappers add; returns stored -> live."""
         theirs, ours = dict.fromkeys(map(self.renamed, stored)), dict.fromkeys(live)
         # Equal names go together first; a name stays as it is if several others could be meant.
         of_ours = _by_plain_name(name for name in ours if name not in theirs)
@@ -95,7 +95,7 @@ class Selection:
         Only names of one tensor, which ``ties`` maps to its first, may get the same new name.
         """
         ties = ties or {}
-        found: dict[str, str] = {}
+        selected: dict[str, str] = {}
         origins: dict[str, str] = {}
         for name in stored:
             target = self.renamed(name)
@@ -108,8 +108,8 @@ class Selection:
                     "exclude one of them (exclude=), or give it another name (rename=)",
                     key_path=name,
                 )
-            found[name] = target
-        return found
+            selected[name] = target
+        return selected
 
     def require_used(self) -> None:
         """Raises SelectionError if a pattern matched no name and so may be misspelled."""
@@ -142,12 +142,12 @@ class Selection:
 
 def _by_plain_name(names: Iterable[str]) -> dict[str, list[str]]:
     """Groups names by the name that is left without the parts of wrappers."""
-    found: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = {}
     for name in names:
         models, slash, fqn = name.rpartition("/")
         plain = ".".join(part for part in fqn.split(".") if part not in _WRAPPERS)
-        found.setdefault(models + slash + plain, []).append(name)
-    return found
+        groups.setdefault(models + slash + plain, []).append(name)
+    return groups
 
 
 def compiled(argument: str, patterns: str | Iterable[str]) -> dict[str, re.Pattern[str]]:

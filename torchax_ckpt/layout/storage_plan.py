@@ -6,8 +6,8 @@ array, a stack, if their names differ only in indices (``layers.0.wq.weight``,
 stack has one entry for each member. In its name, ``*`` replaces the indices, as in
 ``layers.*.wq.weight``. All 0-d host arrays of one dtype (an optimizer's ``step`` counters) are one
 vector. Large leaves are stored alone, because copying them would take more time than a stack saves.
-No stack mixes leaves that change with leaves that do not. Leaves without elements are not stored;
-the manifest records their shape and dtype.
+No stack has frozen leaves beside others. Leaves without elements are not stored; the manifest
+records their shape and dtype.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torchax_ckpt.layout import names
 from torchax_ckpt.options import Layout
 
 # Each array costs some milliseconds in storage, whatever its size. Stacking pays if copying a leaf
-# takes less time than that. It was measured that for leaves of 8 MiB it takes more.
+# takes less time than that. For leaves of 8 MiB, copying was measured to take more.
 MAX_STACKED_LEAF_BYTES = 4 << 20
 # Stacks are bounded, because a restore passes a whole stack through host memory.
 MAX_STACK_BYTES = 64 << 20
@@ -39,8 +39,8 @@ _ANY = "*"  # occurs in no leaf's name, because names.escape escapes it
 class LeafSpec:
     """The properties of a leaf on which the storage plan depends.
 
-    ``placement`` is equal for leaves that may share a stack, and None for one in no stack. A stack
-    has no frozen leaves beside others, so that a save can reuse its files.
+    ``placement`` is equal for leaves that may share a stack, and None for a leaf that must be
+    stored alone. A stack has no frozen leaves beside others, so that a save can reuse its files.
     """
 
     shape: tuple[int, ...]

@@ -135,7 +135,7 @@ def step_on_topology(
         + others_bytes
     )
     state_bytes = sum(sizes.values())
-    found = topology_plan.snapshot_forecast(
+    forecast = topology_plan.snapshot_forecast(
         leaves, chip, state_bytes=state_bytes, peak_bytes=step_bytes, host_bytes=host_memory_bytes
     )
     return StepPlan(
@@ -146,9 +146,9 @@ def step_on_topology(
         donated_bytes=memory.alias_size_in_bytes,
         step_bytes=step_bytes,
         state_bytes=state_bytes,
-        snapshot=found["snapshot"],
-        copy_bytes=found["copy_bytes"] if found["snapshot"] == "copy" else 0,
-        offload_host_bytes=found["offload_host_bytes"],
+        snapshot=forecast["snapshot"],
+        copy_bytes=forecast["copy_bytes"] if forecast["snapshot"] == "copy" else 0,
+        offload_host_bytes=forecast["offload_host_bytes"],
         usable_bytes=chip.usable_bytes,
     )
 

@@ -34,11 +34,11 @@ class TopologyPlan:
       num_chips, num_hosts, chips_per_host: of all slices; of the first host.
       versions: the versions of jax and libtpu.
       num_leaves, state_bytes: the leaves of the state, and all their elements.
-      chip_bytes, chip_elements_bytes: the state's part on a chip, in tiles; without tiles.
+      chip_bytes, chip_elements_bytes: the state's part on a chip, with the tiles' padding; without.
       replicated_bytes: the part of ``chip_bytes`` that no mesh axis shards.
       hbm_bytes, usable_bytes: the published memory of a chip, and what programs can use of it.
       free_bytes: ``usable_bytes`` less ``chip_bytes`` and ``training_bytes``; may be negative.
-      fits, advice: whether state and training fit; what would do if not, in words, else "".
+      fits, advice: whether state and training fit; in words, how they would fit, or "" if they do.
       copy_bytes: what copies and stacks of a save take; None also if they exceed the chip.
       wanted_bytes: the free bytes that ``snapshot="auto"`` wants to make these copies.
       snapshot: how ``snapshot="auto"`` takes snapshots, if training steps donate the state.
@@ -199,7 +199,7 @@ def snapshot_forecast(
         plan = plan_snapshot([*leaves], arrays, "auto")
         way = way_if_donated(plan, arrays, memory)
         copies = plan.needed("copy", arrays)
-        found = plan.needed(way, arrays)
+        need = plan.needed(way, arrays)
     except jax.errors.JaxRuntimeError as error:
         raise topology.unusable(error) from error
     copy_bytes = None if copies is None else max(copies.devices.values(), default=0)
@@ -207,8 +207,8 @@ def snapshot_forecast(
         "snapshot": way,
         "copy_bytes": copy_bytes,
         "wanted_bytes": None if copy_bytes is None else math.ceil(copy_bytes * HEADROOM),
-        "offload_host_bytes": found.host_bytes * parts_of_host if found and way == "offload" else 0,
-        "num_programs": found.num_programs if found else 0,
+        "offload_host_bytes": need.host_bytes * parts_of_host if need and way == "offload" else 0,
+        "num_programs": need.num_programs if need else 0,
         "compile_secs": time.perf_counter() - began,
     }
 

@@ -26,7 +26,7 @@ class BestN:
     """Keeps only the n best steps by a metric; add ``LatestN`` to keep recent steps as well.
 
     A step with the metric is saved, whatever the save decision policy says, unless the step before
-    has the metric too. On several processes, those of process 0 count.
+    has the metric too. On several processes, process 0's metrics count.
 
     Attributes:
       metric: the name of the metric, as in ``save(step, metrics={"loss": loss})``.
@@ -65,14 +65,15 @@ class BestN:
 
 
 def ranking(text: Any) -> BestN | None:
-    """Returns the rule that ``METRIC``, ``METRIC:min`` or ``METRIC:max`` means; None for others."""
+    """Returns the rule that ``METRIC``, ``METRIC:min`` or ``METRIC:max`` means; else None."""
     metric, _, mode = text.partition(":") if isinstance(text, str) else ("", "", "")
     if not metric or mode not in ("", "min", "max"):
         return None
     return BestN(metric=metric, mode="max" if mode == "max" else "min")
 
 
-# The argument for policies with a method, one for a number, and one that joins several.
+# Method -> the argument that takes such policies, the policy to suggest in place of a number, and
+# the policy that joins several.
 _METHODS = {
     "should_save": ("save_decision_policy", "FixedIntervalPolicy", "AnySavePolicy"),
     "should_preserve": ("preservation_policy", "LatestN", "AnyPreservationPolicy"),
@@ -80,7 +81,7 @@ _METHODS = {
 
 
 def _are_steps(steps: Any) -> bool:
-    """Returns whether ``steps`` are numbers; a container that cannot be iterated may be any."""
+    """Returns whether ``steps`` are whole numbers; containers without iteration are not checked."""
     if isinstance(steps, range) or not isinstance(steps, Iterable):
         return True
     return not isinstance(steps, Iterator) and all(int(step) == step for step in steps)
@@ -90,7 +91,7 @@ def _is_interval(steps: Any) -> bool:
     return steps >= 1 and (steps % 1 == 0 or steps == math.inf)  # infinite: only step 0
 
 
-# The values that Orbax's policies take unchecked, what is expected of each, and its check.
+# Values that Orbax's policies do not check: name -> what is expected, and a function that checks.
 _VALUES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "n": ("an int or None", lambda n: n is None or operator.index(n) >= 0),
     "interval": ("an int of at least 1", _is_interval),
@@ -100,7 +101,7 @@ _VALUES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def _require_values(argument: str, policy: Any) -> None:
-    """Raises PolicyError for a value with which one of Orbax's policies fails or says no."""
+    """Raises PolicyError if one of Orbax's policies has a value that makes it fail or say no."""
     if type(policy).__module__.partition(".")[0] != "orbax":
         return
     for attribute, value in vars(policy).items():
@@ -175,8 +176,8 @@ def best_rule(policy: Any) -> BestN:
 def why_unranked(rules: Iterable[BestN], metrics: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
     """Returns why rules rank none of several steps, and whether a metric is probably misspelled.
 
-    "" if each rule ranks a step, or no step has metrics. A metric that no step has may be that of
-    an evaluation to come.
+    Returns "" if each rule ranks a step, or no step has metrics. A metric that no step has may come
+    from an evaluation that has not run yet.
     """
     known = sorted({name for each in metrics for name in each})
     missing = sorted({rule.metric for rule in rules}.difference(known))
@@ -214,11 +215,11 @@ def preserved(policy: Any, checkpoints: Sequence[Any], is_damaged: Sequence[bool
     return with_newest(judged(keeps, checkpoints, is_damaged), is_damaged)
 
 
-def with_newest(keep: Sequence[bool], is_damaged: Sequence[bool]) -> list[bool]:
-    """Keeps, whatever rules say, the newest step, and the newest not known to be damaged."""
-    newest = len(keep) - 1
+def with_newest(are_kept: Sequence[bool], is_damaged: Sequence[bool]) -> list[bool]:
+    """Adds the newest step, and the newest one not known to be damaged, to those that are kept."""
+    newest = len(are_kept) - 1
     newest_sound = max((i for i, damaged in enumerate(is_damaged) if not damaged), default=newest)
-    return [kept or i in (newest, newest_sound) for i, kept in enumerate(keep)]
+    return [kept or i in (newest, newest_sound) for i, kept in enumerate(are_kept)]
 
 
 def judged(

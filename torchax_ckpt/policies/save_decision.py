@@ -46,7 +46,7 @@ class StepTimes:
         self._stretch: _Stretch | None = None
         self._saving: collections.deque[float] = collections.deque(maxlen=_OBSERVED)
         self._quiet: collections.deque[float] = collections.deque(maxlen=_OBSERVED)
-        self.last_secs = 0.0  # that the latest step took
+        self.last_secs = 0.0  # the time of the latest step
         self.num_unmatched = 0  # stretches with a save in flight since the latest one without
 
     def completed(
@@ -100,7 +100,7 @@ class ContinuousCheckpointingPolicy(
     """
 
     # Each call of Orbax's policy of this name increments the counter of its saves and loads, and
-    # Orbax may then take the new number for that of a save in flight. This class leaves it alone.
+    # Orbax may then take the new number for that of a save in flight. This class never calls it.
     minimum_interval_secs: float | None = None
 
     def should_save(

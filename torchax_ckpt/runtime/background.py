@@ -2,10 +2,9 @@
 
 A signal handler may raise at any point of the main thread, as Ctrl-C does. Python's own waits do
 not survive this: in Python 3.11, an exception within ``Thread.join`` marks a running thread as
-ended, one within ``Thread.start`` or ``Event.wait`` may leave a lock that the other thread needs,
-and one within a hook of the interpreter's end cancels the hook. Each class here therefore records
-what happened in a plain attribute, and waits on a ``SimpleQueue``, which is written in C and
-reentrant.
+ended, one within ``Thread.start`` or ``Event.wait`` may never release a lock that the other thread
+needs, and one within an exit handler cancels the handler. Each class here therefore records what
+happened in a plain attribute, and waits on a ``SimpleQueue``, which is written in C and reentrant.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class Task:
     """A function that runs once, on a daemon thread of its own, named ``name``."""
 
     def __init__(self, name: str, run: Callable[[], object]) -> None:
-        self.ended = Flag()  # set when the function has ended and is let go, or will never run
+        self.ended = Flag()  # set once the function has ended, or will never run
         self.is_cancelled = False  # whether it will never run
         self.pid = os.getpid()  # the thread does not exist in forked processes
         self._run = [run]  # whoever removes the function decides whether it runs
@@ -112,12 +111,12 @@ class Task:
         try:
             run()
         finally:
-            del run  # and with it arrays, whose deletion must not meet the interpreter's end
+            del run  # frees its arrays now, because none may be deleted while the interpreter ends
             self.ended.set()
 
 
 class Executor(ThreadPoolExecutor):
-    """Runs functions on daemon threads; without any thread, ``submit`` runs them.
+    """Runs functions on daemon threads; if no thread can be started, ``submit`` itself runs them.
 
     Python's own executors refuse all work once the main thread has ended, even if others go on.
     """
@@ -131,7 +130,7 @@ class Executor(ThreadPoolExecutor):
 
     def submit(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Returns the future of ``fn(*args, **kwargs)``; RuntimeError after ``shutdown``."""
-        if self._is_shut:  # no thread would come to it
+        if self._is_shut:  # no thread would run it
             raise RuntimeError("cannot schedule new futures after shutdown")
         future: Future[R] = Future()
 
@@ -165,7 +164,7 @@ class Executor(ThreadPoolExecutor):
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
             call()
-            del call  # and with it arrays
+            del call  # frees its arrays before the next wait
 
 
 def run_whole(name: str, function: Callable[[], None]) -> None:
@@ -196,9 +195,9 @@ def run_whole(name: str, function: Callable[[], None]) -> None:
 
 
 def fail_exit() -> None:
-    """Makes Python end with exit code 120, its own for a failed cleanup: the last flush fails.
+    """Makes the last flush fail, so that Python ends with exit code 120, as for a failed cleanup.
 
-    Else only ``os._exit`` changes the code, but leaves out other exit handlers.
+    The alternative, ``os._exit``, would skip the other exit handlers.
     """
     stream: Any = sys.stderr or sys.stdout
     if stream is None:
@@ -217,7 +216,7 @@ def finish_at_exit(task: Task, lost: Callable[[], str]) -> None:
     """Waits for a started task at the end of the program, whatever interrupts the wait.
 
     The first interrupt is logged. A second one ends the process at once with exit code 130.
-    ``lost`` returns what is lost then.
+    ``lost`` returns a text that says what is lost then.
     """
     interrupt: BaseException | None = None
     while not task.ended.is_set and task.pid == os.getpid():

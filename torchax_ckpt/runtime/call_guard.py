@@ -38,7 +38,9 @@ NO_COPY = (
 with jax.ensure_compile_time_eval():
     _NOT_TRACING = jax_versions.opaque_trace_state()
 _home: int | None = None  # the process that created the first checkpointer and JAX's threads
-_is_fork = False  # of it; set by a fork hook, because os.getpid() is slow in some containers
+# Whether this process was forked from it. A fork hook sets this, because os.getpid() is slow in
+# some containers.
+_is_fork = False
 
 
 def _note_fork() -> None:
@@ -64,7 +66,7 @@ class Calls:
 
     @property
     def is_training_thread(self) -> bool:
-        """Whether this is the training thread, or the main thread if no call has yet shown it."""
+        """Whether this is the training thread, or the main thread while no thread trains yet."""
         return threading.current_thread() is (self._training_thread or threading.main_thread())
 
     @property

@@ -1,8 +1,8 @@
-"""Who wants to know at once that a step is durable."""
+"""The functions that a save calls as soon as its step is durable."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 listeners: list[Callable[[], None]] = []
-"""Called on the thread of a save once its step is durable. They neither wait nor raise."""
+"""Called on the thread of the save. They neither wait nor raise."""

@@ -46,13 +46,13 @@ def available_host_bytes() -> int | None:
     """
     available = []
     with contextlib.suppress(OSError):
-        found = re.search(
+        match = re.search(
             r"^MemAvailable: *(\d+) kB",
             (_PROC / "meminfo").read_text(encoding="utf-8"),
             re.MULTILINE,
         )
-        if found:
-            available.append(int(found[1]) << 10)
+        if match:
+            available.append(int(match[1]) << 10)
     for folder, interface, limit in _limited_groups():
         used = _number(folder / interface.used)
         if used is not None:

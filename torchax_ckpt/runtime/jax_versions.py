@@ -1,7 +1,7 @@
-"""What differs between the releases of JAX that this package runs with.
+"""Hides the differences between the releases of JAX that this package runs with.
 
-Each part says in which release JAX got what it stands for; it may go once older ones are not
-supported any more.
+Each part names the release that brought the newer form. Remove a part once this package supports no
+older release.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is imported at its first use: JAX and Orbax, which a program that reads steps may lack."""
+"""Imports JAX and Orbax at their first use: a program that only reads steps may lack them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 
 def attributes(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """Returns a package's ``__getattr__``, which imports names, or modules: name -> module."""
+    """Returns a package's ``__getattr__``; ``modules`` is name -> the module that has the name.
+
+    A name that equals its module stands for the module itself.
+    """
 
     def get(name: str) -> Any:
         if name not in modules:

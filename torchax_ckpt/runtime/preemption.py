@@ -42,7 +42,7 @@ EXIT_CODE = 128 + signal.SIGTERM
 _ONE_NOTICE_SECS = 0.1
 # JAX's preemption service counts steps in signed integers of 32 bits.
 _MAX_OF_JAX = 2**31 - 1
-# To the thread that reads the pipe, beside the numbers of signals, which Python writes.
+# Bytes for the thread that reads the pipe. Python also writes the numbers of signals there.
 _WAKE, _HANDLED = 0, 255
 
 
@@ -89,7 +89,7 @@ class Preemption:
         return answer
 
     def close(self) -> None:
-        """Undoes ``listen``, on the main thread; not if others listen, or a SIGTERM has arrived."""
+        """Undoes ``listen``, on the main thread, unless others listen or a SIGTERM has arrived."""
         _watch.remove(self)
 
 
@@ -232,7 +232,10 @@ class _Watch:
             os.close(fd)
 
     def _give_back(self) -> list[int]:
-        """Restores what others have not replaced; returns descriptors to close after the thread."""
+        """Restores what others have not replaced; returns the descriptors to close later.
+
+        The thread may use them until it has ended.
+        """
         assert self._pipe is not None
         (*ours, write_end), self._pipe = self._pipe, None
         current = signal.set_wakeup_fd(-1)
@@ -257,7 +260,7 @@ class _Watch:
     # --- receiving signals ---
 
     def _handle(self, signum: int, frame: types.FrameType | None) -> None:
-        """Tells ``reached`` of a SIGTERM, and the thread, whose descriptor may be replaced."""
+        """Notes a SIGTERM for ``reached`` and for the thread, whose descriptor may be replaced."""
         if self._pipe is None:  # another library has restored this handler since it was removed
             self._notice(_HANDLED)
         else:

@@ -36,7 +36,7 @@ def is_watched() -> bool:
 
 @contextlib.contextmanager
 def bar(label: str, total_bytes: Callable[[], int]) -> Iterator[Callable[[int], None]]:
-    """Shows a bar within the block; yields what any thread calls with the bytes of each part."""
+    """Shows a bar during the block; yields a function that adds bytes to it, on any thread."""
     if not is_watched():
         yield lambda nbytes: None
         return
@@ -73,10 +73,11 @@ def wait(ended: Flag, timeout_secs: float | None, stage: Callable[[], str]) -> N
 
 
 class Pace:
-    """Notices that all reads of this process together get too little while one of them waits.
+    """Detects that the reads of this process together are too slow while one of them waits.
 
-    ``secs`` is how long this read has waited since they were fast enough. Open requests count as if
-    they had got all their bytes: how much has come is unknown, and many may share a slow link.
+    ``secs`` is how long this read has waited since they were last fast enough. Open requests count
+    as if all their bytes had arrived, because it is not known how many have, and many requests may
+    share a slow link.
     """
 
     _got_bytes = 0  # by all reads of this process
@@ -103,7 +104,7 @@ class Pace:
             Pace._got_bytes += got_bytes
 
     def wait(self, read: Any) -> bool:
-        """Waits for a future; returns False if the reads get too little before it is done."""
+        """Waits for a future; returns False if the reads are too slow before it is done."""
         while not read.done():
             began = time.monotonic()
             with contextlib.suppress(TimeoutError):

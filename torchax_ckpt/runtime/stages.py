@@ -1,8 +1,8 @@
 """The stages of saves, restores, claims and exchanges, by name: where each can be interrupted.
 
-The functions that do the work of a stage are marked with its name. The package itself never looks
-at stages. Whoever tests it does: there a process is killed, stopped or made to fail, before or
-after a stage, at any of its times. The names outlive the functions.
+The functions that do the work of a stage are marked with its name. Only tests look at stages: they
+kill or stop a process, or make it fail, before or after a stage, at any of the times that it runs.
+The names stay when the functions change.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Stage = Literal[
     "commit the folder",
     "end a durable save",
     "read back",
-    # of what a save does with other steps
+    # of a save's work on other steps
     "settle a step",
     "set steps aside",
     "delete a step",
@@ -48,8 +48,8 @@ Stage = Literal[
 ]
 STAGES: tuple[Stage, ...] = get_args(Stage)
 
-# What each stage runs in, from the outermost on: they see that it begins, ends and fails. They are
-# given its name, and the path that it works on if it is marked with that.
+# Each stage runs inside the context managers that these return, which see it begin, end and fail.
+# The first is the outermost. They get the stage's name, and the path that ``where`` picks, or None.
 observers: list[Callable[[Stage, object], AbstractContextManager[object]]] = []
 
 

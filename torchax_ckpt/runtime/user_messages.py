@@ -23,7 +23,7 @@ _OWN = frozenset({_PACKAGE, "asyncio", "concurrent", "contextlib"})
 
 
 def fields(**values: Any) -> dict[str, Any]:
-    """Returns the ``extra`` of a log record: values of JSON, under names that begin with ckpt_."""
+    """Returns the ``extra`` of a log record: JSON values, under names that begin with ckpt_."""
     given = {name: value for name, value in values.items() if value is not None}
     plain = (int, float, list)
     return {f"ckpt_{n}": v if isinstance(v, plain) else str(v) for n, v in given.items()}
@@ -37,7 +37,7 @@ def counted(number: int, one: str, many: str = "") -> str:
 def tell(logger: logging.Logger, message: str, extra: Mapping[str, Any]) -> None:
     """Logs a message at INFO; prints it on stderr too if no level was set, so that INFO is hidden.
 
-    For what is no warning and should be seen without any settings.
+    For messages that are no warnings, but that users should see without any settings.
     """
     logger.info("%s", message, extra=extra)
     package, root = logging.getLogger(_PACKAGE), logging.getLogger()
@@ -60,7 +60,7 @@ def warn(message: str, stacklevel: int = 1) -> None:
 def brief(function: Callable[P, R]) -> Callable[P, R]:
     """Decorates a public function: the tracebacks of this package's errors end at its call.
 
-    Those that other code raised, such as an attached object, are left whole.
+    An error that other code raised, such as an attached object, keeps its whole traceback.
     """
 
     kind = CheckpointError  # Python may clear the names of this module before the last call

@@ -20,7 +20,7 @@ from torchax_ckpt import policies
 from torchax_ckpt.errors import ArgumentError, CheckpointError, TierError
 from torchax_ckpt.layout import names
 from torchax_ckpt.options import CheckpointOptions, LocalTier, TierName
-from torchax_ckpt.policies import described, preservation
+from torchax_ckpt.policies import preservation, preservation_rules
 from torchax_ckpt.processes.coordination import Processes, open_channel
 from torchax_ckpt.processes.per_host import PerHostProcesses
 from torchax_ckpt.runtime.call_guard import Calls
@@ -132,7 +132,7 @@ class Run:
         telemetry = Telemetry(
             directory.path,
             None if is_local else self._on_event,
-            described.described(keep_policy),
+            preservation_rules.rules_of(keep_policy),
             directory.abandoned,
         )
         options = self._options
@@ -210,10 +210,10 @@ class Run:
         directory = self.local.tier.directory
         with self.processes.round("comparing local steps"):
             here = {s.key: s for s in directory.steps()}
-            told = directory.abandonment.told(here.values())
-            compared = self.processes.combine(told, directory.abandonment.compared)
+            report = directory.abandonment.report(here.values())
+            joined = self.processes.combine(report, directory.abandonment.joined)
         # The keys of the steps that all hosts have, and of those that any host has.
-        on_all, on_any = directory.abandonment.learn(compared)
+        on_all, on_any = directory.abandonment.record(joined)
         # A step that this host lacks gets a path that does not exist, because this host may have
         # another step with the same number.
         elsewhere = {

@@ -93,9 +93,9 @@ class RunHistory:
         """Lists the directory, unless this object has listed it before."""
         if not self._known.is_listed:
             with self._processes.round("looking for steps"):
-                found = self._processes.first(lambda: self._directory.branches().described())
+                found = self._processes.first(lambda: self._directory.branches().to_json())
             with self._changing:
-                self._replace(Branches.named(found, self.path))
+                self._replace(Branches.from_json(found, self.path))
                 self._known = dataclasses.replace(self._known, is_listed=True)
 
     def found(
@@ -103,8 +103,8 @@ class RunHistory:
     ) -> list[CommittedStep]:
         """Calls ``find`` on process 0 only; returns the steps that it finds on every process."""
         with self._processes.round(what):
-            found = self._processes.first(lambda: committed_step.described(find()))
-        return committed_step.named(found, self.path)
+            found = self._processes.first(lambda: committed_step.to_json(find()))
+        return committed_step.from_json(found, self.path)
 
     def unknown(self, step: int | None = None) -> list[CommittedStep]:
         """Returns steps of other programs, from ``step`` on or newer than the run's own."""
@@ -113,7 +113,7 @@ class RunHistory:
         known = {s.key for s in self.branches.in_place}
         # The first save waits for this listing, and there may be thousands of old steps.
         if step is not None:
-            found = self._directory.found(first=step)
+            found = self._directory.all_committed(first=step)
         else:
             known_here = {s.key for s in self.branches.committed}
             present = self._directory.steps()

@@ -102,7 +102,7 @@ class Save(SaveInFlight):
             with tier.saves.round(round_of(self.step), self._call, is_met=False) as outcome:
                 outcome.value = self._write(capture, reuse)
             described, summary = outcome.value
-            [durable] = committed_step.named(described, tier.directory.path)
+            [durable] = committed_step.from_json(described, tier.directory.path)
             self._committed = durable
             self._read_back(durable)
             self._learn(durable, summary, reuse)
@@ -129,7 +129,7 @@ class Save(SaveInFlight):
         if not is_first:
             return None
         durable = self._commit(draft.folder)
-        return [committed_step.described([durable]), summary]
+        return [committed_step.to_json([durable]), summary]
 
     # --- the stages ---
 
@@ -165,12 +165,12 @@ class Save(SaveInFlight):
 
         def begin() -> list[Any]:
             tier.claim.clean_up()
-            known = committed_step.described(tier.history.branches.in_place)
+            known = committed_step.to_json(tier.history.branches.in_place)
             candidate = reuse.candidate(self.step, metrics)
             return [StepFolder.begin(tier.directory, self.step).path.name, known, candidate]
 
         name, known, candidate = tier.saves.first(begin)
-        tier.history.refresh(committed_step.named(known, tier.directory.path))
+        tier.history.refresh(committed_step.from_json(known, tier.directory.path))
         folder = StepFolder(tier.directory, self.step, tier.directory.path / name)
         return folder, candidate, states
 
@@ -377,7 +377,7 @@ class Save(SaveInFlight):
             what, is_met = f"tidying up after step {durable.step}", self._tier.saves.is_per_host
             with self._tier.saves.round(what, self._call, is_met=is_met) as outcome:
                 outcome.value = self._tidied(durable) if self._tier.saves.is_first else None
-            tier.history.refresh(committed_step.named(outcome.value, path))
+            tier.history.refresh(committed_step.from_json(outcome.value, path))
         except Exception as error:
             failure = SaveError(
                 f"step {durable.step} is durable in {path}, but tidying up after it failed: "
@@ -410,5 +410,5 @@ class Save(SaveInFlight):
         gone = [s for s in doomed if s not in undeleted]
         left = [s for s in steps if s not in gone]
         tier.telemetry.steps_gone("deleted", [s.step for s in gone], left)
-        directory.tell_staying([*staying, *undeleted])
-        return committed_step.described([*left, *staying])
+        directory.warn_of_staying([*staying, *undeleted])
+        return committed_step.to_json([*left, *staying])

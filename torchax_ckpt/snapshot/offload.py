@@ -98,8 +98,9 @@ def _offsets(leaf: Any) -> set[Offset]:
 class Offloaded:
     """Leaves that are on their way from devices to ordinary memory of the host.
 
-    ``plan`` says which of them are stacked there. What they need, ``needed_to_offload``, counts as
-    used in ``memory`` from the beginning. Raises JaxRuntimeError if the devices lack memory.
+    ``plan`` says which of them are stacked there. The memory that they need, as
+    ``needed_to_offload`` returns it, counts as used in ``memory`` from the beginning. Raises
+    JaxRuntimeError if the devices lack memory.
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class Offloaded:
     def _fetch(self) -> dict[str, HostArray]:
         members = Plan(self._stacks, frozenset()).members(list(self._forms))
         forms = {n: self._forms[group[0]] for n, group in members.items()}
-        # One mapping, because a process can have some 65,000.
+        # One mapping for all, because a process can have only some 65,000 mappings.
         memory = Memory(
             sum(
                 len(_offsets(form)) * aligned(len(members[name]) * _shard_bytes(form))
@@ -203,9 +204,9 @@ def pinned(
 
 
 def _sources(array: Any) -> Iterator[tuple[Offset | None, Any]]:
-    """Yields the array or its first replica, with None, or its shards and where each begins.
+    """Yields the array or its first replica, with None; or its shards and where each begins.
 
-    The shards, of an array that spans processes, are those of this process, each once.
+    An array that spans processes yields the shards of this process, each once.
     """
     if array.sharding.is_fully_addressable:
         yield None, _one_replica(array)

@@ -81,8 +81,8 @@ class Planner:
         signature = shapes, dtypes, shardings, names, reserved, frozen
         last = self._last
         if last is None or last[0] != signature:
-            found = plan_snapshot(names, arrays, self._layout, reserved, frozen)
-            self._last = last = signature, found
+            plan = plan_snapshot(names, arrays, self._layout, reserved, frozen)
+            self._last = last = signature, plan
         return last[1]
 
 

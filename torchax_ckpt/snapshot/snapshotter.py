@@ -84,7 +84,7 @@ def stacks_on_host(arrays: Iterable[Array]) -> bool:
 
 
 def way_if_donated(plan: SnapshotPlan, arrays: Sequence[AnyArray], memory: DeviceMemory) -> Way:
-    """Returns how "auto" takes a snapshot, of arrays perhaps abstract, if the program donates."""
+    """Returns how "auto" takes a snapshot if the program donates; arrays may be abstract."""
     return next(way for way in _WAYS_IF_DONATED if _fits(way, plan, arrays, memory))
 
 
@@ -167,7 +167,7 @@ class Snapshotter:
     def _stacked(
         self, way: Way, planned: Callable[[], SnapshotPlan], arrays: Sequence[Array]
     ) -> ToStore:
-        """Stacks arrays that are held by reference, where it is faster or there is memory."""
+        """Stacks referenced arrays on the devices; on the host if these are CPUs or lack memory."""
         plan, memory = planned(), self._memory
         leaves = dict(zip(plan.names, arrays, strict=True))
         if not stacks_on_host(arrays):
@@ -177,7 +177,7 @@ class Snapshotter:
                     stored = execute(plan.plan, leaves, copy=False)
                     memory.record_copies(stored[name] for name in plan.plan.stacks)
                     return plan.plan, stored
-            # Of a deleted array JAX raises ValueError in a jitted call, else RuntimeError.
+            # For a deleted array, JAX raises ValueError in a jitted call, else RuntimeError.
             except Exception as error:
                 require_alive(leaves.items())
                 if not is_exhausted(error):
@@ -208,9 +208,9 @@ class Snapshotter:
             host_arrays = execute(plan.plan, on_host, copy=False)
 
             def stored() -> ToStore:
-                found: dict[str, Stored] = {**offloaded.fetched(), **host_arrays}
+                by_name: dict[str, Stored] = {**offloaded.fetched(), **host_arrays}
                 # In an order that is the same in each process.
-                return plan.plan, {name: found[name] for name in plan.plan.members(plan.names)}
+                return plan.plan, {name: by_name[name] for name in plan.plan.members(plan.names)}
 
             return stored
         except Exception as error:
@@ -225,7 +225,7 @@ class Snapshotter:
                 raise _no_host_memory(found) from error
             raise OutOfMemoryError(
                 "no device memory for copies of the state: "
-                f"{self._memory.described(bytes_on_devices(arrays))}. {_UNCHANGED} Use "
+                f"{self._memory.shortage(bytes_on_devices(arrays))}. {_UNCHANGED} Use "
                 'CheckpointOptions(snapshot="auto"), which moves the state to the host in this '
                 "case, or shard the state over more devices."
             ) from error

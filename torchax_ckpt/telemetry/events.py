@@ -80,7 +80,7 @@ class Event:
       time_secs: when it happened, in seconds since the epoch.
       step: completed optimizer steps; None if the event concerns no single step.
       values: details of the event: text, lists, and numbers, which are named as the attributes of
-        ``Stats`` that are made of them. What is not known is left out.
+        ``Stats`` that are computed from them. Unknown values are left out.
     """
 
     name: str
@@ -92,11 +92,11 @@ class Event:
     def numbers(self) -> Mapping[str, float]:
         """The event's numbers by the attributes of ``Stats``; a logger can plot them."""
         metrics = (_METRICS[name] for name in self.values if name in _METRICS)
-        found = {metric.name: self.number(metric) for metric in metrics if metric.kind != "age"}
-        return {name: number for name, number in found.items() if number is not None}
+        numbers = {metric.name: self.number(metric) for metric in metrics if metric.kind != "age"}
+        return {name: number for name, number in numbers.items() if number is not None}
 
     def number(self, metric: Metric) -> float | None:
-        """Returns what the event adds to a metric, if anything; of an "age", when the age began."""
+        """Returns what the event adds to a metric, if anything; for "age", when the age began."""
         if metric.event not in ("", self.name):
             return None
         value: Any = 1 if metric.kind == "count" else self.values.get(metric.name)

@@ -32,7 +32,7 @@ MAX_FILES = 512
 MAX_FILE_BYTES = 64 << 10
 # The lines of the last append may exceed ``MAX_FILE_BYTES``.
 _MAX_READ_BYTES = 16 * MAX_FILE_BYTES
-# For all files together: more than runs write, and little enough that the events fit into memory.
+# For all files together. Runs write fewer bytes, and the events of so many still fit into memory.
 _MAX_ALL_BYTES = 64 << 20
 _MAX_ALL_LINES = 500_000
 _CONCURRENT_READS = 32
@@ -71,23 +71,23 @@ class Journal:
 
 
 def read_events(directory: epath.Path) -> dict[str, list[Event]]:
-    """Returns each run's name and its events in order; of more than runs write, the newest."""
+    """Returns each run's name and its events in order; if there are too many, the newest only."""
     files: list[tuple[str, dict[bytes, Event]]] = []
     num_bytes = num_lines = 0
     for name, content in _newest_first(directory / FOLDER):
         lines = content.splitlines()[num_lines - _MAX_ALL_LINES :]
-        found = {line: event for line in lines if (event := Event.of_line(line)) is not None}
-        files.append((_run_of(name), found))
+        of_file = {line: event for line in lines if (event := Event.of_line(line)) is not None}
+        files.append((_run_of(name), of_file))
         num_bytes += len(content)
         num_lines += len(lines)
         if num_bytes >= _MAX_ALL_BYTES or num_lines >= _MAX_ALL_LINES:
             logger.info("%s: more events than runs write; only the newest are read", directory)
             break
     runs: dict[str, dict[bytes, Event]] = {}
-    for run, found in reversed(files):
-        if found:  # keyed by line, because a repeated append may have written a line twice
-            runs.setdefault(run, {}).update(found)
-    return {run: list(found.values()) for run, found in runs.items()}
+    for run, of_file in reversed(files):
+        if of_file:  # keyed by line, because a repeated append may have written a line twice
+            runs.setdefault(run, {}).update(of_file)
+    return {run: list(of_run.values()) for run, of_run in runs.items()}
 
 
 def _newest_first(folder: epath.Path) -> Iterator[tuple[str, bytes]]:

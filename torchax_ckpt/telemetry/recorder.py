@@ -52,7 +52,7 @@ _Queued: TypeAlias = tuple[Event, Sequence[CommittedStep] | None, int]
 
 @contextlib.contextmanager
 def _errors_logged() -> Iterator[None]:
-    """Logs errors, which so never reach the training or a save."""
+    """Logs errors, so that they never reach the training or a save."""
     try:
         yield
     except Exception:
@@ -61,7 +61,7 @@ def _errors_logged() -> Iterator[None]:
 
 
 def _newest(steps: Sequence[CommittedStep] | None) -> dict[str, Any]:
-    """Returns what an event says of the newest of the durable steps."""
+    """Returns the values of an event that concern the newest of the durable steps."""
     return {"newest_step": steps[-1].step, "newest_age_secs": steps[-1].age_secs} if steps else {}
 
 
@@ -73,7 +73,7 @@ class Tally:
         self._values: dict[str, collections.deque[float]] = {}
 
     def take(self, event: Event, *, counts: bool = True) -> None:
-        """Takes the numbers of an event, or without ``counts`` those measured after it."""
+        """Takes an event's numbers; without ``counts``, those measured after it was counted."""
         for metric in Stats.metrics().values():
             if (number := event.number(metric)) is None:
                 continue
@@ -85,15 +85,15 @@ class Tally:
 
     def stats(self, num_skipped: int) -> Stats:
         """Returns the statistics of the events so far; ``num_skipped`` counts also later calls."""
-        found: dict[str, Any] = {name: values[-1] for name, values in self._values.items()}
+        attributes: dict[str, Any] = {name: values[-1] for name, values in self._values.items()}
         for name, metric in Stats.metrics().items():
             if metric.kind in ("count", "sum"):
-                found[name] = self._totals[name]
+                attributes[name] = self._totals[name]
             elif metric.kind == "quantiles":
-                found[name] = Quantiles.of(self._values.get(name, ()))
-            elif metric.kind == "age" and name in found:
-                found[name] = max(0.0, time.time() - found[name])
-        return Stats(**{**dict.fromkeys(Stats.metrics()), **found, "num_skipped": num_skipped})
+                attributes[name] = Quantiles.of(self._values.get(name, ()))
+            elif metric.kind == "age" and name in attributes:
+                attributes[name] = max(0.0, time.time() - attributes[name])
+        return Stats(**{**dict.fromkeys(Stats.metrics()), **attributes, "num_skipped": num_skipped})
 
 
 class Telemetry:
@@ -139,12 +139,12 @@ class Telemetry:
         return self._task is not None
 
     def skipped(self, step: int) -> None:
-        """Counts a step that training has reached and that was not saved; later events say it."""
+        """Counts a step that training reached and did not save; later events report the count."""
         self._num_skipped += 1
         self._step = step
 
     def saving(self, step: int, began: float) -> None:
-        """Records that a save began; not for the training thread, which would wait for others."""
+        """Records that a save began. The training thread must not call it: it may have to wait."""
         num_skipped = self._num_skipped
         values: dict[str, Any] = {"num_skipped": num_skipped - self._num_reported}
         if self._saving is not None:
@@ -156,12 +156,12 @@ class Telemetry:
         self._take("saving", step, values, ago_secs=time.perf_counter() - began)
 
     def durable(self, cost: SaveCost, reused_bytes: int, steps: Sequence[CommittedStep]) -> None:
-        """Records that a step was committed, with ``reused_bytes`` taken over from earlier ones."""
+        """Records that a step was committed; ``reused_bytes`` of it are in reused files."""
         values = {"blocking_secs": cost.blocking_secs, "durable_secs": cost.durable_secs}
         self._take("durable", cost.step, values, steps, reused_bytes)
 
     def steps_gone(self, name: str, gone: Sequence[int], steps: Sequence[CommittedStep]) -> None:
-        """Records ``deleted`` or ``set_aside``, unless no steps are gone; ``steps`` are left."""
+        """Records ``deleted`` or ``set_aside``, unless no steps are gone; ``steps`` remain."""
         if gone:
             self._take(name, None, {"steps": list(gone)}, steps)
 
@@ -196,7 +196,7 @@ class Telemetry:
     @_errors_logged()
     def open(self, steps: Sequence[CommittedStep]) -> None:
         """Lets process 0 write events, because the run, with these steps, now holds the lease."""
-        if self._is_closed:  # and goes on, in an exit handler
+        if self._is_closed:  # an exit handler goes on using the checkpointer
             self._is_closed, self._task = False, None
         if jax.process_index() != 0:
             return  # only process 0 writes; each process calls its own hook
@@ -264,7 +264,7 @@ class Telemetry:
                 self._write()
 
     def _handle_waiting(self) -> bool:
-        """Waits for events, or until the journal is due, and handles them; True once at the end."""
+        """Handles events; waits for them, or until the journal is due; returns True at the end."""
         has_lines = self._lines and self._may_write
         secs = max(0.0, self._due_secs - time.monotonic()) if has_lines else _REACHED_SECS
         try:
@@ -328,7 +328,7 @@ class Telemetry:
             self._log_once("line", logging.WARNING, text, event, error)
 
     def _report_reached(self) -> None:
-        """Records the latest step of training if it is new, and no event had a step for long."""
+        """Records the latest step of training if it is new, and no event had one for a minute."""
         is_due = time.monotonic() - self._reported_secs >= _REACHED_SECS
         if self._may_write and is_due and self._step != self._reported_step:
             values = {"num_skipped": self._num_skipped}
@@ -347,7 +347,7 @@ class Telemetry:
             self._due_secs = time.monotonic() + self._journal.patience_secs
 
     def _log_once(self, what: str, level: int, text: str, *args: Any, **settings: Any) -> None:
-        """Logs a failure as such only until ``what`` works again: it may repeat every second."""
+        """Logs a failure; at DEBUG while ``what`` keeps failing, perhaps every second."""
         logger.log(logging.DEBUG if what in self._failing else level, text, *args, **settings)
         self._failing.add(what)
 

@@ -41,11 +41,12 @@ class Metric:
     """Describes an attribute of ``Stats``.
 
     Attributes:
-      name: of the attribute, and of the value in events.
-      kind: "count" counts events; of the values in events, "sum" is the sum, "quantiles" the
-        distribution and "latest" the latest one; "age" is the latest one, and grows with time.
-      event: name of the events that count; "" for all that have the value.
-      help: what it says.
+      name: the name of the attribute, and of the value in events.
+      kind: how the attribute is computed. "count" counts events; "sum" adds the values in events,
+        "quantiles" describes their distribution, and "latest" takes the latest one; "age" takes the
+        latest one too, and adds the time since then.
+      event: the name of the events that count; "" for all events that have the value.
+      help: what the attribute says.
       label: its title on the page of ``torchax-ckpt report``; "" if it has none.
     """
 
@@ -57,21 +58,21 @@ class Metric:
 
     @property
     def unit(self) -> str:
-        """Its unit, "seconds" or "bytes", as the name ends; "" for what is counted."""
+        """The unit that the end of the name states, "seconds" or "bytes"; "" for counts."""
         return {"secs": "seconds", "bytes": "bytes"}.get(self.name.rpartition("_")[2], "")
 
 
 def _metric(event: str, text: str, label: str = "", *, kind: Kind = "quantiles") -> Any:
-    about = {"kind": kind, "event": event, "help": text, "label": label}
-    return dataclasses.field(metadata=about)
+    metadata = {"kind": kind, "event": event, "help": text, "label": label}
+    return dataclasses.field(metadata=metadata)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stats:
     """How many saves and restores a checkpointer made in this process, and what they cost.
 
-    Any attribute but a count is None until its first value is measured. Of several processes, only
-    process 0 measures bytes, and does so after the save.
+    Any attribute but a count is None until its first value is measured. In a run of several
+    processes, only process 0 measures bytes, after the save.
     """
 
     num_saves: int = _metric("saving", "saves that began", kind="count")
@@ -94,14 +95,16 @@ class Stats:
     num_bytes: Quantiles | None = _metric("durable", "bytes that a step takes on storage")
     new_bytes: Quantiles | None = _metric("durable", "bytes of a step that its save wrote")
     shared_bytes: Quantiles | None = _metric(
-        "durable", "bytes of a step taken over from an earlier one, by links or a bucket's copies"
+        "durable", "bytes of a step in reused files, which are links or a bucket's copies"
     )
     restore_secs: Quantiles | None = _metric("restored", "seconds that a restore took")
     num_abandoned: int | None = _metric("", "steps of abandoned branches", kind="latest")
     abandoned_bytes: int | None = _metric(
         "", "bytes that a prune of these would free", kind="latest"
     )
-    total_bytes: int | None = _metric("", "bytes of all steps, linked ones once", kind="latest")
+    total_bytes: int | None = _metric(
+        "", "bytes of all steps; shared bytes count once", kind="latest"
+    )
     newest_step: int | None = _metric("", "the newest durable step", kind="latest")
     newest_age_secs: float | None = _metric(
         "", "seconds since the newest durable step was committed", kind="age"
@@ -110,7 +113,7 @@ class Stats:
     @classmethod
     @functools.cache
     def metrics(cls) -> Mapping[str, Metric]:
-        """Returns what each attribute is made of, by its name."""
+        """Returns the name of each attribute -> how it is computed."""
         return {f.name: Metric(f.name, **f.metadata) for f in dataclasses.fields(cls)}
 
 

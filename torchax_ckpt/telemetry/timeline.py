@@ -32,7 +32,7 @@ class SaveSpan:
 class RecordedRun:
     """The events and saves of one program that wrote to the directory, in their order.
 
-    ``ended`` is False if it was killed or still runs; ``is_running`` if it holds the lease.
+    ``ended`` is False if it was killed or is running; ``is_running`` is True if it holds the lease.
     ``lost_steps`` is a lower bound of the steps that the next run repeated, or None.
     """
 
@@ -74,20 +74,20 @@ class RecordedRun:
 
 
 def runs_of(events: Mapping[str, Sequence[Event]], *, is_running: bool) -> list[RecordedRun]:
-    """Groups events by run; the newest runs still if ``is_running``, unless it was closed."""
+    """Groups events by run; if ``is_running``, the newest run is running, unless it was closed."""
     in_order = sorted((item for item in events.items() if item[1]), key=lambda i: i[1][0].time_secs)
     runs: list[RecordedRun] = []
     later: Sequence[Event] = ()
     for name, of_run in reversed(in_order):
         ended = of_run[-1].name == "closed"
-        runs_still = is_running and not ended and not runs
+        is_live = is_running and not ended and not runs
         runs.append(
             RecordedRun(
                 name=name,
                 events=of_run,
-                saves=_saves(of_run, "in flight" if runs_still else "cut off"),
+                saves=_saves(of_run, "in flight" if is_live else "cut off"),
                 ended=ended,
-                is_running=runs_still,
+                is_running=is_live,
                 lost_steps=_lost(of_run, later),
             )
         )
@@ -141,13 +141,13 @@ def steps_over_time(run: RecordedRun) -> list[tuple[float, int]]:
 
 
 def numbers_of(runs: Sequence[RecordedRun]) -> dict[str, list[float]]:
-    """Returns the numbers of events of which ``Stats`` has quantiles, by its attributes."""
+    """Returns attribute of ``Stats`` -> numbers of the events, for attributes with quantiles."""
     metrics = Stats.metrics().values()
-    found: dict[str, list[float]] = {m.name: [] for m in metrics if m.kind == "quantiles"}
+    numbers: dict[str, list[float]] = {m.name: [] for m in metrics if m.kind == "quantiles"}
     for event in (event for run in runs for event in run.events):
         for name, number in event.numbers.items():
-            found.get(name, []).append(number)
-    return found
+            numbers.get(name, []).append(number)
+    return numbers
 
 
 def bytes_over_time(runs: Sequence[RecordedRun]) -> list[tuple[float, int]]:

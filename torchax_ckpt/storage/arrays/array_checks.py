@@ -32,15 +32,18 @@ MAX_UNPACKED = 1 << 15
 def require_stored(
     step_path: epath.Path, step: int, wanted: Mapping[str, tuple[tuple[int, ...], str]]
 ) -> int:
-    """Raises CorruptCheckpointError if metadata is wrong; returns the fewest bytes on storage."""
+    """Raises CorruptCheckpointError if metadata is wrong; returns the least bytes on storage.
+
+    With fewer bytes on storage, the arrays cannot be there, however well they were compressed.
+    """
     if not wanted:
         return 0
     folder = step_path / STATE
     try:
         spec = {"driver": "ocdbt", "base": location.kvstore(folder)}
         store = ts.KvStore.open(spec, context=location.reading_context()).result()
-        found = {name: store.read(f"{stored_key(name)}/.zarray") for name in wanted}
-        contents = {name: read.result() for name, read in found.items()}
+        reads = {name: store.read(f"{stored_key(name)}/.zarray") for name in wanted}
+        contents = {name: read.result() for name, read in reads.items()}
     except (ValueError, OSError) as error:
         if storage_errors.is_unavailable(error):
             raise

@@ -25,7 +25,7 @@ from torchax_ckpt.storage.arrays import chunking
 Index = tuple[slice, ...]
 Bounds = tuple[tuple[int, int], ...]
 
-# Alignment of memory that a CPU device takes over without a copy.
+# Alignment of memory that a CPU device can use without a copy.
 _ALIGNMENT = 64
 # From this size on numpy asks the system for huge pages, which many virtual machines first have to
 # assemble. Writing such an array once then took four times as long as on plain pages.
@@ -128,9 +128,9 @@ class Target:
     def awaits(self, piece: Piece) -> tuple[int, int]:
         """Announces a piece that will be read; returns two sizes in bytes.
 
-        Of the buffer for the piece, which is freed when it has arrived; and of the buffers for the
-        parts that the piece is the first to touch, which are freed when the parts are on their
-        devices.
+        The first is that of the buffer for the piece, which is freed when the piece has arrived.
+        The second is that of the buffers for the parts that the piece is the first to touch, which
+        are freed when the parts are on their devices.
         """
         return piece.nbytes, 0
 
@@ -181,7 +181,7 @@ class _Assembled(Target):
         return self._pieces(self._unit(chunk), self._regions.values())
 
     def awaits(self, piece: Piece) -> tuple[int, int]:
-        """See ``Target``. A piece that is exactly one part lends it its memory: first number 0."""
+        """See ``Target``. If the piece is exactly a part, they have one buffer: the second."""
         nbytes, parts = piece.nbytes, 0
         for bounds, region in self._regions.items():
             if not region.is_awaited and overlap(bounds, piece.index) is not None:

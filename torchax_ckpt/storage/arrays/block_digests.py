@@ -46,18 +46,18 @@ def take_long(
     values = np.zeros((*grid_shape(shape, block), 16), np.uint8)
     for start, host in parts.items():
         octets = b"".join(map(xxhash.xxh3_128_digest, _octets(host, block)))
-        found = np.frombuffer(octets, np.uint8).reshape(*grid_shape(host.shape, block), 16)
-        values[_cells(start, host.shape, block)] = found
+        digests = np.frombuffer(octets, np.uint8).reshape(*grid_shape(host.shape, block), 16)
+        values[_cells(start, host.shape, block)] = digests
     return values.tobytes()
 
 
 def stored_blocks(array: AnyArray, block: tuple[int, ...]) -> np.ndarray:
     """Returns for each block of an array, in C order, whether this process stores it."""
-    found = np.full(grid_shape(array.shape, block), isinstance(array, np.ndarray))
+    is_stored = np.full(grid_shape(array.shape, block), isinstance(array, np.ndarray))
     if not isinstance(array, np.ndarray):
         for part in chunking.stored_parts(array):
-            found[_cells(part.start, chunking.written_shape(array), block)] = True
-    return found.ravel()
+            is_stored[_cells(part.start, chunking.written_shape(array), block)] = True
+    return is_stored.ravel()
 
 
 def gathered(
@@ -125,8 +125,8 @@ def _cells(start: Sequence[int], shape: Sequence[int], block: Sequence[int]) -> 
 def of_blocks(host: np.ndarray, block: tuple[int, ...]) -> np.ndarray:
     """Returns one uint64 digest for each block of an array that consists of whole blocks."""
     grid = grid_shape(host.shape, block)
-    found = map(xxhash.xxh3_64_intdigest, _octets(host, block))
-    return np.fromiter(found, np.uint64, math.prod(grid)).reshape(grid)
+    values = map(xxhash.xxh3_64_intdigest, _octets(host, block))
+    return np.fromiter(values, np.uint64, math.prod(grid)).reshape(grid)
 
 
 def _octets(host: np.ndarray, block: tuple[int, ...]) -> Iterable[memoryview]:

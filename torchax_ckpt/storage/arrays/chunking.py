@@ -29,7 +29,7 @@ _MIN_FRACTION = 16
 
 
 def chunk_shape(array: AnyArray) -> tuple[int, ...]:
-    """Returns the shape of the chunks into which what one device or host writes is cut.
+    """Returns the shape of the chunks into which the part that one device or host writes is cut.
 
     While a chunk exceeds ``MAX_BYTES``, the longest dim gets its next smaller divisor; first among
     dims in which the written shape is smaller than the array, then among the rest, as Orbax cuts.

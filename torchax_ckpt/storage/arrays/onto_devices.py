@@ -31,7 +31,7 @@ from torchax_ckpt.storage.directory.committed_step import CommittedStep
 # The default limit of the bytes in flight between storage and devices, in addition to the largest
 # array that the host puts together from pieces. It is enough to keep storage and devices busy.
 _IN_FLIGHT_BYTES = 1 << 30
-# Each process itself reads leaves of these dtypes and of complex dtypes, because they are rare.
+# Each process reads leaves of these dtypes and of complex dtypes itself, because they are rare.
 _NIBBLES = {"int4", "uint4", "float4_e2m1fn"}
 
 Finish = Callable[[], tuple[int, list[jax.Array]]]

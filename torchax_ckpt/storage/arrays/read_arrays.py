@@ -48,7 +48,7 @@ def stream_arrays(
     options: CheckpointOptions,
     is_wanted: Callable[[str, Piece], bool] = lambda name, piece: True,
 ) -> Iterator[tuple[str, Piece, np.ndarray]]:
-    """Yields stored name, piece and checked content of the wanted pieces, within the memory."""
+    """Yields stored name, piece and checked content of the wanted pieces, in bounded memory."""
     targets = [Target(name, want, {}) for name, want in wanted.items()]
     pace = pace_of(options)
     stores = opened(committed, wanted, pace)
@@ -109,8 +109,9 @@ def opened(
 
 
 def pace_of(options: CheckpointOptions) -> progress.Pace:
-    """Returns the pace that reads which wait together must keep."""
-    limit_secs = 0.9 * options.process_timeout_secs  # the others may still wait
+    """Returns a new pace for the reads of one call."""
+    # Below the timeout, so that other processes still wait for this one when it raises.
+    limit_secs = 0.9 * options.process_timeout_secs
     return progress.Pace(options.min_read_bytes_per_sec, limit_secs)
 
 
@@ -128,8 +129,8 @@ def _kvstore(committed: CommittedStep) -> dict[str, Any]:
 class Arrival:
     """Reads one piece from storage to the host, checks it, and hands it to its target.
 
-    TensorStore's thread that read a piece compares it too: in parallel, and while it is in the
-    cache.
+    The thread of TensorStore that read a piece also compares it: in parallel with others, and while
+    the piece is in the processor's cache.
     """
 
     def __init__(
@@ -179,7 +180,7 @@ class Arrival:
         except CorruptCheckpointError as error:
             raise self._undecodable(error) from error.__cause__
         except DirectoryError as error:
-            # A storage that hangs would have to be read to find this.
+            # To find the chunk takes more reads, which would wait too if the storage hangs.
             gives_up = medium.of(self._committed.path).gives_up_slow_reads
             chunk = None if gives_up else self._first_unreadable()
             if chunk is not None and (place := self._place(chunk)) is not None:

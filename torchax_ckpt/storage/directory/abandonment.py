@@ -4,24 +4,25 @@ A run that goes back to an earlier step abandons the newer steps; a run that sta
 all. The others count: they are the run's branch. Abandoned steps keep their names until a new step
 is durable. Then the run sets them aside: it renames them, or deletes them from a local tier; it
 also deletes a step whose save failed after its commit. If the run ends before, they still count
-when it is started again. One that cannot be renamed stays, and every later step lists it.
+when it is started again. A step that cannot be renamed stays, and every later step lists it.
 
-In memory, the ``Branches`` of each tier (``run_history.py``) have as abandoned: the steps of both
-tiers that are newer than the one that the run continues from, or that a save begins to write; and
-a step whose save failed after its commit. A step in a local tier that some host lacks is incomplete
-instead: a later start may need it, so no summary lists it, until a new step is on all hosts.
+In memory, the ``Branches`` of each tier (``run_history.py``) hold as abandoned the steps that are
+newer than the step from which the run continues, or than the step that a save begins to write, in
+both tiers; and a step whose save failed after its commit. A step in a local tier that some host
+lacks is incomplete instead: a later start may need it, so no summary lists it, until a new step is
+on all hosts.
 
-On storage, the summary of the next step lists, under ``abandons``, the keys (number and commit
-time, since a later branch may use the number again) of those in both tiers that were not set aside
-yet. A process that lists a directory later treats as abandoned:
+On storage, the summary of the next step lists the abandoned steps of both tiers that were not set
+aside yet. Its field ``abandons`` has their keys: number and commit time, since a later branch may
+use the number again. A process that lists a directory later treats as abandoned:
 
     - the steps in the summaries of the 32 latest commits there, and of those in the other tier;
     - the steps that other hosts report (each host reads its own local tier only);
     - if the summary of an incoming step (see ``run_directory.py``) is damaged, all steps that were
       committed before it and whose number is at least its own.
 
-Of several steps of one number that are not abandoned, only one counts: the incoming step that was
-committed last; if there is none, the step that was.
+If several steps of one number are not abandoned, only one counts: the incoming step that was
+committed last or, without incoming steps, the step that was committed last.
 """
 
 from __future__ import annotations
@@ -54,18 +55,18 @@ class Branches:
 
     committed: tuple[CommittedStep, ...] = ()  # those that count, oldest first, one a number
     abandoned: tuple[CommittedStep, ...] = ()  # those that do not count and were not set aside yet
-    # The steps of a local tier that some host lacks. A listing does not know them; the training
-    # threads compare what their hosts have.
+    # The steps of a local tier that some host lacks. A listing cannot find them: the training
+    # threads find them by comparing what their hosts have.
     incomplete: tuple[CommittedStep, ...] = ()
 
     @classmethod
-    def divided(cls, found: Sequence[CommittedStep], abandoned: set[Key]) -> Branches:
+    def divided(cls, steps: Sequence[CommittedStep], abandoned: set[Key]) -> Branches:
         """Divides the steps ``found`` into steps that count and abandoned steps."""
-        in_order = sorted(found, key=lambda s: (s.is_incoming, s.commit_timestamp_nsecs))
+        in_order = sorted(steps, key=lambda s: (s.is_incoming, s.commit_timestamp_nsecs))
         counted = {s.step: s for s in in_order if s.key not in abandoned}
         return cls(
             tuple(counted[step] for step in sorted(counted)),
-            tuple(s for s in found if counted.get(s.step) is not s),
+            tuple(s for s in steps if counted.get(s.step) is not s),
         )
 
     @property
@@ -100,14 +101,14 @@ class Branches:
         lists = (self.committed, self.abandoned, self.incomplete)
         return Branches(*(tuple(now_at[s.key] for s in each if s.key in now_at) for each in lists))
 
-    def described(self) -> list[Any]:
+    def to_json(self) -> list[Any]:
         """Returns the branches as JSON, to send to other processes of the run."""
-        return [committed_step.described(steps) for steps in (self.committed, self.abandoned)]
+        return [committed_step.to_json(steps) for steps in (self.committed, self.abandoned)]
 
     @classmethod
-    def named(cls, described: Iterable[Any], directory: epath.Path) -> Branches:
-        """Rebuilds branches from the JSON that ``described`` made in any process."""
-        committed, abandoned = (tuple(committed_step.named(d, directory)) for d in described)
+    def from_json(cls, raw: Iterable[Any], directory: epath.Path) -> Branches:
+        """Rebuilds branches from the JSON that ``to_json`` made in any process."""
+        committed, abandoned = (tuple(committed_step.from_json(s, directory)) for s in raw)
         return cls(committed, abandoned)
 
 
@@ -127,12 +128,12 @@ class Abandonment:
     def __init__(
         self,
         path: epath.Path,
-        found: Callable[[], list[CommittedStep]],
+        list_all: Callable[[], list[CommittedStep]],
         summaries: Summaries,
         durable: Abandonment | None = None,
     ) -> None:
         self._path = path
-        self._found = found  # returns the directory's steps, abandoned ones included
+        self._list_all = list_all  # returns the directory's steps, abandoned ones included
         self._summaries = summaries
         self._is_local = durable is not None
         self._other_tier = durable
@@ -144,8 +145,8 @@ class Abandonment:
 
     def branches(self) -> Branches:
         """Lists the directory; divides its steps into steps that count and abandoned steps."""
-        found = self._found()
-        return Branches.divided(found, self._abandoned_keys(found) if found else set())
+        steps = self._list_all()
+        return Branches.divided(steps, self._abandoned_keys(steps) if steps else set())
 
     def certain_among(self, steps: Sequence[CommittedStep]) -> list[CommittedStep]:
         """Returns the abandoned steps that may be set aside before the next save."""
@@ -168,33 +169,33 @@ class Abandonment:
         keys = from_summary(summary or {})
         return [s for s in branches.abandoned if s.key in keys and not s.has_lost_record]
 
-    def told(self, steps: Iterable[CommittedStep]) -> bytes:
+    def report(self, steps: Iterable[CommittedStep]) -> bytes:
         """Returns a JSON report for other hosts: the keys of ``steps``, and of abandoned steps."""
         return json.dumps([[s.key for s in steps], sorted(self._recorded())]).encode()
 
     @staticmethod
-    def compared(sent: Iterable[bytes]) -> bytes:
+    def joined(reports: Iterable[bytes]) -> bytes:
         """Joins hosts' reports: keys of abandoned steps, of those on all hosts, and on any."""
-        present, abandoned = zip(*map(json.loads, sent), strict=True)
+        present, abandoned = zip(*map(json.loads, reports), strict=True)
         keys = [{tuple(key) for key in of_host} for of_host in present]
-        left = {tuple(key) for of_host in abandoned for key in of_host}
-        found = left, set.intersection(*keys), set.union(*keys)
-        return json.dumps([sorted(each) for each in found]).encode()
+        abandoned_keys = {tuple(key) for of_host in abandoned for key in of_host}
+        lists = abandoned_keys, set.intersection(*keys), set.union(*keys)
+        return json.dumps([sorted(each) for each in lists]).encode()
 
-    def learn(self, compared: bytes) -> tuple[set[Key], set[Key]]:
+    def record(self, joined: bytes) -> tuple[set[Key], set[Key]]:
         """Records the abandoned steps of all hosts; returns the others on all hosts, and on any."""
         abandoned, on_all, on_any = (
-            {(step, at) for step, at in keys} for keys in json.loads(compared)
+            {(step, at) for step, at in keys} for keys in json.loads(joined)
         )
         self._reported |= abandoned
         return on_all - self._reported, on_any - self._reported
 
-    def _abandoned_keys(self, found: Sequence[CommittedStep]) -> set[Key]:
-        keys = self._reported | self._recorded_in(found)
+    def _abandoned_keys(self, steps: Sequence[CommittedStep]) -> set[Key]:
+        keys = self._reported | self._recorded_in(steps)
         return keys | (set() if self._other_tier is None else self._other_tier._recorded())
 
     def _recorded(self) -> set[Key]:
-        return self._recorded_in(self._found())
+        return self._recorded_in(self._list_all())
 
     def _recorded_in(self, steps: Sequence[CommittedStep]) -> set[Key]:
         """Returns the keys of the abandoned steps that the summaries of ``steps`` list."""

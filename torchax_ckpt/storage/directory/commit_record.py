@@ -56,8 +56,8 @@ def is_marked(path: epath.Path) -> bool:
 
 def is_step(folder: epath.Path) -> bool:
     """Returns whether a local folder is a step, by files that only steps have, not by its name."""
-    found = ((MARK,), (RECORD,), [f"{item}/data.json" for item in (MANIFEST, SUMMARY)])
-    return any(all((folder / name).exists() for name in names) for names in found)
+    file_sets = ((MARK,), (RECORD,), [f"{item}/data.json" for item in (MANIFEST, SUMMARY)])
+    return any(all((folder / name).exists() for name in names) for names in file_sets)
 
 
 def is_there(committed: CommittedStep) -> bool:
@@ -70,30 +70,30 @@ def steps_among(
     first: int = 0,
     *,
     pattern: re.Pattern[str] = STEP,
-    is_spare: bool = False,
+    is_local: bool = False,
 ) -> list[CommittedStep]:
     """Returns the committed steps among a run's folders, from step number ``first`` on.
 
-    In a local tier (``is_spare``), a record that cannot be read now counts as damaged.
+    In a local tier (``is_local``), a record that cannot be read now counts as damaged.
     """
     named = [(child, m) for child in children if (m := pattern.fullmatch(child.name))]
-    found = [(child, match) for child, match in named if first <= int(match[2]) <= MAX_STEP]
+    numbered = [(child, match) for child, match in named if first <= int(match[2]) <= MAX_STEP]
     # In parallel, because each read is a round trip to a bucket.
     with Executor() as pool:
-        time = _time_of_spare if is_spare else time_or_none
-        times = pool.map(time, (child for child, _ in found))
-        # A directory of any origin may have a number for a name; only a commit leaves a time.
+        time = _time_in_local_tier if is_local else time_or_none
+        times = pool.map(time, (child for child, _ in numbered))
+        # A directory of another origin may be named by a number, too; only a step has a time.
         return [
             CommittedStep(int(match[2]), child, at, is_incoming=match[1] == "incoming-")
-            for (child, match), at in zip(found, times, strict=True)
+            for (child, match), at in zip(numbered, times, strict=True)
             if at is not None
         ]
 
 
 def aside_among(children: Iterable[epath.Path]) -> list[CommittedStep]:
     """Returns the steps among a run's folders that were set aside; other folders are skipped."""
-    found = [c for c in children if _ASIDE.fullmatch(c.name) and _was_committed(c)]
-    return steps_among(found, pattern=_ASIDE)
+    aside = [c for c in children if _ASIDE.fullmatch(c.name) and _was_committed(c)]
+    return steps_among(aside, pattern=_ASIDE)
 
 
 def newest_in(folder: epath.Path) -> int | None:
@@ -119,7 +119,7 @@ def time_or_none(path: epath.Path) -> int | None:
     return LOST
 
 
-def _time_of_spare(path: epath.Path) -> int | None:
+def _time_in_local_tier(path: epath.Path) -> int | None:
     try:
         return time_or_none(path)
     except OSError as error:
@@ -183,11 +183,11 @@ def item_names(path: epath.Path) -> set[str]:
 
 def sealing(path: epath.Path, said: str) -> str:
     """Returns the text of a step's commit mark: a line, then the digests of two metadata files."""
-    found = {}
+    digests = {}
     for name in _SEALED:
         with contextlib.suppress(FileNotFoundError):  # no sharded array: no file of shardings
-            found[name] = seals.of_octets(medium.of(path).read(path / name))
-    return f"{said}\n{json.dumps(found)}\n"
+            digests[name] = seals.of_octets(medium.of(path).read(path / name))
+    return f"{said}\n{json.dumps(digests)}\n"
 
 
 def read_sealed(path: epath.Path, name: str) -> bytes:
@@ -201,10 +201,10 @@ def _stored_digests(path: epath.Path) -> dict[str, Any] | None:
         _, _, sealed = (path / MARK).read_text(encoding="utf-8").partition("\n")
     except (FileNotFoundError, NotADirectoryError):
         return None
-    found = json.loads(sealed) if sealed else {}
-    if not isinstance(found, dict):
-        raise ValueError(f"expected digests, found {found!r:.40}")
-    return found
+    digests = json.loads(sealed) if sealed else {}
+    if not isinstance(digests, dict):
+        raise ValueError(f"expected digests, found {digests!r:.40}")
+    return digests
 
 
 def _read_checked(path: epath.Path, name: str, known: dict[str, Any] | None) -> bytes:

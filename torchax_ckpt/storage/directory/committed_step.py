@@ -84,34 +84,34 @@ def time_since(then_secs: float) -> str:
     return f"{secs / 86_400:.0f} d"
 
 
-def described(steps: Iterable[CommittedStep]) -> list[list[Any]]:
+def to_json(steps: Iterable[CommittedStep]) -> list[list[Any]]:
     """Returns the steps as lists that JSON can store, to send to other processes of the run."""
     return [[s.step, s.path.name, s.commit_timestamp_nsecs, s.is_incoming] for s in steps]
 
 
-def named(described: Iterable[Sequence[Any]], directory: epath.Path) -> list[CommittedStep]:
-    """Rebuilds steps from what the function ``described`` returned in this or another process."""
-    return [CommittedStep(n, directory / name, *rest) for n, name, *rest in described]
+def from_json(raw: Iterable[Sequence[Any]], directory: epath.Path) -> list[CommittedStep]:
+    """Rebuilds steps from what ``to_json`` returned in this process or another."""
+    return [CommittedStep(n, directory / name, *rest) for n, name, *rest in raw]
 
 
 def chosen(
-    found: Sequence[CommittedStep], step: int | None, directories: Sequence[epath.Path]
+    available: Sequence[CommittedStep], step: int | None, directories: Sequence[epath.Path]
 ) -> list[CommittedStep]:
     """Returns all steps found, or those of one number; StepNotFoundError if there are none."""
     if step is not None and (isinstance(step, bool) or not hasattr(step, "__index__")):
         raise StepTypeError(f"step: expected an int or None, found {step!r:.80}")
-    if steps := [s for s in found if step is None or s.step == step]:
+    if steps := [s for s in available if step is None or s.step == step]:
         return steps
     text = "there are no checkpoints"
     if step is not None:
-        there = ", ".join(map(str, sorted({s.step for s in found}))) or "none"
+        there = ", ".join(map(str, sorted({s.step for s in available}))) or "none"
         text = f"no checkpoint at step {step}; there are: {there}"
     where = " and ".join(map(str, directories))
     raise StepNotFoundError(f"{where}: {text}", step=step, path=directories[0])
 
 
 class Verified:
-    """Knows of which steps a full read found all intact, and no later read damage."""
+    """Knows the steps that a full read found intact, and in which no later read found damage."""
 
     def __init__(self) -> None:
         self._noted: dict[tuple[int, int], bool] = {}  # step's key -> whether it was intact
@@ -157,20 +157,22 @@ class Verified:
         return committed.has_lost_record or not self._noted.get(committed.key, True)
 
     def __contains__(self, committed: CommittedStep) -> bool:
-        found = False if self.is_damaged(committed) else self._noted.get(committed.key)
-        return (committed.path / VERIFIED).exists() if found is None else found
+        noted = False if self.is_damaged(committed) else self._noted.get(committed.key)
+        return (committed.path / VERIFIED).exists() if noted is None else noted
 
     def named(self, steps: Iterable[CommittedStep]) -> str:
         """Returns text that names the (at most five) newest steps not known to be damaged."""
         sound = [s for s in steps if not self.is_damaged(s)][-5:]
         return ", ".join(f"{s.step}{' (verified)' * (s in self)}" for s in sound) or "none"
 
-    def sparing_newest(self, keep: Sequence[bool], steps: Sequence[CommittedStep]) -> list[bool]:
+    def sparing_newest(
+        self, are_kept: Sequence[bool], steps: Sequence[CommittedStep]
+    ) -> list[bool]:
         """Returns which steps, oldest first, are kept if the newest verified one is kept too."""
-        spared = list(keep)
-        # Whether a step is verified is asked of as few as possible: the answer may be on storage.
+        spared = list(are_kept)
+        # Looks at as few steps as possible, because whether a step is verified may be on storage.
         for index in reversed(range(len(steps))):
-            if not keep[index] and steps[index] in self:
+            if not are_kept[index] and steps[index] in self:
                 spared[index] = not any(step in self for step in steps[index + 1 :])
                 break
         return spared

@@ -1,4 +1,4 @@
-"""Tells whether a directory that was given as a run is one of its steps, and what to do then."""
+"""Decides whether a directory that was given as a run is a step, and says what to do then."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from torchax_ckpt.storage.medium import location, medium
 logger = logging.getLogger(__name__)
 
 NUMBER = re.compile("0|[1-9][0-9]*")
-# The number of a step in a folder of any name: abandoned-20-2, best-20; and names that tell it.
+# The first finds a number in any folder's name, such as best-20. The second matches only names that
+# state the number of their step.
 _LAST_NUMBER = re.compile(r"(?:.*?[^0-9])??([0-9]{1,19})(?:-[0-9]+)?", re.DOTALL)
 _TELLING = re.compile(r"(?:(?:incoming|abandoned)-)?([0-9]{1,19})(?:-[0-9]+)?")
-# What a run has in its directory, as a shell names it; first its steps.
+# Shell patterns of what a run has in its directory; the first is that of its steps.
 _OF_A_RUN = ("[0-9]*", "*-[0-9]*", "events", "run", "unchanged")
 
 
@@ -35,8 +36,8 @@ def of(
     """Returns the step that a directory is or lies in, or that it would be; None for a run.
 
     ``steps`` lists the steps in the directory. If there are some, it is a run that was started in a
-    step; a warning then says how to get it out. With ``reads_step``, the directory names the step
-    all the same. ``is_marked`` says whether a bucket has a commit mark there. Raises
+    step; a warning then says how to get it out. With ``reads_step``, the directory nevertheless
+    stands for the step. ``is_marked`` says whether a bucket has a commit mark there. Raises
     DirectoryError for a file.
     """
     is_there, own = path.exists(), path if is_marked else None
@@ -57,8 +58,8 @@ def tells_number(step: epath.Path) -> bool:
     return _TELLING.fullmatch(step.name) is not None
 
 
-def described(folder: epath.Path) -> CommittedStep:
-    """Returns the step in a folder that may have another name, which then has its number or 0."""
+def step_in(folder: epath.Path) -> CommittedStep:
+    """Returns the step in a folder of any name; its number is one in the name, or else 0."""
     number = _LAST_NUMBER.fullmatch(folder.name)
     time = commit_record.time_or_none(folder) or LOST
     return CommittedStep(int(number[1]) if number else 0, folder, time)
@@ -79,7 +80,7 @@ def refused(step: epath.Path) -> DirectoryError:
 
 
 def _would_be_a_step(path: epath.Path, *, is_there: bool) -> bool:
-    """Returns whether an empty folder, or none, has a step's name, and lies in a run."""
+    """Returns whether a path in a run has a step's name, and is empty or does not exist."""
     if not NUMBER.fullmatch(path.name):
         return False
     if not medium.of(path.parent).has_run(path.parent, _is_numbered_step):

@@ -4,10 +4,10 @@ The lease is a small file in the directory. It names the holder's host and proce
 the last sign of life, which a thread renews every 20 s. If a program that wants to write finds one:
 
 - If its holder, a process on the same host, has ended (according to the kernel), the program takes
-  the lease over immediately. So it does if the file is empty or ends in the middle, as a loss of
-  power may leave it: a program writes and syncs the whole file before it gives it its name.
-- If its holder is a running process on the same host, the program is refused immediately. Its lease
-  in a copy of its directory refuses nobody: the inodes differ, which both programs know.
+  the lease over immediately. It also does so if the file is empty or ends in the middle, as a loss
+  of power may leave it: a program writes and syncs the whole file before it gives it its name.
+- If its holder is a running process on the same host, the program is refused immediately. A lease
+  that was copied with its directory refuses nobody: it states the inode of the original directory.
 - If its holder is a process on another host, which cannot be examined, the program waits until the
   last sign of life is 60 s old, and then takes the lease over; another sign of life refuses it.
 
@@ -48,10 +48,10 @@ NAME = "lease"
 LEASE_SECS = 60.0
 RENEW_SECS = 20.0
 _POLL_SECS = 0.5
-# No lease is longer, so neither is what a loss of power leaves of one.
+# No lease is longer, not even one that a loss of power has damaged.
 _MAX_BYTES = 4096
 # A token with the device and the inode of the leased directory. They stand in the token because
-# a reader that does not know them could not parse a lease with one more field.
+# older releases could not parse a lease with one more field.
 _TOKEN = re.compile(r"[0-9a-f]{32}-(?P<place>(?P<device>[0-9]+)-[1-9][0-9]*)")
 _MAX_PID = 2**31 - 1
 # The end of the year 9999, in seconds since the epoch: later dates cannot be written.
@@ -183,7 +183,7 @@ class Lease:
 
 
 def _unconnected(other: LeaseHolder | None) -> str:
-    """Returns advice for processes of one run that know nothing of each other; "" if not these."""
+    """Returns advice for two processes of one run that do not know of each other; else ""."""
     jax = sys.modules.get("jax")  # not imported: steps are copied without it, too
     if jax is None or jax.distributed.is_initialized() or (other and _is_here(other)):
         return ""
@@ -327,7 +327,7 @@ class LeaseHolder:
     host: str  # for people
     pid: int
     kernel: str | None  # the kernel and set of process numbers of ``pid``; None if unknown
-    started: int | None  # the process, in the kernel's ticks: a number may be used again
+    started: int | None  # the start of the process in the kernel's ticks: a pid may be used again
     since_secs: float
     renewed_secs: float  # the last sign of life
 
@@ -343,10 +343,10 @@ class LeaseHolder:
     def of(cls, content: bytes) -> LeaseHolder | None:
         """Returns the holder that a lease file names; None if the file cannot be parsed."""
         try:
-            found = cls(**json.loads(content))
+            holder = cls(**json.loads(content))
         except (ValueError, TypeError, RecursionError):
             return None
-        return found if found._is_plausible() else None
+        return holder if holder._is_plausible() else None
 
     def _is_plausible(self) -> bool:
         """Returns False if an attribute has a wrong type, or a number is negative or too large."""
@@ -381,7 +381,7 @@ class LeaseHolder:
     def is_of_copy(self, place: str) -> bool | None:
         """Returns True if the lease came to ``place`` in a copy of its directory, None if unclear.
 
-        Mounted twice, a directory may have two inodes; only two inodes of one device tell.
+        A directory that is mounted twice may have two inodes. Two inodes of one device are a proof.
         """
         there = _TOKEN.fullmatch(self.token)
         is_here = self.kernel is not None and self.kernel == this_kernel()

@@ -1,4 +1,4 @@
-"""Removes what killed saves and deletes, or failed ones, leave in the directory of a run."""
+"""Removes what killed or failed saves and deletes leave in the directory of a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchax_ckpt.storage.medium import medium, permissions, storage_errors
 
 logger = logging.getLogger(__name__)
 
-# Exactly the names that this package gives, and Orbax: a user's deleting-2-old-plots is none.
+# Exactly the names that this package and Orbax give: a user's deleting-2-old-plots must stay.
 _HEX = "[0-9a-f]{32}"
 _DRAFT = rf"({lease.NAME}|{run_identity.NAME}|{permissions.PROBE})-{_HEX}(\.renamed)?"
 _LEFTOVER = re.compile(

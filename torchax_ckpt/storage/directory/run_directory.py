@@ -9,7 +9,7 @@
     DIRECTORY/120/verified     marks a step that a full read found intact
     DIRECTORY/lease            the program that writes now, if any; see ``lease.py``
     DIRECTORY/events/          the journal, for people; no restore depends on it
-    DIRECTORY/unchanged/       unchanged arrays for later steps; see ``writing/unchanged_files.py``
+    DIRECTORY/unchanged/       frozen arrays for later steps; see ``writing/reused_files.py``
     DIRECTORY/run              the run's name, if it has a local tier; see ``run_identity.py``
 
 ``abandonment.py`` decides which steps are abandoned. While storage cannot be read, a listing raises
@@ -19,8 +19,8 @@ How a folder becomes a step, and ceases to be one, depends on the storage, and i
 medium (``medium/local_medium.py``). A step that a disk cannot rename stays as it is. If it is
 abandoned, each later step goes on listing it as such.
 
-Listing and reading change no files. Only the holder of the lease writes to the directory: of the
-processes of a run, process 0, which commits and deletes steps for all.
+Listing and reading change no files. Only the holder of the lease writes to the directory. In a run
+of several processes, this is process 0, which commits and deletes steps for all.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ def _warn_of_lost_tier(path: epath.Path, said: str) -> None:
 class RunDirectory:
     """The directory of one run: a local path, or ``gs://bucket/prefix``.
 
-    If ``directory`` is a step, this is its run, of which only that step is seen; a step in which a
-    run was started is that run, unless ``reads_step``. ``durable`` is, for a local tier, the run's
-    durable directory. Raises DirectoryError if ``directory`` cannot be used; a bucket need not
-    grant permission to write if ``read_only``.
+    If ``directory`` is a step, this is the run of that step, but shows only that step. If a run was
+    started inside the step, this is the inner run, unless ``reads_step``. For a local tier,
+    ``durable`` is the run's durable directory. Raises DirectoryError if ``directory`` cannot be
+    used; a bucket need not grant permission to write if ``read_only``.
     """
 
     def __init__(
@@ -96,10 +96,13 @@ class RunDirectory:
         if self._step is not None:
             self.path = self._step.parent
         self._medium = medium.of(self.path)
-        self._summaries = Summaries(is_spare=durable is not None)
+        self._summaries = Summaries(is_local=durable is not None)
         self.verified = Verified()
         self.abandonment: Abandonment = Abandonment(
-            self.path, self.found, self._summaries, None if durable is None else durable.abandonment
+            self.path,
+            self.all_committed,
+            self._summaries,
+            None if durable is None else durable.abandonment,
         )
         self._is_read_only = read_only
         self._left_out: dict[int, set[Key]] = {}
@@ -107,7 +110,7 @@ class RunDirectory:
         self.failed: set[Key] = set()
         # The keys of steps that could not be renamed -> why.
         self.staying: dict[Key, OSError] = {}
-        self._has_told = False
+        self._has_warned = False
         self._lease = lease.Lease(self.path)
         self.run_name: RunName = RunName(
             self.path, self._summaries, self._visible, durable.run_name if durable else None
@@ -119,20 +122,20 @@ class RunDirectory:
         """Lists the directory; returns the committed steps that are not abandoned, oldest first."""
         if self._step is None:
             return list(self.branches().committed)
-        found: Sequence[CommittedStep] = ()
+        of_run: Sequence[CommittedStep] = ()
         if given_step.NUMBER.fullmatch(self._step.name):  # the run may have another of this number
             with contextlib.suppress(DirectoryError):  # this user may not list the run
-                found = self.branches().committed
-        given = [s for s in found if str(s.step) == self._step.name]
+                of_run = self.branches().committed
+        given = [s for s in of_run if str(s.step) == self._step.name]
         if not given and self._step.exists():
-            return [given_step.described(self._step)]
+            return [given_step.step_in(self._step)]
         return given
 
     def branches(self) -> Branches:
         """Lists the directory; returns the steps of the run's branch, and the abandoned steps."""
         return self.abandonment.branches()
 
-    def found(self, first: int = 0) -> list[CommittedStep]:
+    def all_committed(self, first: int = 0) -> list[CommittedStep]:
         """Lists the run's committed steps from number ``first`` on, including abandoned steps.
 
         A local tier that this host cannot read counts as empty, and a warning says so: other hosts,
@@ -142,13 +145,13 @@ class RunDirectory:
         with self._translated("read"):
             run = None if durable is None else durable.run_name.names()
             try:
-                found = self.run_name.ours(self._visible(first), run)
+                ours = self.run_name.ours(self._visible(first), run)
             except OSError as error:
                 if durable is None or isinstance(error, CheckpointError):
                     raise
                 _warn_of_lost_tier(self.path, storage_errors.said(error))
                 return []
-        return [s for s in found if s.key in self._left_out.get(s.step, (s.key,))]
+        return [s for s in ours if s.key in self._left_out.get(s.step, (s.key,))]
 
     def abandoned(self) -> list[CommittedStep]:
         """Returns the steps that were set aside, and those that the newest step will set aside."""
@@ -157,15 +160,15 @@ class RunDirectory:
         return sorted([*aside, *self.abandonment.listed_by_newest()], key=lambda s: s.key)
 
     def leave_out(self, step: int, known: Iterable[CommittedStep]) -> None:
-        """Lists of this step only what is ``known``, because storage may keep a failed save's."""
+        """Hides all but the ``known`` steps of this number: a failed save may have left one."""
         self._left_out[step] = {s.key for s in known if s.step == step}
 
     def candidates(self, step: int | None) -> list[CommittedStep]:
         """Returns all steps, oldest first, or the one of a number; else StepNotFoundError."""
-        found = self.steps()
-        if self._step is not None and not found:  # the error says what the run has
-            found, step = list(self.branches().committed), int(self._step.name)
-        return committed_step.chosen(found, step, [self.path])
+        steps = self.steps()
+        if self._step is not None and not steps:  # the error says what the run has
+            steps, step = list(self.branches().committed), int(self._step.name)
+        return committed_step.chosen(steps, step, [self.path])
 
     def metrics(self, committed: CommittedStep) -> dict[str, Any]:
         """Returns the metrics saved with a step; {} if there are none."""
@@ -174,7 +177,7 @@ class RunDirectory:
 
     def _visible(self, first: int = 0) -> list[CommittedStep]:
         return commit_record.steps_among(
-            self._children(), first, is_spare=self._durable is not None
+            self._children(), first, is_local=self._durable is not None
         )
 
     def _children(self) -> list[epath.Path]:
@@ -223,7 +226,7 @@ class RunDirectory:
             self.run_name.write([*present, name])
 
     def leave_tiers(self) -> None:
-        """Removes the run's name: local tiers will lack what a program without one saves."""
+        """Removes the run's name, because local tiers will lack the steps that are saved now."""
         with self._translated("write"):
             self.fence()
             self.run_name.forget()
@@ -280,7 +283,7 @@ class RunDirectory:
         return CommittedStep(step, path, commit_time, is_incoming=path.name != str(step))
 
     def take_back(self) -> None:
-        """Makes what was begun or published, but not committed, no step."""
+        """Undoes what was begun or published but not committed, so that it is no step."""
         self._medium.take_back(self.fence)
 
     @stage("settle a step")
@@ -296,7 +299,7 @@ class RunDirectory:
     def record_saved(self, durable: CommittedStep, summary: Mapping[str, Any]) -> None:
         """Records that a save succeeded; keeps the summary, so that it need not be read again."""
         self._left_out.pop(durable.step, None)
-        self._summaries.know(durable, summary)
+        self._summaries.remember(durable, summary)
 
     @stage("set steps aside")
     def set_aside(self, abandoned: Sequence[CommittedStep]) -> list[CommittedStep]:
@@ -316,10 +319,10 @@ class RunDirectory:
                 self.staying[committed.key] = refusal
         return [committed for committed in steps if committed.key in self.staying]
 
-    def tell_staying(self, steps: Sequence[CommittedStep]) -> None:
-        """Says once how many bytes of these steps stay, why, and what helps."""
-        if steps and not self._has_told:
-            self._has_told = True
+    def warn_of_staying(self, steps: Sequence[CommittedStep]) -> None:
+        """Warns once: says how many bytes of these steps stay, why, and what helps."""
+        if steps and not self._has_warned:
+            self._has_warned = True
             logger.warning(
                 "%s: steps %s can be neither deleted nor set aside, because the system renames no "
                 "such folder: %s",
@@ -367,7 +370,7 @@ class RunDirectory:
 
     @stage("delete a step")
     def _delete(self, committed: CommittedStep) -> OSError | None:
-        """Makes a step none, by a rename or without its commit mark, then removes its files."""
+        """Renames a step or removes its mark, so that it is no step; then removes its files."""
         self.require_writable()
         with self._translated("delete from"):
             self.fence()
@@ -377,7 +380,7 @@ class RunDirectory:
         return refusal
 
     def forget(self, committed: CommittedStep) -> None:
-        """Drops what is in memory of a step that is not listed any more."""
+        """Drops the facts in memory about a step that is not listed any more."""
         self._summaries.forget(committed)
         self.verified.forget(committed)
 

@@ -14,8 +14,8 @@ the name from the durable directory, so that no run uses the old local tiers.
 A program replaces the name by compare-and-swap, because a bucket's server may carry out a request
 late, and syncs it before the next change. The file may be empty or torn nevertheless, on a medium
 that loses what was synced. The summary of each step therefore repeats what the file said at the
-save. A local tier without a valid file counts the steps that this shows to be of the run; for a
-torn file in the durable directory, the newest durable step tells the name.
+save. In a local tier without a valid file, those steps count whose summaries name the run. If the
+file of the durable directory is torn, the summary of its newest step gives the name.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SUMMARY_FIELD = "run"
 
 
 def names(directory: epath.Path, *, is_local: bool = False) -> list[str]:
-    """Returns the valid names in a file ``run``: a local tier's are the present and the next."""
+    """Returns the valid names in a file ``run``; in a local tier, the present and the next one."""
     return _names_in(_text(directory), is_local)
 
 
@@ -68,29 +68,29 @@ class RunName:
 
     def names(self) -> list[str]:
         """Returns the run's name in a durable directory; [] if the run has none."""
-        found = names(self._directory)
-        if found or not self._is_torn():
-            return found
+        present = names(self._directory)
+        if present or not self._is_torn():
+            return present
         in_order = sorted(self._visible(), key=lambda s: s.commit_timestamp_nsecs)
-        found = [name for said in self._said(in_order[-1:]) for name in _names_in(said, False)]
+        present = [name for said in self._said(in_order[-1:]) for name in _names_in(said, False)]
         self._warn(
             "The newest step of this directory tells the name of the run."
-            if found
+            if present
             else "No step of this directory tells the name of the run, so no local step counts."
         )
-        return found
+        return present
 
     def ours(self, steps: list[CommittedStep], run: Sequence[str] | None) -> list[CommittedStep]:
         """Returns the steps of the run that has these names; all if ``run`` is None."""
         return steps if run is None else self._of_run(steps, run)
 
     def others(self, run: Sequence[str], steps: list[CommittedStep]) -> list[CommittedStep]:
-        """Returns a local tier's steps of other runs; refuses steps that were never local."""
+        """Returns a local tier's steps of other runs; DirectoryError if some were never local."""
         ours = {s.key for s in self._of_run(steps, run)}
         others = [s for s in steps if s.key not in ours]
         if names(self._directory, is_local=True):
             return others
-        # A local step may have been copied to anywhere, so its word alone is not enough.
+        # A local step may have been copied to anywhere, so its summary alone is no proof.
         said = self._said(others) if self._is_torn() else [None] * len(others)
         foreign = [s for s, text in zip(others, said, strict=True) if not _names_in(text, True)]
         if foreign:
@@ -112,7 +112,7 @@ class RunName:
             record.sync_name()
 
     def restore(self, fence: Callable[[], None]) -> None:
-        """Writes the file again that this program wrote, if it was removed meanwhile."""
+        """Writes this program's file again, if it was removed meanwhile."""
         if self._content and not (self._directory / NAME).exists():
             fence()
             self.write(_names_in(self._content, self._durable is not None))
@@ -125,14 +125,14 @@ class RunName:
                     record.remove(seen)
 
     def for_summary(self) -> dict[str, str]:
-        """Returns the field of the summary of a step that this program saves, if the run has it."""
+        """Returns the field for the summaries of this program's steps; {} without a name."""
         return {SUMMARY_FIELD: self._content} if self._content else {}
 
     def _of_run(self, steps: list[CommittedStep], run: Sequence[str]) -> list[CommittedStep]:
         """Returns those of a local tier's steps that belong to a run."""
-        if found := names(self._directory, is_local=True):
-            return steps if set(found) & set(run) else []
-        # A step saved under a new name beside the present one shows the name of earlier steps.
+        if present := names(self._directory, is_local=True):
+            return steps if set(present) & set(run) else []
+        # A step that has the new name beside the present one shows which name earlier steps have.
         known, ours = set(run), set()
         newest_first = sorted(steps, key=lambda s: s.commit_timestamp_nsecs, reverse=True)
         for step, said in zip(newest_first, self._said(newest_first), strict=True):
@@ -155,7 +155,7 @@ class RunName:
     def _said(self, steps: Sequence[CommittedStep]) -> list[Any]:
         """Returns what the summary of each step says of its run; None if it says nothing."""
         summaries: list[Mapping[str, Any] | None] = self._summaries.read(steps)
-        return [None if found is None else found.get(SUMMARY_FIELD) for found in summaries]
+        return [None if summary is None else summary.get(SUMMARY_FIELD) for summary in summaries]
 
     def _is_torn(self) -> bool:
         text = _text(self._directory)
@@ -211,5 +211,5 @@ def _text(directory: epath.Path) -> str | None:
 
 def _names_in(text: Any, is_local: bool) -> list[str]:
     """Returns the names in a content of the file ``run``; [] if the content is not valid."""
-    found = _RUN.fullmatch(text) if isinstance(text, str) else None
-    return found["names"].split() if found and bool(found["local"]) == is_local else []
+    match = _RUN.fullmatch(text) if isinstance(text, str) else None
+    return match["names"].split() if match and bool(match["local"]) == is_local else []

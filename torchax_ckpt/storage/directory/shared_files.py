@@ -1,6 +1,6 @@
 """Finds the files that several steps of a run share, and counts the bytes of the steps.
 
-A step may have hard links to files of earlier steps (``layout/unchanged.py``); not in a bucket.
+On a disk, a step may have hard links to files of earlier steps (``layout/unchanged.py``).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ File = tuple[int, int]
 
 def linked_files(folder: epath.Path) -> dict[str, File]:
     """Returns the files below a folder that have other links, anywhere: name below it -> file."""
-    found = medium.of(folder).files(folder)
-    return {f.name: f.identity for f in found if f.identity is not None and f.num_links > 1}
+    files = medium.of(folder).files(folder)
+    return {f.name: f.identity for f in files if f.identity is not None and f.num_links > 1}
 
 
 class Usage:
@@ -77,16 +77,16 @@ class Usage:
 
 
 def _listed(committed: CommittedStep) -> tuple[int, dict[File, StoredFile]]:
-    """Returns the bytes of a step, and those of its files that are links or may become links."""
+    """Returns the bytes of a step, and those of its files that have links or may get some."""
     settled = committed.path.parent / str(committed.step)  # where incoming-* moves meanwhile
     places = (committed.path, settled) if committed.path != settled else (settled,)
-    found = next(filter(None, (medium.of(p).files(p) for p in places)), [])
+    files = next(filter(None, (medium.of(p).files(p) for p in places)), [])
     linked = {
         file.identity: file
-        for file in found
+        for file in files
         if file.identity and (file.num_links > 1 or unchanged.FOLDER_PREFIX in file.name)
     }
-    return sum(file.num_bytes for file in found), linked
+    return sum(file.num_bytes for file in files), linked
 
 
 def damaged_too(

@@ -41,14 +41,17 @@ _LOST: Mapping[str, Any] = types.MappingProxyType({})
 def beyond_memory(
     committed: CommittedStep, needed: int, least: int, name: str | None = None
 ) -> CheckpointError:
-    """Returns the error for leaves beyond host memory: damage if storage has under ``least``."""
+    """Returns the error for leaves that exceed host memory; damage if storage has under ``least``.
+
+    All numbers are in bytes.
+    """
     path = committed.path
     on_storage = sum(file.num_bytes for file in medium.of(path).files(path))
     return containment.too_large(committed.step, path, "leaves", needed, least, on_storage, name)
 
 
 def read_manifest(committed: CommittedStep) -> Any:
-    """Returns the manifest of a step, as JSON; before, checks that the step's summary is intact."""
+    """Returns the manifest of a step as JSON, after a check that the step's summary is intact."""
     if committed.has_lost_record:
         with as_corrupt(committed, "commit record"):
             commit_record.read_time(committed.path)
@@ -79,7 +82,10 @@ def read_assets(committed: CommittedStep, seal: str | None) -> dict[str, str]:
 
 @contextlib.contextmanager
 def as_corrupt(committed: CommittedStep, what: str) -> Iterator[None]:
-    """Turns errors of a block that reads ``what`` into DirectoryError for now, else into damage."""
+    """Turns errors of a block that reads ``what`` into CorruptCheckpointError.
+
+    If storage cannot be read now, the step may be intact, and the error is a DirectoryError.
+    """
     try:
         yield
     except (CheckpointError, MemoryError):
@@ -134,25 +140,25 @@ def await_read(
 
 
 def _soon(search: Callable[[], object]) -> object:
-    found: list[object] = [None]
-    task = Task("torchax_ckpt-search", lambda: found.append(search()))
+    results: list[object] = [None]
+    task = Task("torchax_ckpt-search", lambda: results.append(search()))
     with contextlib.suppress(RuntimeError):  # too many threads: the text then names the step
         task.start()
     task.ended.wait(_SEARCH_SECS)
-    return found[-1]
+    return results[-1]
 
 
 class Summaries:
     """Reads the summaries of a directory's steps, and keeps each of them in memory.
 
-    In a local tier (``is_spare``), a summary that cannot be read now counts as damaged.
+    In a local tier (``is_local``), a summary that cannot be read now counts as damaged.
     """
 
-    def __init__(self, *, is_spare: bool = False) -> None:
-        self._is_spare = is_spare
+    def __init__(self, *, is_local: bool = False) -> None:
+        self._is_local = is_local
         self._known: dict[tuple[int, int], Mapping[str, Any]] = {}
 
-    def know(self, committed: CommittedStep, summary: Mapping[str, Any]) -> None:
+    def remember(self, committed: CommittedStep, summary: Mapping[str, Any]) -> None:
         """Keeps a just-written summary in memory, so that it need not be read from storage."""
         self._known[committed.key] = summary
 
@@ -168,20 +174,20 @@ class Summaries:
     def read(self, steps: Sequence[CommittedStep]) -> list[Mapping[str, Any] | None]:
         """Returns the summary of each step; None for a step whose summary is missing or damaged."""
         with Executor() as pool:  # each is a round trip to a bucket
-            return [None if said is _LOST else said for said in pool.map(self._of, steps)]
+            return [None if summary is _LOST else summary for summary in pool.map(self._of, steps)]
 
     def _of(self, committed: CommittedStep) -> Mapping[str, Any]:
-        found = self._known.get(committed.key)
-        if found is None:
+        summary = self._known.get(committed.key)
+        if summary is None:
             try:
                 medium.of(committed.path).require_contained(committed.path, committed.step)
                 loaded = seals.read_sealed(committed.path / SUMMARY)
             except Exception as error:
-                if storage_errors.is_unavailable(error) and not self._is_spare:
+                if storage_errors.is_unavailable(error) and not self._is_local:
                     raise
                 if not committed.path.exists():
                     return {}  # the program that writes here has moved the step meanwhile
                 loaded = None  # another program wrote it, or it is damaged: restoring reports that
-            found = loaded if isinstance(loaded, dict) else _LOST
-            self._known[committed.key] = found
-        return found
+            summary = loaded if isinstance(loaded, dict) else _LOST
+            self._known[committed.key] = summary
+        return summary

@@ -56,7 +56,7 @@ class StepFolder:
     def commit(self, mark: bytes | None = None) -> CommittedStep:
         """Makes a complete folder a step, durable and visible, under the lease.
 
-        ``mark`` is the content of the commit mark, if another step has it; else it is made.
+        ``mark`` is the commit mark of the step of which this is a copy; None makes a new mark.
         If storage reports an error, the step is taken back, now or else by the next ``recover``.
         Raises LeaseError if the lease is lost; SaveError if the folder was removed meanwhile.
         """
@@ -71,7 +71,7 @@ class StepFolder:
 
     @stage("mark the step")
     def _mark(self, mark: bytes | None) -> None:
-        """Writes the commit mark, and makes all durable but the name of the folder."""
+        """Writes the commit mark, and makes everything durable except the folder's name."""
         storage = medium.of(self.path)
         if storage.is_missing(self.path / INDICATOR):
             raise SaveError(
@@ -101,8 +101,8 @@ def claimed(directory: RunDirectory) -> Iterator[None]:
 def writing(directory: RunDirectory, step: int) -> Iterator[StepFolder]:
     """Yields the folder of a step that the block writes and commits, in one process.
 
-    If the block fails, the folder is removed at once. (That of a save is removed by the next save,
-    because other processes may still write to it.)
+    If the block fails, the folder is removed at once. (The folder of a failed save stays until the
+    next save, because other processes may still write to it.)
     """
     folder = StepFolder.begin(directory, step)
     try:

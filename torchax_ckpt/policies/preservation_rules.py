@@ -1,9 +1,10 @@
-"""Rules of preservation as JSON, and which steps such a rule keeps.
+"""Converts preservation policies to rules in JSON, and says which steps a rule keeps.
 
-A run records its rules in its log of events, so that tools can tell why a step is kept. Of a policy
-that is neither this library's nor Orbax's, only the name is recorded. The directory is untrusted:
-JSON that describes no valid rule counts as an unknown rule. Rules are evaluated here as Orbax's
-policies of the same names do it, because importing Orbax takes longer than all else of a command.
+A run records its rules in its log of events, so that tools can say why a step is kept. For a policy
+that is neither this library's nor Orbax's, it records only the name. The directory is untrusted:
+JSON that describes no valid rule counts as an unknown rule. This module evaluates rules itself, in
+the way of Orbax's policies of the same names, because importing Orbax takes longer than all else
+that a command does.
 
 Source: Orbax v1, ``training.preservation_policies``.
 """
@@ -42,10 +43,10 @@ class StepInfo:
     metrics: Mapping[str, Any] | None = None
 
 
-def described(policy: Any) -> list[dict[str, Any]]:
+def rules_of(policy: Any) -> list[dict[str, Any]]:
     """Returns a policy's rules as JSON; the policy keeps each step that at least one rule keeps."""
     if isinstance(policy, policies.AnyPreservationPolicy):
-        return [rule for child in policy.policies for rule in described(child)]
+        return [rule for child in policy.policies for rule in rules_of(child)]
     name = type(policy).__name__
     if type(policy) is not getattr(policies, name, None):
         return [{"rule": name[:_MAX_NAME]}]
@@ -78,7 +79,7 @@ def kept_by(
     try:
         keeps = _RULES[rule["rule"]]
         return judged(lambda some: keeps(some, **values), steps, is_damaged)
-    except Exception:  # the directory may say anything
+    except Exception:  # the directory is untrusted
         return None
 
 
@@ -130,47 +131,47 @@ def _every_n_steps(
     exact_interval: bool = True,
     max_to_keep: int | None = None,
 ) -> list[bool]:
-    numbers = [found.step for found in steps]
+    numbers = [info.step for info in steps]
     if exact_interval:
-        keep = [number % _count(interval_steps) == 0 for number in numbers]
+        are_kept = [number % _count(interval_steps) == 0 for number in numbers]
     else:
-        keep = _spaced(numbers, _count(interval_steps) or 1)
+        are_kept = _spaced(numbers, _count(interval_steps) or 1)
     if max_to_keep:  # for Orbax, 0 is no limit
-        for index in [i for i, kept in enumerate(keep) if kept][: -_count(max_to_keep)]:
-            keep[index] = False
-    return keep
+        for index in [i for i, kept in enumerate(are_kept) if kept][: -_count(max_to_keep)]:
+            are_kept[index] = False
+    return are_kept
 
 
 def _every_n_seconds(steps: Sequence[StepInfo], *, interval_secs: float) -> list[bool]:
-    return _spaced([found.time_secs for found in steps], _number(interval_secs, _MAX_SECS))
+    return _spaced([info.time_secs for info in steps], _number(interval_secs, _MAX_SECS))
 
 
 def _spaced(values: Sequence[float], gap: float) -> list[bool]:
-    """Returns which values are kept: the first, and each that is a gap above the last kept."""
-    keep: list[bool] = []
+    """Returns which values are kept: the first, and each at least ``gap`` above the last kept."""
+    are_kept: list[bool] = []
     last = None
     for value in values:
-        keep.append(last is None or value - last >= gap)
-        last = value if keep[-1] else last
-    return keep
+        are_kept.append(last is None or value - last >= gap)
+        last = value if are_kept[-1] else last
+    return are_kept
 
 
 def _latest_duration(steps: Sequence[StepInfo], *, duration_secs: float) -> list[bool]:
     earliest = time.time() - _number(duration_secs, _MAX_SECS)
-    is_recent = [found.time_secs >= earliest for found in steps]
+    is_recent = [info.time_secs >= earliest for info in steps]
     return [any(is_recent[: i + 1]) for i in range(len(steps))]
 
 
-def _custom_steps(found: Sequence[StepInfo], *, steps: Sequence[int]) -> list[bool]:
+def _custom_steps(infos: Sequence[StepInfo], *, steps: Sequence[int]) -> list[bool]:
     wanted = {_count(step) for step in steps}
-    return [each.step in wanted for each in found]
+    return [info.step in wanted for info in infos]
 
 
 def _best_n(steps: Sequence[StepInfo], *, metric: str, mode: Any = "min", n: int = 1) -> list[bool]:
     if not isinstance(metric, str) or len(metric) > _MAX_NAME:
         raise ValueError(metric)
     best = BestN(metric=metric, mode=mode, n=n).ranked(steps)[:n]
-    return [found in best for found in steps]
+    return [info in best for info in steps]
 
 
 _RULES: Mapping[str, Callable[..., list[bool]]] = {
