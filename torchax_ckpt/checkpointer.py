@@ -299,7 +299,7 @@ class TorchaxCheckpointer:
         )
 
     def _kind_of_read(self) -> Kind:
-        return Kind.LOAD if self._calls.is_training_thread else Kind.READ
+        return Kind.CALL if self._calls.is_training_thread else Kind.READ
 
     @guarded(trains=_reads_over_devices, kind=_kind_of_read)
     def load(
@@ -387,7 +387,7 @@ class TorchaxCheckpointer:
         """
         return self._saves.should_save(as_step(step))
 
-    @guarded(trains=True)
+    @guarded(trains=True, kind=Kind.SAVE)
     def save(
         self,
         step: int,
@@ -545,7 +545,7 @@ class TorchaxCheckpointer:
         """Waits for saves in flight, then releases the directory's lease. May be called twice.
 
         Raises:
-          SaveError: the newest save to the durable tier failed.
+          ProcessError, SaveError: the processes called differently; the newest durable save failed.
           SaveTimeoutError: a save took longer than ``save_timeout_secs``. The save continues; the
             checkpointer finishes closing when the save ends.
         """
@@ -555,8 +555,8 @@ class TorchaxCheckpointer:
         self._closing.close()
         self._has_ended = True
         self._log_end()
-        if (failure := self._saver.tier.failures.newest) is not None:
-            raise failure
+        if (error := self._call_log.error or self._saver.tier.failures.newest) is not None:
+            raise error
 
     def _log_end(self) -> None:
         stats = self.stats()

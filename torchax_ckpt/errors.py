@@ -100,7 +100,7 @@ class PolicyError(CheckpointError, ValueError):
 
 
 class ProcessError(CheckpointError, RuntimeError):
-    """Another process of the run failed, or cannot be reached."""
+    """Another process of the run failed, made another call, or cannot be reached."""
 
 
 class ProcessTimeoutError(ProcessError, TimeoutError):

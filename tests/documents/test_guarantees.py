@@ -28,7 +28,7 @@ MORE = """
 **A restore does not wait for ever
     test_a_read_of_a_file_that_hangs_is_logged_by_name_and_goes_on
 **What one process gets wrong
-    test_one_of_three_that_makes_another_call_costs_all_that_call_only
+    test_a_call_that_one_process_refuses_fails_on_all_and_the_next_is_whole
 **A damaged newest step is skipped
     test_an_error_filter_for_warnings_does_not_keep_a_run_from_resuming
 **A program that ends without

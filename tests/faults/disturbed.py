@@ -16,6 +16,7 @@ import json
 import mmap
 import os
 import random
+import re
 import shutil
 import signal
 import threading
@@ -43,6 +44,7 @@ from torchax_ckpt import (
     torchax_backend,
 )
 from torchax_ckpt.devices.sharding import shards_of
+from torchax_ckpt.processes.messages import OTHER_CALLS
 from torchax_ckpt.runtime import stages
 from torchax_ckpt.runtime.stages import Stage
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
@@ -382,8 +384,11 @@ def run(
     try:
         _prepare(directory, settings, start, phase, index)
         return _train(directory, Log(log_path), settings, start, phase, index, on_durable)
-    except errors.CheckpointError:
+    except errors.CheckpointError as error:
         traceback.print_exc()
+        # Also in the error of a save that failed because of it.
+        if named := re.search(f"{OTHER_CALLS}: .* This checkpointer makes no more", str(error)):
+            Log(log_path)("differed", index=index, calls=named.group())
         return TOLD
     except RaisedError:
         return RAISED
@@ -516,14 +521,16 @@ def _train(
 def _differs(
     ckpt: TorchaxCheckpointer, training: Training, step: int, choose: random.Random
 ) -> bool:
-    """Makes another call than the other processes; returns whether in place of the save."""
+    """Makes another call than the other processes; returns whether in place of the save.
+
+    If the others decline the save, the calls differ only once they make another one.
+    """
     match choose.randrange(5):
         case 0:
             ckpt.restore()
         case 1:
             ckpt.delete(ckpt.latest_step() or 0)
         case 2:
-            # If the others do not save this step, they save the next one with it: so be it.
             training.train(step + 1)
             ckpt.save(step + 1, force=True)
         case 3:

@@ -28,6 +28,7 @@ from torchax_ckpt.storage.directory.run_directory import RunDirectory
 Key = tuple[int, Lineage]
 LOST, WRONG, LEFT = "durable steps lost", "wrong or failed restores", "times leftovers piled up"
 RESTORED = "states restored and compared"
+DIFFERED = "starts in which calls differed"
 LINKED, HOST_LINKED = "looks at steps that share files", "looks at steps that share host leaves"
 
 
@@ -47,7 +48,8 @@ class Oracle:
     A durable step must be resumed from if a process was told of it. A step of local tiers must be
     if the next start has as many processes, and the local directories together have every part of
     it. Where a program went back to a step, and what it saved since is in local tiers that a start
-    with another number of processes cannot use, the run resumes from the step it went back to.
+    with another number of processes cannot use, the run resumes from the step it went back to. All
+    processes of a start that are told of calls that differ are told of the same two.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Oracle:
         self._start: dict[str, Any] = {"count": 1}
         self._needs_local = False
         self._resumed: Key | None = None
+        self._differing = ""  # the calls of the present start that were said to differ
         self._exports: dict[str, str] = {}  # name -> digest
 
     def inspect(self, is_finished: bool = False) -> Verdict:
@@ -98,7 +101,7 @@ class Oracle:
     def _take_in(self, line: dict[str, Any], verdict: Verdict) -> None:
         match line["what"]:
             case "starting":
-                self._start, self._resumed = line, None
+                self._start, self._resumed, self._differing = line, None, ""
                 is_whole = set(self._parts.values()) == set(range(num_parts(self._count)))
                 is_local = self._settings.has_local
                 self._needs_local = is_local and line["count"] == self._count and is_whole
@@ -122,6 +125,12 @@ class Oracle:
                     self._local = None
             case "told":
                 self._take_told(line)
+            case "differed":
+                verdict.counts[DIFFERED] += not self._differing
+                self._differing = self._differing or line["calls"]
+                if line["calls"] != self._differing:
+                    told = f"was told {line['calls']}, and another one {self._differing}"
+                    verdict.found[WRONG].append(f"process {line['index']} {told}")
             case "exported":
                 self._exports[line["name"]] = line["digest"]
             case "removed":

@@ -31,8 +31,9 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies, torchax_backend
-from torchax_ckpt.errors import DirectoryError, PolicyError
+from torchax_ckpt.errors import DirectoryError, PolicyError, ProcessError
 from torchax_ckpt.integrations.lightning import TorchaxCheckpoint, TorchaxStrategy
+from torchax_ckpt.processes.call_log import CallLog
 from torchax_ckpt.saving.training_loop import deadline
 
 pytestmark = [
@@ -191,6 +192,19 @@ def test_the_exception_that_ended_the_training_is_raised_though_no_step_can_be_l
     with pytest.raises(RuntimeError, match="asked for"):
         train(run, 1, run.checkpoint(directory), "error", "step", 0, 2)
     assert "the steps cannot be listed: the disk is gone" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("blow", [(), ("error", "step", 0, 2)], ids=["at-its-end", "by-an-error"])
+def test_a_fit_whose_processes_called_differently_raises_this_at_its_end_and_hides_no_error(
+    blow: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    differing = property(lambda log: ProcessError("the processes do not make the same calls"))
+    monkeypatch.setattr(CallLog, "error", differing)
+    run = Run()
+    expected = (RuntimeError, "asked for") if blow else (ProcessError, "do not make the same calls")
+    with pytest.raises(expected[0], match=expected[1]):
+        train(run, 1, run.checkpoint(directory), *blow)
 
 
 @pytest.mark.parametrize(

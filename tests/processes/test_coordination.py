@@ -335,7 +335,7 @@ def test_the_threads_of_a_process_are_in_one_round_at_a_time() -> None:
 
 def test_reading_threads_and_the_training_wait_for_none_of_their_own_process() -> None:
     """Each process makes the calls in another order, and late: that is no difference of calls."""
-    calls = {"restore(5)": Kind.CALL, "verify(5)": Kind.READ, "load(3)": Kind.READ}
+    calls = {"restore": Kind.CALL, "verify": Kind.READ, "load": Kind.READ}
 
     def act(member: Processes) -> list[Any]:
         log = member.log = CallLog(member)

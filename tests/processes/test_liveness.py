@@ -23,10 +23,10 @@ class Log:
     """Stands for the calls of a checkpointer."""
 
     def __init__(self) -> None:
-        self.num_told = 0
+        self.num_looks = 0
 
-    def tell_step(self) -> None:
-        self.num_told += 1
+    def look(self) -> None:
+        self.num_looks += 1
 
 
 @pytest.fixture
@@ -73,13 +73,19 @@ def test_a_process_whose_connection_a_network_breaks_connects_again(
     assert listener.ended() == {}
 
 
-def test_a_process_that_waits_asks_which_step_process_0_is_at(
-    listener: Listener, connected: Connection
+@pytest.mark.parametrize("finder", [0, 1])
+def test_all_processes_look_for_an_error_that_one_has_found_also_those_that_do_not_wait(
+    finder: int, service: Service, listener: Listener, connected: Connection
 ) -> None:
-    log = Log()
-    listener.add(log)
-    connected.ask()
-    wait_until(lambda: log.num_told == 1)
+    other = Connection(service, 2, "127.0.0.1")
+    other.connect()
+    wait_until(lambda: 2 in listener._peers)
+    logs = Log(), Log(), Log()
+    for each, log in zip((listener, connected, other), logs, strict=True):
+        each.add(log)
+    (listener, connected)[finder].alarm()
+    wait_until(lambda: all(log.num_looks == 1 for log in logs[1:]))
+    wait_until(lambda: logs[0].num_looks == finder)  # process 0 knows what it has found
 
 
 def test_a_stranger_is_no_process_of_the_run(service: Service, listener: Listener) -> None:
@@ -119,7 +125,7 @@ def test_without_a_way_to_process_0_the_process_says_so_once(
         lonely.connect()
         lonely.connect()
         wait_until(lambda: said in caplog.text)
-        lonely.ask()
+        lonely.alarm()
     [message] = [text for text in caplog.messages if said in text]
     assert "only from JAX's heartbeat timeout" in message
 

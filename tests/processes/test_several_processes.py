@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 import shutil
 import socket
 from pathlib import Path
@@ -266,40 +267,92 @@ def test_what_one_process_cannot_save_stops_no_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_calls_that_differ_are_named_at_once(together: Together, tmp_path: Path) -> None:
+def test_calls_that_differ_are_named_at_once_and_end_the_run(
+    together: Together, tmp_path: Path
+) -> None:
     first, second = together(CALLS, 2, "differing", tmp_path / "run")
     found = {a["name"]: (a, b) for a, b in zip(first, second, strict=True)}
     named = {
         "other steps": ("save(10)", "save(12)"),
+        "left out": ("save(14)", "save(16)"),
+        "left out, unforced": ("save(10)", "save(11)"),
+        "by 0": ("save(20)", "save(18)"),
+        "by 1": ("save(20)", "save(22)"),
+        "forced by 0": ("save(20)", "save(18)"),
         "restoring": ("restore(2)", "save(24)"),
+        "while it decides": ("restore(1)", "save(100)"),
         "other restores": ("restore(1)", "restore(2)"),
         "deleting": ("save(25)", "delete(1)"),
-        "unforced": ("save(10)", "save(12)"),
+        "reading": ("load(1)", "verify(1)"),
+        "closing": ("save(28)", "close()"),
+        "in flight": ("restore(1)", "save(6)"),
     }
-    text = "process 0 called {}, but process 1 called {}."
-    for name, calls in named.items():
+    for name, (one, other) in named.items():
+        calls = [re.escape(call) + f" at {CALLS}:\\d+" for call in (one, other)]
+        text = f"process 0 called {calls[0]}, but process 1 called {calls[1]}\\."
+        error = found[f"after {name}"][0]["found"][0]
+        assert re.search(text, error), (name, error)
+        # Whoever waits is told; who has closed has nothing left to learn.
+        has_ended = (False, name == "closing")
+        for told, is_closed in zip(found[name], has_ended, strict=True):
+            waits = name not in ("left out", "left out, unforced") or told is found[name][0]
+            assert is_closed or not waits or re.search(text, " ".join(told["found"])), told
+            assert told["secs"] < 10, "process_timeout_secs is 60"
+        for told, is_closed in zip(found[f"after {name}"], has_ended, strict=True):
+            assert is_closed or told["found"] == [error] * 7, name
+            assert told["secs"] < 5
+        for told in found[f"never raising {name}"]:
+            assert told["found"] == ["False", "False", "None", "True", "True", "{}", "None", "None"]
+        is_left_by_error = name == "restoring"
+        for told, is_closed in zip(found[f"closing {name}"], has_ended, strict=True):
+            ended = '"the user\'s own"' if is_left_by_error else "None" if is_closed else error
+            assert told["found"] == [f"{ended!r}" if is_left_by_error else ended, "None"]
+        # A save that all have begun becomes durable; a new checkpointer goes on from there.
+        newest = {"left out": 16, "left out, unforced": 5, "in flight": 5}.get(name, 2)
+        for told in found[f"again {name}"]:
+            assert told["found"] == [newest, True]
+            assert told["steps"] == sorted({1, 2, newest, 40})
+
+
+@pytest.mark.slow
+def test_who_waits_for_nobody_learns_of_calls_that_differ_at_its_next_declined_save(
+    together: Together, tmp_path: Path
+) -> None:
+    for _, differing, closing in together(CALLS, 3, "looking_on", tmp_path / "run"):
+        text = r"process 0 called save\(100\) at \S+, but process 1 called save\(101\) at"
+        assert re.search(text, differing["found"][-1]), differing
+        assert differing["secs"] < 5
+        assert closing["found"][0].startswith("ProcessError: ")
+
+
+@pytest.mark.slow
+def test_who_is_late_or_refuses_a_call_or_leaves_out_a_declined_save_does_not_differ(
+    together: Together, tmp_path: Path
+) -> None:
+    first, second = together(CALLS, 2, "not_differing", tmp_path / "run")
+    found = {a["name"]: (a["found"], b["found"]) for a, b in zip(first, second, strict=True)}
+    expected: dict[str, list[str]] = {
+        "late": ["2"],
+        "late save": ["True", "True", "None"],
+        "slow decision": ["False", "False"],
+        "after no step": ["True", "None"],
+        "after no step, declined": ["True", "None", "False"],
+        "declined": ["False"],
+        "after declined": ["True", "None", "34", "True", "None"],
+        "in the end": ["35", "None", "True", "None"],
+        "closing": ["None"],
+    }
+    for name, answers in expected.items():
         for told in found[name]:
-            assert text.format(*calls) in " ".join(told["found"]), told
-    # Where one cannot know of it, or is told by its own error.
-    assert text.format("save(26)", "save('26')") in found["no step"][0]["found"][1]
-    assert found["no step"][1]["found"] == ["StepTypeError: step: expected an int, found '26'"]
-    assert text.format("save(28)", "close()") in found["closing"][0]["found"][1]
-    assert text.format("save(15)", "save(16)") in " ".join(found["passed"][0]["found"])
-    # A call that was left out costs no later one.
-    assert text.format("save(14)", "save(16)") in found["left out"][0]["found"][2]
-    assert found["left out"][0]["found"][3:] == ["True", "None"]
-    assert found["left out"][1]["found"] == ["True", "None"] * 2
-    assert text.format("save(20)", "save(18)") in found["by 0"][1]["found"][0]
-    assert text.format("save(21)", "save(22)") in " ".join(found["by 1"][1]["found"])
-    for told in found["by 1"]:
-        assert told["found"][-3:] == ["True", "None", "[20, 23]"]  # all but the forced ones
-        assert told["steps"] == [1, 2, 13, 16, 17, 20, 23]
-    for name in ("left out", "by 0", "by 1"):
-        assert max(told["secs"] for told in found[name]) < 10, "process_timeout_secs is 60"
-    for name in ("nothing differs", "the same again", "by 0", "at last", "unforced at last"):
-        assert [told["found"][-2:] for told in found[name]] == [["True", "None"]] * 2, name
-    assert [told["found"] for told in found["together"]] == [["2"], ["2"]]
-    assert found["declined"][0]["found"] == ["False"]
-    [error] = found["declined"][1]["found"]
-    assert text.format("save(21)", "restore(1)") in error
-    assert all(told["secs"] < 40 for pair in found.values() for told in pair)
+            assert told[-len(answers) :] == answers, name
+    for name, failing, mine, own in (
+        ("no step", "SaveError: ", "save(27)", "save('27')"),
+        ("no step to restore", "ProcessError: ", "restore(35)", "restore('35')"),
+    ):
+        told, refused = found[name]
+        assert told[-1].startswith(failing)
+        assert f"process 0 called {mine} at {CALLS}:" in told[-1]
+        assert f"process 1 called {own} at {CALLS}:" in told[-1]
+        assert refused[0].startswith("StepTypeError: step: expected an int, found ")
+    assert found["no step, declined"][0] == ["False"]
+    assert max(told["secs"] for told in (*first, *second)) < 10, "process_timeout_secs is 60"

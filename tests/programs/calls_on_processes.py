@@ -24,6 +24,7 @@ import safetensors.numpy
 import torch
 import torchax
 from processes_program import COUNT, INDEX, report, spread
+from support.stages import at
 from support.waiting import wait_until
 
 from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies, warm_start
@@ -96,48 +97,147 @@ def told(name: str, *calls: Any) -> None:
     report(name=name, found=found, secs=secs, steps=ckpt.all_steps("durable"))
 
 
+def restore(step: int) -> Any:
+    return lambda: ckpt.restore(step).step
+
+
+def ask(step: int) -> Any:
+    return save(step, force=False)
+
+
+def wait_secs(secs: float) -> Any:
+    return lambda: time.sleep(secs)
+
+
+class Slow:
+    """A policy for every fifth step, which takes a second to decide on step 12."""
+
+    def should_save(self, step: Any, previous_steps: Any, *, context: Any) -> bool:
+        if step.step == 12:
+            time.sleep(1)
+        return step.step % 5 == 0
+
+
 def differing(folder: str) -> None:
     """Two processes that do not make the same calls, in one way after another."""
-    global ckpt
+    delete, verify, load = (
+        lambda step, name=name: lambda: getattr(ckpt, name)(step)
+        for name in ("delete", "verify", "load")
+    )
+    to_10 = [ask(step) for step in range(5, 10)]
+    cases: dict[str, tuple[Any, Any]] = {
+        "other steps": ((save(10), done), (save(12), done)),
+        "left out": ((save(14), save(16), done), (save(16), done)),
+        # The next step is declined, so process 1 begins no save and waits for nobody.
+        "left out, unforced": ((*to_10, ask(10), done), (*to_10, ask(11))),
+        "by 0": ((ask(20), done), (ask(18), done)),
+        "by 1": ((ask(20), done), (ask(22), done)),
+        "forced by 0": ((save(20), done), (ask(18), done)),
+        "restoring": ((restore(2),), (save(24), done)),
+        "while it decides": ((restore(1),), (ask(100),)),
+        "other restores": ((restore(1),), (restore(2),)),
+        "deleting": ((save(25), done), (delete(1),)),
+        "reading": ((load(1),), (verify(1),)),
+        "closing": ((save(28), done), (ckpt_close,)),
+        "in flight": ((ask(5), restore(1)), (ask(5), save(6), done)),
+    }
+    for name, calls in cases.items():
+        _open_for(folder, name)
+        if name == "in flight":
+            at("commit", wait_secs(1.5))
+        told(name, *calls)
+        later = save(30), ask(31), restore(1), delete(2), load(1), verify(1), on_thread(verify(1))
+        told(f"after {name}", *later)
+        told(f"never raising {name}", *NEVER_RAISING)
+        told(f"closing {name}", leave_by_error if name == "restoring" else ckpt_close, ckpt_close)
+        with opened(f"{folder}/{name}") as again:  # of the same directory
+            found = [again.attach(stateful={"loader": Attached()})]
+            found += [again.save(40, state=STATE, force=True)]
+            again.wait_until_finished()
+            report(name=f"again {name}", found=found, steps=again.all_steps())
 
-    def restore(step: int) -> Any:
-        return lambda: ckpt.restore(step).step
 
-    def ask(step: int) -> Any:
-        return save(step, force=False)
+NEVER_RAISING = (
+    lambda: ckpt.should_save(32),
+    lambda: ckpt.reached_preemption(32),
+    lambda: ckpt.record(loss=1.0),
+    lambda: len(ckpt.all_steps()) > 0,
+    lambda: ckpt.stats().num_skipped >= 0,
+    lambda: ckpt.metrics(1),
+    lambda: expecting(SaveError, ckpt.wait_until_finished),
+    lambda: expecting(SaveError, ckpt.check_for_errors),
+)
 
-    every = policies.FixedIntervalPolicy(1)
-    local = LocalTier(f"{folder}/local-{INDEX}", save_decision_policy=every, keep=99)
-    ckpt = opened(f"{folder}/run", every, local=local)
-    ckpt.attach(stateful={"loader": Attached()})
-    told("nothing differs", *[(save(1), done, save(2), done)] * 2)
-    told("other steps", (save(10), done), (save(12), done))
-    told("the same again", *[(save(13), done)] * 2)
-    # One leaves out a save; the next ones are whole.
-    told("left out", (save(14), save(16), done, save(17), done), (save(16), done, save(17), done))
-    told("by 0", (ask(20), done), (ask(18), done, ask(19), done, ask(20), done))
-    after = done, done, ask(22), done, done, ask(23), done, lambda: ckpt.all_steps("local")
-    told("by 1", (ask(21), *after), after[2:])
-    told("restoring", (restore(2),), (save(24), done))
-    told("together", *[(restore(2),)] * 2)
-    told("other restores", (restore(1),), (restore(2),))
-    told("deleting", (save(25), done), (lambda: ckpt.delete(1),))
-    told("no step", (save(26), done), (save("26"),))  # type: ignore[arg-type]
-    told("at last", *[(save(27), done)] * 2)
-    told("closing", (save(28), done), (ckpt.close,))
-    with contextlib.suppress(SaveError):
-        ckpt.close()
 
-    # Unforced, where only process 0 decides.
-    ckpt = opened(f"{folder}/unforced", policies.FixedIntervalPolicy(5))
-    ckpt.attach(stateful={"loader": Attached()})
-    told("nothing to save", *[(ask(1),)] * 2)
-    told("unforced", (ask(10), done), (ask(12), done))
-    told("passed", (ask(15), done), (ask(16), done))
-    told("unforced at last", *[(ask(20), done)] * 2)
-    # Process 0 neither saves nor waits.
-    told("declined", (ask(21),), (restore(1),))
+def expecting(kind: type[Exception], call: Any) -> None:
+    """Calls what may raise the failure of a save that was in the background."""
+    with contextlib.suppress(kind):
+        call()
+
+
+def ckpt_close() -> None:
     ckpt.close()
+
+
+def leave_by_error() -> str:
+    """Leaves a ``with`` block of the checkpointer by an error of the user's program."""
+    try:
+        with ckpt:
+            raise KeyError("the user's own")
+    except KeyError as error:
+        return str(error)
+
+
+def on_thread(call: Any) -> Any:
+    def act() -> Any:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(call).result()
+
+    return act
+
+
+def _open_for(folder: str, name: str) -> None:
+    """Opens a checkpointer that has saved the steps 1 and 2 and declined 3 and 4."""
+    global ckpt
+    local = LocalTier(f"{folder}/local {name} {INDEX}", save_decision_policy=Slow(), keep=99)
+    ckpt = opened(f"{folder}/{name}", Slow(), local=local)
+    ckpt.attach(stateful={"loader": Attached()})
+    told(f"before {name}", save(1), done, save(2), done, ask(3), ask(4))
+
+
+def looking_on(folder: str) -> None:
+    """Two processes save other steps, while process 2 only asks and has each step declined."""
+    global ckpt
+    ckpt = opened(f"{folder}/run", policies.SpecificStepsPolicy(()))
+    ckpt.attach(stateful={"loader": Attached()})
+    told("before", save(1), done, *[ask(step) for step in range(2, 40)])
+
+    def ask_until_told() -> None:
+        for _ in range(1000):
+            ckpt.save(39, state=STATE)  # this decision is known already
+            time.sleep(0.01)
+
+    told("differing", (save(100), done), (save(101), done), (ask_until_told,))
+    told("closing", ckpt_close)
+
+
+def not_differing(folder: str) -> None:
+    """Calls that fail or come late on one process, after which all go on together."""
+    global ckpt
+    _open_for(folder, "run")
+    told("late", (restore(2),), (wait_secs(1.5), restore(2)))
+    told("late save", (save(10), save(11), done), (wait_secs(1.5), save(10), save(11), done))
+    told("slow decision", ask(12), ask(13))
+    told("no step", (save(26), done, save(27), done), (save("26"), save("27")))  # type: ignore
+    told("after no step", save(28), done)
+    told("no step, declined", (ask(29),), (ask("29"),))  # type: ignore[arg-type]
+    told("after no step, declined", ask(30), done, ask(31))
+    # A process that leaves out a step that the policy declines is not told of it.
+    told("declined", (ask(32), ask(33)), (ask(33),))
+    told("after declined", save(34), done, restore(34), ask(35), done)
+    told("no step to restore", (restore(35),), (lambda: ckpt.restore("35"),))  # type: ignore
+    told("in the end", restore(35), lambda: ckpt.delete(34), save(36), done)
+    told("closing", ckpt_close)
 
 
 class Failing:

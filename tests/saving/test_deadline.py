@@ -375,7 +375,7 @@ def test_the_last_step_may_come_after_going_back(clock: Clock) -> None:
         ending.begin(END)
         for position in ((0, 3), (0, 4), (1, 2), (1, 3), (1, 4), (1, 5)):
             together.wait(60)
-            member.log.num_restores, step = position
+            member.log.turn, step = (position[0], 0), position[1]
             if position == (0, 4) and member.is_first:
                 clock.now = END - 20
             if ending.reached(step):

@@ -241,3 +241,17 @@ def test_a_folder_of_another_owner_is_left_alone(reuse: bool, directory: Path) -
     with Run(directory, reuse=reuse, keep=1) as run:
         run.save(3)
     assert (directory / "unchanged" / "notes").is_dir()
+
+
+@pytest.mark.parametrize("is_loaded", [True, False])
+def test_nothing_is_reused_of_leaves_that_were_not_read(is_loaded: bool, directory: Path) -> None:
+    """A restart restores the rest of the state; what was functional is loaded, or is not."""
+    state = {"w": zeros(1024, 512)}
+    saved(directory, state, state)
+    with TorchaxCheckpointer(directory, options=REUSE, preservation_policy=ALL) as ckpt:
+        assert ckpt.attach() == 2
+        if is_loaded:
+            ckpt.load(2)
+        save(ckpt, 3, 4, of=state)
+    assert bool(files(directory, 4) & files(directory, 2)) == is_loaded
+    assert not files(directory, 3) & files(directory, 2)

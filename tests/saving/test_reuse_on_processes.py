@@ -210,15 +210,15 @@ def test_the_states_of_single_processes_are_always_written(run: Do, tmp_path: Pa
 
 def test_what_process_0_names_is_frozen_on_all(run: Do, tmp_path: Path) -> None:
     """Whatever the others name, or count as frozen; also when a parameter is trained later."""
-    here = [{"reuse": ["model.rows"]}, {"reuse": ["model.whole"]}]
+    here: list[dict[str, Any]] = [{"reuse": ["model.rows"]}, {"reuse": ["model.whole"]}]
     (told, _) = run(tmp_path / "named", 2, ["save", 3], here=here)
     assert {leaf: told["reused"][leaf] for leaf in ("rows", "whole")} == {
         "rows": "ww2",
         "whole": "www",
     }
-    here = [{"reuse": True}, {"reuse": True, "frozen": False}]
+    by_gradients: list[dict[str, Any]] = [{"reuse": True}, {"reuse": True, "frozen": False}]
     trained = [["on", 0, "unfreeze", "layers.2"], ["train", "layers.2"]]
-    (told, _) = run(tmp_path / "trained", 2, ["save", 4], *trained, ["save", 7], here=here)
+    (told, _) = run(tmp_path / "trained", 2, ["save", 4], *trained, ["save", 7], here=by_gradients)
     assert told["reused"]["layers.2"] == "ww22" + 7 * "w"
     assert told["reused"]["whole"] == "ww22www2222"
     assert_whole(tmp_path / "trained", 4, 6, 10, 11)

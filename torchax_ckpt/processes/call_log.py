@@ -1,22 +1,18 @@
-"""The calls that each process makes, by which processes learn at once that their calls differ.
+"""The calls of the training threads, compared between processes; the error of a run that differs.
 
-Each process publishes its latest calls: ``restore(5)``, or ``save(12)`` if the step is saved. A
-process that waits compares the calls of the awaited processes with its own. If one made a call that
-rules out the awaited one, waiting is in vain. A process whose newest call is one that this process
-made before is behind, and is waited for.
+Every process makes the same calls of attach, save, restore, load, delete and verify in the same
+order. Each process publishes the newest ones of its training thread. A process that waits for
+another one compares what that process has called with its own calls. If two calls cannot follow
+each other, the process that sees this first publishes an error. From then on, every call on every
+process raises this error. The calls do not go on, because the processes may hold different states.
+A save that all processes had begun still becomes durable.
 
-A call is its text and how often it was made: the first ``save(12)``. Its work is done by processes
-that make this same call, and by no others. After calls have differed:
+The following are no differences:
 
-- A ``save`` that was in vain stays so until all restore a step. Who comes to it later finds that it
-  has failed, and goes on to the next one at once.
-- The next call of any other text is the second one on all processes, also on those that did not
-  make the first, which was in vain.
-- A process that catches up on what this process has made already is behind, and is waited for.
-
-Saves run in the background, so calls of different kinds may be made in one another's time. A call
-that reads on another thread than the training is not published: it rules out no call, and none
-rules it out, because each thread makes its calls in its own time.
+- A process is late: its newest call is one that this process has made as well.
+- A process refuses a call, because the call is invalid there. The call fails on all processes.
+- The policy declines a save. A declined save is not published, so it costs no message.
+- A call reads on another thread than the training thread. Threads make their calls in any order.
 """
 
 from __future__ import annotations
@@ -27,284 +23,298 @@ import dataclasses
 import enum
 import functools
 import json
+import logging
 import threading
-import time
 from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from torchax_ckpt.errors import ProcessError
-from torchax_ckpt.processes.messages import POLL_SECS, Messages
+from torchax_ckpt.processes.messages import OTHER_CALLS, Messages
 from torchax_ckpt.runtime.lazily import jax
+from torchax_ckpt.runtime.user_messages import user_line
 
-# How many calls of each lane are published. A lane has one call at a time, so a call that is still
-# carried out is among them.
-_PUBLISHED = 4
+logger = logging.getLogger(__name__)
+
+# How many calls a process publishes. A slow save must be among them, while quick saves to the local
+# tier follow it.
+_PUBLISHED = 16
 _REMEMBERED = 64
-_FOLDER = "calls"
+_REFUSED = 16
+_CALLS, _DIFFERENCE = "calls", "difference"
+_END_OF_RUN = (
+    " This checkpointer makes no more calls: close it, and start all processes again, or open a "
+    "new one on all of them. The run then resumes from its newest durable step."
+)
 
 
 class Kind(enum.StrEnum):
-    """What a call does to its thread, and to calls on other threads.
+    """What a call does to its thread.
 
-    ``SAVE`` goes on in the background. ``CALL`` and ``LOAD`` keep the training thread until all
-    processes have made the call; ``READ`` keeps any other thread. ``END`` is the last call of the
-    training thread. ``AT`` is a ``save`` whose step is not to be saved, or is not yet decided on.
+    ``SAVE`` goes on in the background. ``CALL`` keeps the training thread until all processes have
+    made the call; ``READ`` keeps another thread. ``END`` is the last call of a process.
     """
 
     SAVE = enum.auto()
     CALL = enum.auto()
-    LOAD = enum.auto()
     READ = enum.auto()
     END = enum.auto()
-    AT = enum.auto()
+
+
+class Order(NamedTuple):
+    """The place of a call among all calls of its training thread; later calls are greater."""
+
+    num_calls: int  # ``turn[0]``; -1 on another thread
+    is_call: bool  # whether the call is no save
+    step: int  # of a save
+    number: int  # of the saves of this step, or of the reads with this text
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call of a process."""
+    """One call of a process. Two processes make the same call if text and order are equal."""
 
-    lane: str  # what has one call at a time, such as the saves to one tier
-    text: str  # the call as in a program: ``save(12)``
-    # How many calls of this text the processes have made in this lane, with this one; of saves, in
-    # this era.
-    number: int
-    kind: Kind
-    # The step of a save; for other calls, ``CallLog.step`` of the process, or None.
-    step: int | None = dataclasses.field(compare=False)
-    # Whether the process waits for nobody in this call any more, because it failed.
-    has_failed: bool = dataclasses.field(default=False, compare=False)
-    era: str = ""  # of a save: the newest call before it by which all have restored a step
+    text: str  # as in a program: ``save(12)``
+    order: Order
+    turn: tuple[int, int] = dataclasses.field(compare=False)  # see ``CallLog.turn``
+    after: int = dataclasses.field(compare=False)  # the step of the save before; -1 without one
+    where: str = dataclasses.field(compare=False)  # file and line of the user's program
 
     @functools.cached_property
     def entered(self) -> collections.Counter[str]:
-        """How often this process has entered each round of this call, by its place."""
+        """How often this process has entered each round of this call, by the round's place."""
         return collections.Counter()
 
     @property
-    def before(self) -> Call:
-        """The call of the same text before this one."""
-        return dataclasses.replace(self, number=self.number - 1)
+    def is_read(self) -> bool:
+        """Whether it reads on another thread than the training thread."""
+        return self.order.num_calls < 0
+
+    def __str__(self) -> str:
+        return f"{self.text} at {self.where}"
+
+
+_START = Call("", Order(0, False, -1, 0), (0, 0), -1, "")
+
+
+class _Present(threading.local):
+    """The call that a thread is in; none at first."""
+
+    kind: Kind | None = None
+    name = ""
+    argument: Any = None
+    turn = 0, 0
+    step = after = -1
+    is_awaited = True  # whether other processes may be waiting for it
+    call: Call | None = None  # once it is published
 
 
 class CallLog:
-    """Publishes the calls of this process on ``channel``, and compares them with others' calls."""
+    """The calls of this process, published on ``channel`` and compared with those of others."""
 
     def __init__(self, channel: Messages | None = None) -> None:
         self._channel = channel if channel is not None and channel.count > 1 else None
-        # The last step of a ``save`` or ``should_save``, or which was restored after that.
-        self.step: int | None = None
-        self.num_restores = 0  # of all processes together, from a step or from the start
+        # How many calls of kind ``CALL`` this process has made, and how many saves since the newest
+        # of them, with those that were declined or refused.
+        self.turn = 0, 0
+        # The newest step that was saved, asked about or restored, and the one before it.
+        self._step = self._step_before = -1
         self._lock = threading.RLock()
-        self._numbers: collections.Counter[tuple[str, str]] = collections.Counter()
-        # Those of the newest saves of this era, whose steps only go up.
-        self._save_numbers: dict[tuple[str, str], int] = {}
-        self._era = ""
-        self._made: collections.deque[Call] = collections.deque(maxlen=_REMEMBERED)
-        self._told_step: int | None = None  # the step at the newest published call
-        # Of each call of a process: at which call of this process it was named first, and when.
-        self._named: dict[tuple[int, Call], tuple[str, float]] = {}
-        self._in_vain: list[Call] = []
-        self._of_thread = threading.local()
+        self._made = collections.deque([_START], _REMEMBERED)
+        self._refused = collections.deque[Call]([], _REFUSED)
+        # The newest save that was not begun, made after this process had left out another one.
+        self._passing = collections.deque[Call]([], 1)
+        self._num_reads = collections.Counter[str]()
+        self._present = _Present()
+        self._difference = ""
+
+    # --- calls of this process ---
 
     @contextlib.contextmanager
-    def calling(self, text: str, kind: Kind) -> Iterator[None]:
-        """Makes ``text`` the call of this thread; publishes a save only if ``current`` is read."""
-        self._of_thread.call = (text, kind, self.step)
-        self._of_thread.published = None
+    def calling(self, name: str, kind: Kind, argument: Any = None) -> Iterator[None]:
+        """Makes ``name(argument)`` the call of this thread, for the ``with`` block.
+
+        Raises the run's error if calls have differed. If the block raises before the call is
+        published, this process refuses the call: it fails on the processes that wait for it.
+        """
+        if self._difference and kind is not Kind.END:
+            raise ProcessError(self._difference)
+        here = self._present
+        here.name, here.argument, here.kind, here.after = name, argument, kind, self._step
+        num_calls, num_saves = self.turn
+        here.turn = num_calls, num_saves + 1 if kind is Kind.SAVE else 0
+        if kind is Kind.CALL:
+            self.turn = num_calls + 1, 0
         try:
-            if kind is not Kind.SAVE:
-                _ = self.current
+            if kind is Kind.END:
+                self.publish()
             yield
+        except BaseException:
+            is_refused = here.call is None and here.is_awaited and not self._difference
+            if is_refused and kind in (Kind.SAVE, Kind.CALL):
+                self._add(self._refused, self._call())
+                self.turn = max(self.turn, here.turn)
+            raise
         finally:
-            self._of_thread.call = None
+            vars(here).clear()
 
-    @property
-    def current(self) -> Call | None:
-        """The call that this thread is in, published if it was not; None outside of calls."""
-        call = getattr(self._of_thread, "call", None)
-        if call is None:
-            return None
-        if self._of_thread.published is None:
-            self._of_thread.published = self.publish("calls", *call)
-        return self._of_thread.published
+    def at(self, step: int) -> None:
+        """Sets the step that this thread's call is given, or asks about, as a number."""
+        here = self._present
+        here.argument = step
+        if here.kind is Kind.SAVE:
+            if step != self._step:
+                self._step, self._step_before, self.turn = step, self._step, here.turn
+            here.turn, here.after, here.step = self.turn, self._step_before, step
 
-    def publish(self, lane: str, text: str, kind: Kind, step: int | None) -> Call:
-        """Publishes and returns a call."""
-        if self._channel is None:  # nobody reads it
-            return Call(lane, text, 1, kind, step)
-        with self._lock:
-            era = self._era if kind is Kind.SAVE else ""
-            number = self._next_number(self._channel, lane, text, kind)
-            call = Call(lane, text, number, kind, step, era=era)
-            if kind is Kind.READ:
-                return call
-            if kind is Kind.AT and self._made and self._made[-1].kind is Kind.AT:
-                self._made.pop()  # only the newest counts, and many would displace the other calls
-            self._made.append(call)
-            self._told_step = self.step
-            self._put_latest(self._channel)
-            return call
-
-    def _put_latest(self, channel: Messages) -> None:
-        message = json.dumps([channel.index, *map(dataclasses.astuple, self._latest)])
-        # If the service does not answer, the round that follows says so.
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            channel.put_note(f"{_FOLDER}/{channel.index}", message.encode())
-
-    def fail(self, call: Call) -> None:
-        """Publishes that a call has failed: until the next one, this process is behind."""
-        with self._lock:
-            if self._channel is not None and call in self._made:
-                self._made[self._made.index(call)] = dataclasses.replace(call, has_failed=True)
-                self._put_latest(self._channel)
-
-    def _next_number(self, channel: Messages, lane: str, text: str, kind: Kind) -> int:
-        """Returns the number of the next call of a text."""
-        if kind is Kind.AT:  # no work belongs to it
-            return 1
-        if kind is Kind.SAVE:
-            number = self._save_numbers.pop((lane, text), 0) + 1
-            self._save_numbers[lane, text] = number
-            if len(self._save_numbers) > _REMEMBERED:
-                del self._save_numbers[next(iter(self._save_numbers))]
-            return number
-        made = [self._numbers[lane, text]]
-        # A process that left a call out may not know that the others made it in vain.
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            made += [json.loads(note) for note in channel.notes(_in_vain(lane, text))]
-        self._numbers[lane, text] = max(made) + 1
-        return self._numbers[lane, text]
+    def decline(self) -> None:
+        """Notes that no process waits for the save that this thread is in."""
+        self._present.is_awaited = False
 
     def go_on_from(self, step: int | None) -> None:
-        """Records that by its present call all have restored a step, or none of them has one."""
-        self.step = step
-        self.num_restores += 1
-        call = self.current
-        self._era = "" if call is None else f"{call.text} {call.number}"
-        self._save_numbers.clear()
-        self._named.clear()
-        self._in_vain.clear()
+        """Notes that all processes have restored a step, or that the run begins without one."""
+        self._step = self._step_before = -1 if step is None else step
 
-    def tell_step(self) -> None:
-        """Publishes the last step of a ``save``, for a process that waits, unless it is known."""
-        with self._lock:
-            # A later call of another kind, once published, has told the step too.
-            if self._channel is not None and self.step not in (None, self._told_step):
-                self.publish("at", f"save({self.step})", Kind.AT, self.step)
+    def publish(self) -> Call | None:
+        """Publishes the call of this thread, unless that is done; None outside of calls."""
+        here = self._present
+        if here.call is None and here.kind is not None and self._channel is not None:
+            here.call = self._call()
+            if not here.call.is_read and here.call not in self._made:
+                self._add(self._made, here.call)
+        return here.call
 
-    def at(self, step: int) -> Call:
-        """Publishes that this process called ``save`` for a step, unless it did so just before."""
-        if self._made and self._made[-1].kind is Kind.AT and self._made[-1].step == step:
-            return self._made[-1]
-        return self.publish("at", f"save({step})", Kind.AT, step)
+    def resume(self, call: Call | None) -> None:
+        """Makes a call that was published that of this thread, which does a part of its work."""
+        self._present.call = call
+
+    def pass_by(self) -> None:
+        """Publishes the save of this thread, which may be declined, after one that was left out."""
+        self._add(self._passing, self._call())
+
+    def has_left_out(self, step: int, num_calls: int, num_saves: int) -> bool:
+        """Whether this process, in a save, has left out one that another made, at this ``turn``."""
+        is_past = num_calls < self.turn[0] or step <= self._step_before
+        is_refused = self._has_refused((num_calls, num_saves))
+        return not (self._channel is None or is_past or is_refused)
+
+    def _has_refused(self, turn: tuple[int, int]) -> bool:
+        return any(call.turn == turn for call in [*self._refused])
+
+    def _call(self) -> Call:
+        """Returns the call of this thread."""
+        here, newest = self._present, self._made[-1]
+        text = f"{here.name}({'' if here.argument is None else f'{here.argument!r:.40}'})"
+        if here.kind is Kind.READ:
+            self._num_reads[text] += 1
+            order = Order(-1, True, -1, self._num_reads[text])
+        else:
+            is_again = newest.text == text and newest.turn[0] == here.turn[0]
+            # A process that asks about a step does not save it yet.
+            number = here.is_awaited + (newest.order.number if is_again else 0)
+            order = Order(here.turn[0], here.kind is not Kind.SAVE, here.step, number)
+        return Call(text, order, here.turn, here.after, user_line())
+
+    def _add(self, calls: collections.deque[Call], call: Call) -> None:
+        """Adds a call to those that were made, refused or passing, and publishes all of them."""
+        channel = self._channel
+        if channel is None:
+            return
+        with self._lock, contextlib.suppress(jax.errors.JaxRuntimeError):  # a round will say so
+            calls.append(call)
+            lists = [*self._made][-_PUBLISHED:], self._refused, self._passing
+            message = [channel.index, *([dataclasses.astuple(c) for c in each] for each in lists)]
+            channel.put_note(f"{_CALLS}/{channel.index}", json.dumps(message).encode())
+
+    # --- comparison with other processes ---
 
     @property
-    def _latest(self) -> list[Call]:
-        lanes: collections.Counter[str] = collections.Counter()
-        latest = []
-        for call in reversed(self._made):
-            lanes[call.lane] += 1
-            if lanes[call.lane] <= (1 if call.kind is Kind.AT else _PUBLISHED):
-                latest.append(call)
-        return latest[::-1]
+    def error(self) -> ProcessError | None:
+        """The error of the run, which every call raises; None while no calls have differed."""
+        return ProcessError(self._difference) if self._difference else None
 
-    def difference(self, mine: Call, others: Sequence[int]) -> ProcessError | None:
-        """Returns an error if one of ``others`` made a call that rules out the call ``mine``."""
-        error = None
-        if self._channel is None or mine.kind is Kind.READ:
+    def look(self) -> None:
+        """Looks whether a process has published the run's error, and logs the error once."""
+        with self._lock, contextlib.suppress(jax.errors.JaxRuntimeError):
+            if self._channel is not None and not self._difference:
+                for message in self._channel.notes(_DIFFERENCE):
+                    self._difference = message.decode()
+                    logger.error("%s", self._difference)
+
+    def differ(self, index: int, other: str) -> ProcessError:
+        """Publishes and returns the run's error, or returns the one that is published already.
+
+        ``other`` is what process ``index`` called in place of the call of this thread.
+        """
+        assert self._channel is not None
+        mine = self._present.call or self._call()
+        error = _different(self._channel.index, mine, index, other, _END_OF_RUN)
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process was first
+            self._channel.put_first_note(f"{_DIFFERENCE}/0", str(error).encode())
+        self.look()
+        self._channel.liveness.alarm()
+        return self.error or error
+
+    def difference(self, others: Sequence[int]) -> ProcessError | None:
+        """Returns why the call of this thread waits for ``others`` in vain; None if it may wait."""
+        here, channel = self._present, self._channel
+        if channel is None:
             return None
+        self.look()
+        mine = here.call or (self._call() if here.kind is Kind.SAVE else None)
+        if mine is None or mine.is_read:
+            return self.error
+        have_all_begun = not mine.order.is_call
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            if self._channel.index == 0:
-                sent = self._channel.notes(_FOLDER)
-            else:  # waits for process 0 only; all messages to all processes would be too many
-                note = self._channel.wait_for_note(f"{_FOLDER}/0")
-                sent = [] if note is None else [note]
-                if note is None:
-                    self._channel.liveness.ask()
-            for message in sent:
-                index, *fields = json.loads(message)
-                theirs = [Call(lane, text, n, Kind(k), *more) for lane, text, n, k, *more in fields]
-                if index not in others:
+            for index, (made, refused, passing) in self._published(channel, others):
+                if mine in made or made[0].order > mine.order:
                     continue
-                if index == 0 and mine not in theirs:
-                    self._channel.liveness.ask()
-                other = _instead(mine, list(self._made), theirs)
-                if other is None or self._is_behind(mine, other):
-                    continue
-                now = time.monotonic()
-                named_at, since = self._named.setdefault((index, other), (mine.text, now))
-                # Named at an earlier call, it fails too, unless the process waits there for others.
-                is_waiting = now - since > 2 * POLL_SECS and not (
-                    other.has_failed or other.kind is Kind.AT
-                )
-                is_left = mine.kind is Kind.SAVE and other.kind in (Kind.SAVE, Kind.AT)
-                is_left = is_left and (mine.step or 0) < (other.step or 0)
-                if mine.text in (named_at, other.text) or is_waiting or is_left:
-                    self._in_vain.append(mine)
-                    text = other.text + " out of turn" * (other.text == mine.text)
-                    error = error or different(self._channel.index, mine.text, index, text)
-            if error is not None and mine.kind is not Kind.SAVE:  # a save stays in vain
-                folder = _in_vain(mine.lane, mine.text)
-                self._channel.put_note(f"{folder}/{self._channel.index}", b"%d" % mine.number)
-        return error
+                have_all_begun = False
+                for call in refused:
+                    if call.turn == mine.turn:
+                        return _different(channel.index, mine, index, str(call))
+                if (other := self._instead(mine, made, passing)) is not None:
+                    return self.differ(index, str(other))
+        return None if have_all_begun else self.error
 
-    def refuse(self, text: str, step: int | None) -> Call:
-        """Publishes a ``save`` that this process alone makes fail, at a step or at none."""
-        call = self.publish("refused", text, Kind.SAVE, step)
-        self._in_vain.append(call)
-        self.fail(call)
-        return call
+    def _published(
+        self, channel: Messages, others: Sequence[int]
+    ) -> Iterator[tuple[int, list[list[Call]]]]:
+        """Yields indices of others, what they have made and refused, and what passes by."""
+        if channel.index == 0:
+            notes = channel.notes(_CALLS)
+        else:  # all calls to all processes would be too many
+            note = channel.wait_for_note(f"{_CALLS}/0")
+            notes, others = [] if note is None else [note], [0]
+        found = {index: lists for index, *lists in map(json.loads, notes)}
+        for index in others:
+            made, *more = map(_from_json, found.get(index, ([], [], [])))
+            yield index, [made or [_START], *more]
 
-    def _is_behind(self, mine: Call, other: Call) -> bool:
-        """Returns whether a process with another call catches up on those that differed before."""
-        if (other.lane, other.text) == (mine.lane, mine.text):
-            return other.era != mine.era or other.number < mine.number
-        if mine.number > 1 and mine.before not in list(self._made):
-            return False  # ``mine`` makes up for a call too, and each would wait for the other
-        in_vain = [call for call in list(self._in_vain) if call.text != mine.text]
-        if other.kind in (Kind.SAVE, Kind.AT) and other.step is not None:
-            return other.step <= max([call.step or -1 for call in in_vain], default=-1)
-        return other.before in in_vain
+    def _instead(self, mine: Call, made: Sequence[Call], passing: Sequence[Call]) -> Call | None:
+        """Returns the call of a process by which it shows that it does not make ``mine``, if any.
+
+        The process has made the calls ``made``, of which the first comes before ``mine``.
+        """
+        own = [*self._made]
+        past = next((call for call in (*made, *passing) if call.order >= mine.order), None)
+        if past is not None:
+            # If it has asked for the step of ``mine``, the decision on this step is on its way.
+            is_decided = mine not in own and past.after >= mine.order.step
+            return None if is_decided else past
+        newest = made[-1]
+        is_late = newest in own or newest.order < own[0].order
+        return None if is_late or self._has_refused(newest.turn) else newest
 
 
-def different(index: int, call: str, other_index: int, other: str) -> ProcessError:
-    """Returns the error that names two calls of two processes."""
-    first, second = sorted([(index, call), (other_index, other)])
+def _from_json(calls: Sequence[Sequence[Any]]) -> list[Call]:
+    return [Call(text, Order(*order), (n, k), *more) for text, order, (n, k), *more in calls]
+
+
+def _different(index: int, mine: Call, other_index: int, other: str, end: str = "") -> ProcessError:
+    """Returns the error that names two calls of two processes; ``end`` follows."""
+    first, second = sorted([(index, str(mine)), (other_index, other)])
     return ProcessError(
-        f"the processes do not make the same calls: process {first[0]} called {first[1]}, but "
-        f"process {second[0]} called {second[1]}. Every process must make the same calls of "
-        "attach, save, restore, load, delete and verify, at the same steps."
+        f"{OTHER_CALLS}: process {first[0]} called {first[1]}, but process {second[0]} called "
+        f"{second[1]}. Every process must make the same calls of attach, save, restore, load, "
+        f"delete and verify, at the same steps.{end}"
     )
-
-
-def _instead(mine: Call, own: Sequence[Call], theirs: Sequence[Call]) -> Call | None:
-    """Returns which of the calls ``theirs``, oldest first, rules out that they make ``mine``."""
-    if mine in theirs:
-        return None
-    for other in reversed(theirs):
-        kinds = {mine.kind, other.kind}
-        if Kind.AT in kinds:
-            return other if _is_past(mine, other, own) else None
-        if other not in own:
-            return other
-        # Made here before ``mine``: the other process is behind. Made after: it left ``mine`` out.
-        is_behind = mine not in own or own.index(other) < own.index(mine)
-        return None if is_behind or other.kind is Kind.LOAD else other
-    return None
-
-
-def _is_past(mine: Call, other: Call, own: Sequence[Call]) -> bool:
-    """Returns whether one call is a ``save`` at a step that rules out the other call."""
-    if mine.kind is other.kind:
-        return False
-    if other.kind is Kind.AT:
-        return mine.step is None or (other.step or 0) > mine.step
-    if other in own:
-        return False
-    if other.kind is Kind.SAVE:
-        return other.step != mine.step
-    return other.step is None or (mine.step or 0) > other.step
-
-
-def _in_vain(lane: str, text: str) -> str:
-    """Returns the folder of notes on calls of a text that processes made in vain."""
-    return f"{_FOLDER} in vain/{lane} {text.encode().hex()}"

@@ -64,7 +64,6 @@ class _Round(threading.local):
     """The round that the present thread is in, or was in last."""
 
     work = ""
-    call: Call | None = None  # the call that it belongs to
     is_of_reader = False  # whether other rounds of its channel may run at the same time
     place = ""  # precedes its keys
     num_messages = 0
@@ -124,21 +123,17 @@ class Processes(Messages):
         return self.hosts is not None
 
     @contextlib.contextmanager
-    def round(
-        self, what: str, call: Call | None = None, *, is_met: bool = True
-    ) -> Iterator[Outcome]:
+    def round(self, what: str, *, is_met: bool = True) -> Iterator[Outcome]:
         """Runs the ``with`` block as a round; one of no reader waits until others have ended.
 
         The round succeeds on all processes, or raises the same error on all: that of one process,
-        as ProcessError if it is none of this package's; ProcessError if another process made a call
-        that rules out this one, or has ended; ProcessTimeoutError if one did not arrive in time.
+        as ProcessError if it is none of this package's; ProcessError if another process has made
+        another call, or has ended; ProcessTimeoutError if one did not arrive in time.
         Process 0 may set the outcome's ``value``, which must fit into JSON.
 
         Args:
           what: the work of the round, the same on all processes: ``saving step 12``. The n-th round
-            of some work of a call on one process meets the n-th round of it on the others.
-          call: the call that the work belongs to; default: the call of this thread, whose text then
-            precedes ``what``.
+            of some work of this thread's call meets the n-th round of it on the other processes.
           is_met: whether process 0 waits at the end until all processes have come there. False
             saves messages, if the other processes have nothing left to do by then.
         """
@@ -146,12 +141,12 @@ class Processes(Messages):
         if self.count == 1:
             yield outcome
             return
-        if call is None and (call := self.log.current) is not None:
-            what = f"{call.text}: {what}"
-        here = self._round
+        call, here = self.log.publish(), self._round
         vars(here).clear()  # of this thread
-        here.work, here.call = what, call
-        here.is_of_reader = call is not None and call.kind is Kind.READ
+        here.work = what
+        if call is not None and call.order.is_call:
+            here.work = f"{call.text}: {what}"
+        here.is_of_reader = call is not None and call.is_read
         with contextlib.nullcontext() if here.is_of_reader else self._one_round:
             here.place = self._next_place(what, call)
             if not here.is_of_reader:
@@ -171,11 +166,11 @@ class Processes(Messages):
             if here.verdict is not None:
                 outcome.value = json.loads(here.verdict[len(_SUCCESS) :])
 
-    def refuse(self, what: str, error: BaseException, call: Call | None) -> None:
-        """Makes the round ``what`` of a call fail on the other processes, without any wait."""
+    def refuse(self, what: str, error: BaseException) -> None:
+        """Makes a round of this thread's call fail on the other processes, without any wait."""
         if self.count == 1:
             return
-        place = self._next_place(what, call)
+        place = self._next_place(what, self.log.publish())
         kind = "verdict/0" if self.is_first else f"failed/{self.index}"
         self._set(f"{place}/{kind}", to_json(error, self.index))
         self._refused.append(place)
@@ -189,7 +184,7 @@ class Processes(Messages):
 
     def _next_place(self, what: str, call: Call | None) -> str:
         """Returns the key prefix of the next round of this work, and counts this round."""
-        what += "" if call is None else f" of call {call.number} {call.era}"
+        what += "" if call is None else f" of {call.text} {call.order}"
         place = f"{self._place}/{_digest(what):016x}"
         with self._counting:
             entered = self._entered if call is None else call.entered
@@ -199,14 +194,14 @@ class Processes(Messages):
     @stage("end a round")
     def _end(self, value: Any, *, is_met: bool) -> None:
         """Waits for the verdict, which process 0 publishes; if ``is_met``, once all are here."""
-        place = f"{self._round_prefix}/the end"
+        place = f"{self._round.place}/the end"
         if is_met:
             self._gather(place, b"")
         if not self.is_first:
-            self._round.verdict = self._from_first(f"{self._round_prefix}/verdict/0", place)
+            self._round.verdict = self._from_first(f"{self._round.place}/verdict/0", place)
         # Another process may have called this and failed while it waited.
         elif not self._is_decided():
-            self._set(f"{self._round_prefix}/verdict/0", _SUCCESS + json.dumps(value).encode())
+            self._set(f"{self._round.place}/verdict/0", _SUCCESS + json.dumps(value).encode())
         self._require_no_failure()
 
     # --- exchanges of values through process 0, within a round ---
@@ -283,11 +278,11 @@ class Processes(Messages):
 
     def post(self, topic: str, value: bytes) -> None:
         """Sends a value to the processes that call ``posted`` in the same round."""
-        self._set(f"{self._round_prefix}/{topic}/from {self.index}", value)
+        self._set(f"{self._round.place}/{topic}/from {self.index}", value)
 
     def posted(self, topic: str, index: int) -> bytes:
         """Returns the value that process ``index`` posts in this round."""
-        place = f"{self._round_prefix}/{topic}"
+        place = f"{self._round.place}/{topic}"
         return self._from_first(f"{place}/from {index}", place, [index])
 
     @stage("share")
@@ -324,11 +319,6 @@ class Processes(Messages):
     def _work(self) -> str:  # type: ignore[override]
         return self._round.work
 
-    @property
-    def _round_prefix(self) -> str:
-        """The prefix of the keys of this round."""
-        return self._round.place
-
     def _next_message(self) -> str:
         """Returns the key prefix of the next message of this round."""
         here = self._round
@@ -353,7 +343,7 @@ class Processes(Messages):
             # Read first: whatever an ended process has sent is then found in its place.
             ended = self.liveness.ended()
             others = senders or (self._missing(place) if self.is_first else [0])
-            if (error := self._difference(others)) is not None:
+            if (error := self.log.difference(others)) is not None:
                 self._round.is_in_vain = True
                 raise error
             if ends := [ended[index] for index in others if index in ended]:
@@ -361,10 +351,6 @@ class Processes(Messages):
             if time.monotonic() >= deadline:
                 self._round.is_in_vain = True
                 raise self._timeout_error(senders or self._missing(place))
-
-    def _difference(self, others: Sequence[int]) -> ProcessError | None:
-        call = self._round.call
-        return None if call is None else self.log.difference(call, others)
 
     def _is_decided(self) -> bool:
         """Returns whether another process failed (on process 0) or a verdict exists (on others)."""
@@ -422,21 +408,19 @@ class Processes(Messages):
     def _error_for_all(self, error: BaseException) -> BaseException | None:
         """Reports this process's error; returns the one that all raise, None after a success."""
         message, here = to_json(error, self.index), self._round
-        if here.call is not None:
-            self.log.fail(here.call)
         try:
             if self.is_first:
                 verdict = here.verdict or message
-                self._set(f"{self._round_prefix}/verdict/0", verdict)
+                self._set(f"{self._round.place}/verdict/0", verdict)
             else:
                 if here.verdict is None:
-                    self._set(f"{self._round_prefix}/failed/{self.index}", message)
+                    self._set(f"{self._round.place}/failed/{self.index}", message)
                     # No wait for a process 0 that may not answer at all.
                     secs = 0 if here.is_in_vain else 2 * self.timeout_secs
                     deadline = time.monotonic() + secs
                     while not self._is_decided() and time.monotonic() < deadline:
                         time.sleep(POLL_SECS / 10)
-                        if self._difference([0]) is not None:
+                        if self.log.difference([0]) is not None:
                             return error  # process 0 does not come to this round
                 verdict = message if here.verdict is None else here.verdict
         except (ProcessError, jax.errors.JaxRuntimeError) as problem:
@@ -458,12 +442,12 @@ def open_channel(name: str, timeout_secs: float, log: CallLog | None = None) -> 
 
 
 @contextlib.contextmanager
-def open_for_call(name: str, timeout_secs: float, text: str) -> Iterator[Processes]:
-    """Opens a channel for the ``with`` block, which carries out the call ``text``."""
+def open_for_call(name: str, argument: Any, timeout_secs: float) -> Iterator[Processes]:
+    """Opens a channel for the ``with`` block, which carries out the call ``name(argument)``."""
     channel = open_channel(name, timeout_secs)
     channel.liveness.add(channel.log)
     try:
-        with channel.log.calling(text, Kind.CALL):
+        with channel.log.calling(name, Kind.CALL, argument):
             yield channel
     finally:
         channel.liveness.remove(channel.log)

@@ -15,7 +15,6 @@ best-N rule, process 0 predicts no step, and there is a message at every step.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import json
 import logging
 import math
@@ -23,12 +22,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import NamedTuple
 
 from torchax_ckpt.errors import ClosedError, PolicyError, ProcessError
-from torchax_ckpt.processes.call_log import different
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.processes.messages import POLL_SECS, from_json, to_json
 from torchax_ckpt.runtime.background import Executor, Flag
+from torchax_ckpt.runtime.user_messages import user_line
 
 logger = logging.getLogger(__name__)
 
@@ -40,28 +40,23 @@ _MAX_STEPS = 100
 _ACKNOWLEDGED_EVERY = 64
 
 
-@dataclasses.dataclass(frozen=True)
-class _DecisionWindow:
-    """Which of the steps ``first``, ``first + stride`` and so on to ``last`` to save.
+class _Window(NamedTuple):
+    """Which of some steps to save, as process 0 decided.
 
     If process 0 could not decide, ``error`` is its error, as JSON, which every process raises. If
-    not ``is_predicted``, process 0 has asked for the step ``first``, after ``num_restores``
-    restores.
+    it has not predicted the steps, ``where`` is the line of the user's program that asked for the
+    only step, and ``turn`` is ``CallLog.turn`` at that time.
     """
 
-    first: int
-    last: int
-    stride: int
-    saved: Sequence[int]
+    bounds: Sequence[int]  # first step, end, stride
+    saved: Sequence[int] = ()
     error: str = ""
-    is_predicted: bool = False
-    num_restores: int = 0
+    where: str = ""
+    turn: Sequence[int] = (0, 0)
 
-    def holds(self, step: int) -> bool:
-        return self.first <= step <= self.last and (step - self.first) % self.stride == 0
-
-
-_NOTHING = _DecisionWindow(0, -1, 1, ())
+    @property
+    def steps(self) -> range:
+        return range(*self.bounds)
 
 
 class DecisionWindows:
@@ -74,18 +69,15 @@ class DecisionWindows:
         self._processes = processes
         self._decide = decide
         self._background = Executor(1, "decisions")
-        self._asked, self._answer = -1, False
-        self._due: int | None = None  # the step that is saved whatever ``decide`` says
-        self._num_restores = 0  # at the newest step that was asked for
+        self._asked = -1  # the newest step
         self._stride: int | None = None
-        self._window = _NOTHING
+        self._window = _Window((0, 0, 1))
         self._error: Exception | None = None  # why process 0 could not decide
-        self._next: Future[_DecisionWindow] | None = None
+        self._next: Future[_Window] | None = None
         # On process 0: the windows that are not sent yet, and the newest attempt to send them.
         self._unsent: collections.deque[tuple[str, bytes]] = collections.deque()
         self._sending: Future[None] | None = None
         self._closing = threading.Event()
-        self._has_differed = False  # whether this process's newest step was not process 0's
         self._num_windows = self._num_deleted = 0
         self._window_began = (0, 0.0)  # step and time.monotonic()
 
@@ -111,26 +103,18 @@ class DecisionWindows:
                 f"step {step}: the processes cannot agree whether to save it, because this "
                 "checkpointer is closed; call save before close()"
             )
-        restores = self._processes.log.num_restores
-        if (restores, step) == (self._num_restores, self._asked):
-            return self._answer
-        self._num_restores = restores
-        self._due = step if is_due else None
-        left = self._window
-        if step < self._asked or not self._window.holds(step):
-            self._go_on(step, looks_ahead=looks_ahead)
-        if any(self._asked < saved < step for saved in (*left.saved, *self._window.saved)):
-            # Process 0, if it saves this earlier step, learns that it waits in vain.
-            self._processes.log.at(step)
-        if self._window.error:
-            error, self._window = self._window.error, _NOTHING
+        left, before = self._window, self._asked
+        if step < before or step not in left.steps:
+            self._go_on(step, is_due=is_due, looks_ahead=looks_ahead)
+        if any(before < saved < step for saved in (*left.saved, *self._window.saved)):
+            # A process that saves this earlier step learns that it waits in vain.
+            self._processes.log.pass_by()
+        if error := self._window.error:
+            self._processes.log.decline()
+            self._window = _Window((0, 0, 1))
             raise self._error or from_json(error.encode())
-        self._asked, self._answer = step, step in self._window.saved
-        return self._answer
-
-    def keep(self) -> None:
-        """Records that the last step that ``ask`` got is now being saved: it then returns False."""
-        self._answer = False
+        self._asked = step
+        return step in self._window.saved
 
     def close(self) -> None:
         """Waits until all messages to other processes are sent; then ends the background thread."""
@@ -139,43 +123,50 @@ class DecisionWindows:
         if self._sending is not None and (error := self._sending.exception()):
             logger.warning("%s; the others may wait for them", _not_sent(error))
 
-    def _go_on(self, step: int, *, looks_ahead: bool) -> None:
+    def _go_on(self, step: int, *, is_due: bool, looks_ahead: bool) -> None:
         """Gets the window that contains ``step``; begins the next one if it can be predicted."""
         if self._sending is not None and self._sending.done():
             sent, self._sending = self._sending, None
             if error := sent.exception():
                 raise _not_sent(error) from error
-        following, self._next = self._next, None
-        if following is not None:
-            self._window = self._result(following, step)
-        if following is None or step < self._asked or not self._window.holds(step):
-            # The steps differ from the prediction, so the decisions are void.
-            self._stride = step - self._asked if 0 <= self._asked < step else None
-            is_new = False
-            while not (is_new and self._window.holds(step)):  # once on process 0
-                if self._rules_out(step, is_new=is_new):
-                    self._has_differed = True
-                    log = self._processes.log
-                    mine = log.refuse(f"save({step})", step)  # tells process 0 of the step
-                    theirs = f"save({self._window.first})"
-                    raise different(self._processes.index, mine.text, 0, theirs)
-                self._window = self._result(self._begin(step, step, []), step)
-                is_new = True
-            self._has_differed = False
+        before, following = self._asked, self._next
+        is_known = following is not None and self._takes(following, step) and step >= before
+        if not is_known:  # the steps differ from the prediction, so the decisions are void
+            self._stride = step - before if 0 <= before < step else None
+            while not self._takes(self._begin(range(step, step + 1), (), is_due=is_due), step):
+                pass  # process 0 has predicted other steps
         if looks_ahead and self._stride is not None and not self._window.error:
             (last_step, last_time), now = self._window_began, time.monotonic()
             self._window_began = step, now
             num_steps = max(1, (step - last_step) // self._stride)
             secs_per_step = max((now - last_time) / num_steps, 1e-6)
             ahead = max(1, min(_MAX_STEPS, math.ceil(_WINDOW_SECS / secs_per_step)))
-            first = self._window.last + self._stride
-            last = first + (ahead - 1) * self._stride
+            first = self._window.steps[-1] + self._stride
             coming = [s for s in self._window.saved if s >= step]
-            self._next = self._begin(first, last, coming, is_predicted=True)
+            steps = range(first, first + ahead * self._stride, self._stride)
+            self._next = self._begin(steps, coming, is_predicted=True)
+
+    def _takes(self, decided: Future[_Window], step: int) -> bool:
+        """Waits for a window; returns whether it has ``step``. Raises if process 0 passed that."""
+        self._window, self._next = self._result(decided, step), None
+        window, log = self._window, self._processes.log
+        if step in window.steps:
+            return True
+        first = window.steps[0]
+        # A process may have left out a step that is not saved.
+        matters = window.where and (window.saved or first > step)
+        if matters and log.has_left_out(first, *window.turn):
+            raise log.differ(0, f"save({first}) at {window.where}")
+        return False
 
     def _begin(
-        self, first: int, last: int, saved: list[int], *, is_predicted: bool = False
-    ) -> Future[_DecisionWindow]:
+        self,
+        steps: range,
+        coming: Sequence[int],
+        *,
+        is_due: bool = False,
+        is_predicted: bool = False,
+    ) -> Future[_Window]:
         """Returns a future of the next window: process 0 decides and publishes it; others read."""
         number = self._num_windows
         self._num_windows += 1
@@ -183,31 +174,28 @@ class DecisionWindows:
             self._background.submit(self._acknowledge, number).add_done_callback(_log_failure)
         if not self._processes.is_first:
             return self._background.submit(self._look_up, number)
-        restores = self._processes.log.num_restores
-        window = dataclasses.replace(
-            self._decided(first, last, saved), is_predicted=is_predicted, num_restores=restores
-        )
-        message = json.dumps(dataclasses.astuple(window)).encode()
-        self._unsent.append((str(number), message))
+        window = self._decided(steps, coming, is_due=is_due)
+        if not is_predicted:
+            window = window._replace(where=user_line(), turn=self._processes.log.turn)
+        self._unsent.append((str(number), json.dumps(window).encode()))
         self._sending = self._background.submit(self._send)
-        known: Future[_DecisionWindow] = Future()
+        known: Future[_Window] = Future()
         known.set_result(window)
         return known
 
-    def _decided(self, first: int, last: int, saved: list[int]) -> _DecisionWindow:
+    def _decided(self, steps: range, coming: Sequence[int], *, is_due: bool) -> _Window:
         """Asks ``decide`` for the steps of a window; an error for a later step ends the window."""
-        decided: list[int] = []
-        stride = self._stride or 1
-        for step in range(first, last + 1, stride):
+        saved: list[int] = []
+        for step in steps:
             try:
-                if self._decide(step, [*saved, *decided]) or step == self._due:
-                    decided.append(step)
+                if self._decide(step, [*coming, *saved]) or is_due:
+                    saved.append(step)
             except Exception as error:
-                if step == first:
+                if step == steps[0]:
                     self._error = error
-                    return _DecisionWindow(first, first, stride, (), to_json(error, 0).decode())
-                return _DecisionWindow(first, step - stride, stride, decided)
-        return _DecisionWindow(first, last, stride, decided)
+                    return _Window((step, step + 1, 1), error=to_json(error, 0).decode())
+                return _Window((steps[0], step, steps.step), saved)
+        return _Window((steps.start, steps.stop, steps.step), saved)
 
     def _send(self) -> None:
         """Sends the windows that are not sent yet, also those that could not be sent before."""
@@ -215,23 +203,23 @@ class DecisionWindows:
             self._processes.put_note(*self._unsent[0])
             self._unsent.popleft()
 
-    def _look_up(self, number: int) -> _DecisionWindow:
+    def _look_up(self, number: int) -> _Window:
         while not self._closing.is_set():
             if (message := self._processes.wait_for_note(str(number))) is not None:
-                return _DecisionWindow(*json.loads(message))
+                return _Window(*json.loads(message))
         raise PolicyError(
             "this process no longer waits for a save decision of process 0: the checkpointer is "
             "closed, or the program is ending"
         )
 
-    def _result(self, window: Future[_DecisionWindow], step: int) -> _DecisionWindow:
-        secs, log = self._processes.timeout_secs, self._processes.log
+    def _result(self, window: Future[_Window], step: int) -> _Window:
+        secs = self._processes.timeout_secs
         deadline = time.monotonic() + secs
         is_decided = Flag()
         window.add_done_callback(lambda _: is_decided.set())
+        self._next = window  # if this fails, it comes before every later window
         while not is_decided.wait(min(deadline - time.monotonic(), POLL_SECS)):
-            self._next = window  # comes before every later window
-            if (error := log.difference(log.at(step), [0])) is not None:
+            if (error := self._processes.log.difference([0])) is not None:
                 raise error
             if time.monotonic() >= deadline:
                 raise PolicyError(
@@ -239,14 +227,6 @@ class DecisionWindows:
                     "this process asked; every process must call save at the same steps"
                 )
         return window.result()
-
-    def _rules_out(self, step: int, *, is_new: bool) -> bool:
-        """Returns whether process 0, which asked for another step, asks for ``step`` no more."""
-        window = self._window
-        if window.is_predicted or window.num_restores < self._processes.log.num_restores:
-            return False
-        is_left_out = self._asked < window.first > step
-        return is_left_out or (is_new and not (self._has_differed and window.last < step))
 
     def _acknowledge(self, number: int) -> None:
         """Reports which windows this process has read; process 0 deletes those that all have."""

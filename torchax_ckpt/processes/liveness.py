@@ -10,8 +10,8 @@ answer, process 0 logs it, and waits on, because the host may come back in time 
 
 Nothing that a connection carries is parsed. A new connection shows, with a secret that process 0
 publishes through JAX's coordination service, that it belongs to a process of the run, and names its
-host. Single bytes follow: the process has open checkpointers, has none any more, or waits for
-process 0.
+host. Single bytes follow: the process has open checkpointers, has none any more, or has found that
+the calls of the processes differ. Process 0 passes this last byte on to all processes.
 
 Source: the address of the coordination service is private in JAX 0.10.2 (``_src/distributed.py``).
 """
@@ -42,13 +42,13 @@ logger = logging.getLogger(__name__)
 
 _FOLDER = "torchax_ckpt/liveness"
 _TOKEN_BYTES, _HOST_BYTES = 32, 64
-_ASKS, _OPENS, _CLOSES = b"?", b"+", b"."
+_ALARM, _OPENS, _CLOSES = b"!", b"+", b"."
 # A process that lost its connection, but lives, connects again within this time.
 _GRACE_SECS = 0.5
 _HELLO_SECS = 10.0
 _RETRY_SECS = 5.0
 
-# Held while the thread of process 0 is inside JAX's client, and for good once the program is
+# Held while a thread of this module is inside JAX's client, and for good once the program is
 # ending: the interpreter would end the thread there, which aborts the process.
 _speaking = threading.Lock()
 atexit.register(_speaking.acquire, timeout=1)
@@ -69,8 +69,8 @@ class Liveness:
         """Returns what is known of each process that has ended, by its index."""
         return {}
 
-    def ask(self) -> None:
-        """Makes process 0 publish the step that it is at; see ``CallLog.tell_step``."""
+    def alarm(self) -> None:
+        """Has all processes look for the error of their run; see ``CallLog.look``."""
 
     def add(self, log: Any) -> None:
         """Records that a checkpointer of this process was opened."""
@@ -87,6 +87,13 @@ class Liveness:
 
     def _tell(self, byte: bytes) -> None:
         pass
+
+    def _look(self) -> None:
+        with self._changing:
+            logs = list(self._logs)
+        with _speaking:
+            for log in logs:
+                log.look()
 
 
 @dataclasses.dataclass(eq=False)
@@ -124,6 +131,11 @@ class Listener(Liveness):
     def ended(self) -> dict[int, str]:
         """Returns what is known of each process that has ended, by its index."""
         return dict(self._ended)
+
+    def alarm(self) -> None:
+        """Has all processes look for the error of their run; see ``CallLog.look``."""
+        for peer in [*self._peers.values()]:
+            _send(peer.connection, _ALARM)
 
     # --- on the thread ---
 
@@ -178,8 +190,9 @@ class Listener(Liveness):
         else:
             for byte in received:
                 peer.is_open = byte == _OPENS[0] or (peer.is_open and byte != _CLOSES[0])
-            if _ASKS in received:
-                self._answer()
+            if _ALARM in received:
+                self.alarm()
+                self._look()
 
     def _identify(self, peer: _Peer) -> None:
         index = self._indices.get(peer.received[:_TOKEN_BYTES])
@@ -215,13 +228,6 @@ class Listener(Liveness):
                 error.strerror,
             )
 
-    def _answer(self) -> None:
-        with self._changing:
-            logs = list(self._logs)
-        with _speaking:
-            for log in logs:
-                log.tell_step()
-
     def _name(self, peer: _Peer) -> str:
         return f"process {peer.index} of {self._count}, on host {peer.host}"
 
@@ -250,14 +256,13 @@ class Connection(Liveness):
                     run = functools.partial(self._stay_connected, **place)
                     Task("liveness", run).start()
 
-    def ask(self) -> None:
-        """Makes process 0 publish the step that it is at; see ``CallLog.tell_step``."""
-        self._tell(_ASKS)
+    def alarm(self) -> None:
+        """Has all processes look for the error of their run; see ``CallLog.look``."""
+        self._tell(_ALARM)
 
     def _tell(self, byte: bytes) -> None:
         if (connection := self._connection) is not None:
-            with contextlib.suppress(OSError):
-                connection.send(byte, socket.MSG_DONTWAIT)
+            _send(connection, byte)
 
     def _leave(self) -> None:
         self._is_leaving = True
@@ -293,11 +298,17 @@ class Connection(Liveness):
                     with self._changing:  # what changes from now on, is told by the other methods
                         self._connection = connection
                         self._tell(_CLOSES if self._is_leaving or not self._logs else _OPENS)
-                    connection.recv(1)  # returns when the connection is lost
+                    while connection.recv(1):  # returns nothing when the connection is lost
+                        self._look()
                 self._connection = None
                 connections.close(connection)
             if time.monotonic() - began < _RETRY_SECS:
                 time.sleep(_RETRY_SECS)
+
+
+def _send(connection: socket.socket, byte: bytes) -> None:
+    with contextlib.suppress(OSError):  # the connection is lost
+        connection.send(byte, socket.MSG_DONTWAIT)
 
 
 def _token(secret: bytes, index: int) -> bytes:

@@ -14,7 +14,9 @@ from torchax_ckpt.processes.liveness import Liveness
 from torchax_ckpt.runtime.lazily import jax
 
 # The time within which a waiting process notices what another process did, or Ctrl-C.
-POLL_SECS = 0.5
+POLL_SECS = 0.4
+# Begins the message of an error that names the processes itself.
+OTHER_CALLS = "the processes do not make the same calls"
 
 
 class Messages:
@@ -31,8 +33,12 @@ class Messages:
         """Writes or replaces a note."""
         self._client.key_value_set_bytes(f"{self._place}/{key}", message, allow_overwrite=True)
 
+    def put_first_note(self, key: str, message: bytes) -> None:
+        """Writes a note; raises JaxRuntimeError if there is one already."""
+        self._client.key_value_set_bytes(f"{self._place}/{key}", message)
+
     def wait_for_note(self, key: str) -> bytes | None:
-        """Returns the note ``key``, or None if no process writes it within half a second."""
+        """Returns the note ``key``, or None if no process writes it within ``POLL_SECS``."""
         return self._wait(f"{self._place}/{key}", POLL_SECS)
 
     def notes(self, folder: str) -> list[bytes]:
@@ -95,7 +101,9 @@ def from_json(message: bytes) -> CheckpointError:
     """Returns the error of another process, from its JSON."""
     fields = json.loads(message)
     kind, cause = getattr(errors, fields["kind"], None), getattr(errors, fields["cause"], None)
-    text = f"process {fields['process']}: {fields['message']}"
+    text = fields["message"]
+    if not text.startswith(OTHER_CALLS):
+        text = f"process {fields['process']}: {text}"
     if not (isinstance(kind, type) and issubclass(kind, CheckpointError)):
         kind = ProcessError
         text = f"process {fields['process']}: {fields['kind']}: {fields['message']}"

@@ -8,7 +8,6 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 
-from torchax_ckpt.processes.call_log import Call
 from torchax_ckpt.processes.coordination import Outcome, Processes
 
 # How many other processes keep a copy of a message.
@@ -30,12 +29,10 @@ class PerHostProcesses(Processes):
         self.log = processes.log
 
     @contextlib.contextmanager
-    def round(
-        self, what: str, call: Call | None = None, *, is_met: bool = True
-    ) -> Iterator[Outcome]:
+    def round(self, what: str, *, is_met: bool = True) -> Iterator[Outcome]:
         """Runs a round of all; its value, and an error after its success, are of this process."""
         outcome, failure = Outcome(), None
-        with self._processes.round(what, call, is_met=is_met):
+        with self._processes.round(what, is_met=is_met):
             try:
                 yield outcome
             except BaseException as error:
@@ -44,9 +41,9 @@ class PerHostProcesses(Processes):
         if failure is not None:
             raise failure
 
-    def refuse(self, what: str, error: BaseException, call: Call | None) -> None:
+    def refuse(self, what: str, error: BaseException) -> None:
         """Makes the round ``what`` fail on the other processes; does not wait for them."""
-        self._processes.refuse(what, error, call)
+        self._processes.refuse(what, error)
 
     def meet(self) -> None:
         """Waits until all processes have called ``meet``."""

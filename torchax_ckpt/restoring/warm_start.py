@@ -132,8 +132,7 @@ def warm_start(
       ImportError: the source is in safetensors format, and that library is not installed.
     """
     options = require_kind("options", options, CheckpointOptions) or CheckpointOptions()
-    called = f"warm_start({'' if step is None else repr(step)[:40]})"
-    with open_for_call("warm starts", options.process_timeout_secs, called) as processes:
+    with open_for_call("warm_start", step, options.process_timeout_secs) as processes:
         # What one process alone cannot do, fails on all; and all are connected before any reads.
         with processes.round("beginning"):
             torchax_backend.check_internals()

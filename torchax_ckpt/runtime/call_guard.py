@@ -126,7 +126,7 @@ def guarded(
     """Decorates a method: it raises CallError where it cannot work, and shortens tracebacks.
 
     The object has its ``Calls`` in ``_calls``. With a ``kind``, or a function that returns it, the
-    object's ``_call_log`` publishes the call for the other processes.
+    object's ``_call_log`` compares the call with those of the other processes.
     """
 
     def decorate(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
@@ -140,8 +140,10 @@ def guarded(
                 if kind is None:
                     return method(self, *args, **kwargs)
                 step = args[0] if args and has_step else kwargs.get("step")
-                text = f"{name}({'' if step is None else repr(step)[:40]})"
-                with self._call_log.calling(text, kind(self) if callable(kind) else kind):
+                log: Any = self._call_log
+                with log.calling(name, kind(self) if callable(kind) else kind, step):
+                    if step is not None:
+                        log.at(as_step(step))  # an invalid step raises before any process waits
                     return method(self, *args, **kwargs)
 
         return checked

@@ -20,6 +20,8 @@ R = TypeVar("R")
 
 _PACKAGE = __name__.partition(".")[0]
 _OWN = frozenset({_PACKAGE, "asyncio", "concurrent", "contextlib"})
+# Packages whose functions may call this package for a user's program.
+_LIBRARIES = {"jax", "lightning", "pytorch_lightning", "threading", "torch", "torchax", "tqdm"}
 
 
 def fields(**values: Any) -> dict[str, Any]:
@@ -55,6 +57,14 @@ def warn(message: str, stacklevel: int = 1) -> None:
     logger.warning("%s", message)
     with contextlib.suppress(UserWarning):  # raised if a filter turns warnings into errors
         warnings.warn(message, stacklevel=stacklevel + 1)
+
+
+def user_line() -> str:
+    """Returns file and line of the user's program from which this thread has called the package."""
+    for frame, line in traceback.walk_stack(sys._getframe()):
+        if str(frame.f_globals.get("__name__")).partition(".")[0] not in _OWN | _LIBRARIES:
+            return f"{frame.f_code.co_filename}:{line}"
+    return "an unknown line"
 
 
 def brief(function: Callable[P, R]) -> Callable[P, R]:

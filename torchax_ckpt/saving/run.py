@@ -81,7 +81,7 @@ class Run:
         self._histories: list[RunHistory] = []
         rules = save_decision_policy, preservation_policy
         tier = self._tier("durable", durable, *rules, self.processes, saves)
-        self.durable = Saver(tier, self.call_log, self.deadline)
+        self.durable = Saver(tier, self.deadline)
         self.local: Saver | None = None
         self._savers = [self.durable]
         self._is_open = self._is_named = self._is_announced = False
@@ -108,7 +108,7 @@ class Run:
             PerHostProcesses(self.processes),
             PerHostProcesses(self._connect(f"local saves {durable.path}")),
         )
-        self.local = Saver(tier, self.call_log)
+        self.local = Saver(tier)
         self._savers.append(self.local)
 
     def _tier(

@@ -83,6 +83,7 @@ class Save(SaveInFlight):
             # Otherwise this thread would take the interpreter lock, and save() would block longer.
             self.handed_over.wait(_HAND_OVER_SECS)
         self._tier.telemetry.saving(capture.step, capture.began)
+        self._tier.saves.log.resume(self._call)
         try:
             durable, reused_bytes = self._make_durable(capture)
         except BaseException as error:  # the training thread must learn of any failure
@@ -99,7 +100,7 @@ class Save(SaveInFlight):
         """Returns the step once it counts on all processes, and the bytes that it reuses."""
         tier = self._tier
         with tier.reuse.saving(capture.frozen, capture.same) as reuse:
-            with tier.saves.round(round_of(self.step), self._call, is_met=False) as outcome:
+            with tier.saves.round(round_of(self.step), is_met=False) as outcome:
                 outcome.value = self._write(capture, reuse)
             described, summary = outcome.value
             [durable] = committed_step.from_json(described, tier.directory.path)
@@ -329,7 +330,7 @@ class Save(SaveInFlight):
         """Reads the new step back, if the options say so, on all processes together."""
         if self._tier.options.read_back:
             self.enter("reading it back")
-            with self._tier.saves.round(f"reading back step {durable.step}", self._call):
+            with self._tier.saves.round(f"reading back step {durable.step}"):
                 self._read_share(durable)
 
     @stage("read back")
@@ -375,7 +376,7 @@ class Save(SaveInFlight):
         tier, path = self._tier, self._tier.directory.path
         try:
             what, is_met = f"tidying up after step {durable.step}", self._tier.saves.is_per_host
-            with self._tier.saves.round(what, self._call, is_met=is_met) as outcome:
+            with self._tier.saves.round(what, is_met=is_met) as outcome:
                 outcome.value = self._tidied(durable) if self._tier.saves.is_first else None
             tier.history.refresh(committed_step.from_json(outcome.value, path))
         except Exception as error:

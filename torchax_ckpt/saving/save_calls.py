@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any
 
 from torchax_ckpt import policies
-from torchax_ckpt.errors import AttachError, ClosedError, DirectoryError, SaveError, StepError
+from torchax_ckpt.errors import AttachError, ClosedError, DirectoryError, ProcessError, SaveError
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.policies import preservation
 from torchax_ckpt.processes.call_log import Kind
@@ -57,14 +57,19 @@ class SaveCalls:
 
     def should_save(self, step: int) -> bool:
         """Returns whether a call of ``save`` for this step would begin a save."""
-        self._log.step = step
-        with self._log.calling(f"save({step})", Kind.SAVE), self._failing_at_limits(step):
-            # Decided, so that no program ends at this step because of a later notice.
-            if self._is_last(step):
-                return bool(self._required(step))
-            is_due = self._loop.is_due(step, self._loop.metrics(step), self._ranked)
-            return bool(self._wanted(step, is_due=is_due))
-        return False
+        try:
+            with self._log.calling("save", Kind.SAVE), self._failing_at_limits(step):
+                self._log.at(step)
+                self._log.decline()
+                # Decided, so that no program ends at this step because of a later notice.
+                if self._is_last(step):
+                    return bool(self._required(step))
+                is_due = self._loop.is_due(step, self._loop.metrics(step), self._ranked)
+                return bool(self._wanted(step, is_due=is_due))
+        except ProcessError:
+            if self._log.error is None:
+                raise
+        return False  # also after calls have differed: no save begins any more
 
     def save(
         self,
@@ -80,13 +85,9 @@ class SaveCalls:
         A process that cannot save the step takes part in all that the others do before they begin
         the save, and then makes their saves fail.
         """
-        try:
-            self._log.step = number = as_step(step)
-            self._loop.require_next(number, self._durable.path)
-        except StepError:  # the others learn that this process comes to no step that they save
-            self._log.refuse(f"save({step!r:.40})", None)
-            raise
-        with self._log.calling(f"save({number})", Kind.SAVE), self._failing_at_limits(number):
+        number = as_step(step)
+        self._loop.require_next(number, self._durable.path)
+        with self._failing_at_limits(number):
             self._preemption.listen()
             is_last = self._is_last(number)
             must_save = force or is_last
@@ -97,7 +98,7 @@ class SaveCalls:
             refusal = _Refusal(is_alone=self._is_alone)
             pending: Mapping[str, Any] = {}
             if must_save:
-                self._durable.announce(number)
+                self._log.publish()
             with refusal:
                 _require_state(attached, state, number)
                 pending = self._loop.take_metrics(number, metrics)
@@ -107,13 +108,12 @@ class SaveCalls:
             is_due = self._loop.is_due(number, pending, self._ranked)
             due = self._required(number) if must_save else self._wanted(number, is_due=is_due)
             if not due:
+                self._log.decline()
                 refusal.raise_error()
                 if not must_save:  # otherwise the step is not skipped but saved already
                     self._durable.tier.telemetry.skipped(number)
                 return False
-            for saver in due:
-                if not must_save:
-                    saver.announce(number)
+            self._log.publish()
             if self._preemption.reached() and not self._has_told_preemption:
                 self._has_told_preemption = True
                 self._durable.tell_preemption(number)
@@ -265,7 +265,6 @@ class SaveCalls:
     def _begin(self, captures: Sequence[Capture], savers: Sequence[Saver]) -> bool:
         has_begun = False
         for number, (saver, capture) in enumerate(zip(savers, captures, strict=True)):
-            saver.windows.keep()
             try:
                 has_begun |= saver.begin(capture)
             except BaseException as error:
@@ -317,5 +316,4 @@ def _require_state(attached: TrainingState | None, state: Any, step: int) -> Non
 def _abstain(step: int, savers: Sequence[Saver], error: BaseException) -> None:
     """Makes the save of a step, which the other processes begin, fail on all of them."""
     for saver in savers:
-        saver.windows.keep()
         saver.abstain(step, error)

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 from torchax_ckpt.errors import CheckpointError, DirectoryError
 from torchax_ckpt.policies import save_decision
-from torchax_ckpt.processes.call_log import Call, CallLog, Kind
 from torchax_ckpt.processes.decision_windows import DecisionWindows
 from torchax_ckpt.runtime import background, progress
 from torchax_ckpt.runtime.lazily import root_logger_left_alone
@@ -32,14 +31,13 @@ logger = logging.getLogger(__name__)
 class Saver:
     """Begins the saves of a tier. A step is due because of ``deadline``, unless that is None."""
 
-    def __init__(self, tier: Tier, log: CallLog, deadline: Deadline | None = None) -> None:
+    def __init__(self, tier: Tier, deadline: Deadline | None = None) -> None:
         self.tier = tier
         self.path = tier.directory.path
-        self._log, self._deadline = log, deadline
+        self._deadline = deadline
         self.windows = DecisionWindows(tier.decisions, self._ask)
         self._observers = save_decision.observers(tier.save_policy)
         self._in_flight: SaveInFlight | None = None
-        self._call: Call | None = None  # of the newest save, or of the save about to begin
 
     # --- decisions ---
 
@@ -101,17 +99,13 @@ class Saver:
         """Whether ``close`` may have work to do: a lease to release, or threads to end."""
         return self.tier.claim.was_tried or self.tier.telemetry.has_thread
 
-    def announce(self, step: int) -> None:
-        """Tells the other processes that ``begin`` or ``abstain`` follows, maybe after a wait."""
-        self._call = self._log.publish(self.tier.name, f"save({step})", Kind.SAVE, step)
-
     def begin(self, capture: Capture) -> bool:
         """Waits for the save in flight, if any, then starts a thread that writes ``capture``.
 
         Returns False if the system refuses the thread: then the save has failed.
         """
         self.wait()
-        tier, save = self.tier, Save(self.tier, self._call, capture)
+        tier, save = self.tier, Save(self.tier, self.tier.saves.log.publish(), capture)
         try:
             self._in_flight = save
             tier.history.begin(save.step)
@@ -147,7 +141,7 @@ class Saver:
             self.tier.fail(step, error)
 
     def _refuse(self, step: int, error: BaseException) -> None:
-        self.tier.saves.refuse(round_of(step), error, self._call)
+        self.tier.saves.refuse(round_of(step), error)
 
     def wait(self, timeout_secs: float | None = None) -> None:
         """Waits for the save in flight; after a SaveTimeoutError, the save continues."""

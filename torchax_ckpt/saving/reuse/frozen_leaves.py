@@ -87,10 +87,11 @@ class FrozenLeaves:
 
     def refuse(self, error: BaseException, *, is_durable: bool) -> None:
         """Takes part for a process that cannot save, so that all or none know the answer."""
-        call = self._processes.log.current
-        if self._processes.is_first and self._must_ask(is_durable) and call is not None:
-            self._processes.refuse(f"{call.text}: {_ASKING}", error, call)
-        elif self._must_ask(is_durable):
+        if not self._must_ask(is_durable):
+            return
+        if self._processes.is_first:
+            self._processes.refuse(_ASKING, error)
+        else:
             with contextlib.suppress(CheckpointError):  # then none knows it
                 self._answer = Frozen(self._ask(frozenset), has_proofs=True)
 

@@ -102,7 +102,7 @@ class Deadline:
         if step is not None and self._default is not None and self._loop.number == 0:
             self.begin(None)
         loop, before = self._loop, self._asked
-        position = self._processes.log.num_restores, step or 0
+        position = self._processes.log.turn[0], step or 0
         is_known = self._is_reached or loop.end == math.inf or (before and before[0] == position)
         if step is None or step >= loop.total or is_known:
             return self._is_reached
@@ -147,8 +147,8 @@ class Deadline:
 class _LastStep:
     """The last step of one loop, on which several processes agree.
 
-    A position is how many restores the run has made, and a step. It also rises if a restore goes
-    back.
+    A position is how many calls other than saves the run has made, and a step. It also rises if a
+    restore goes back.
     """
 
     def __init__(self, processes: Processes, loop: int) -> None:
@@ -185,15 +185,15 @@ class _LastStep:
         processes, work = self._processes, "choosing the last step"
         try:
             if not self._wait_until_near():
-                processes.refuse(work, ClosedError("a process has ended its loop"), None)
+                processes.refuse(work, ClosedError("a process has ended its loop"))
                 return
             with processes.round(work, is_met=False):
                 if processes.is_first:
                     processes.put_note(self._note, b"1")
                 asked = json.dumps(self._asked).encode()
                 newest = processes.combine(asked, lambda all_asked: max(all_asked, key=json.loads))
-            num_restores, step = json.loads(newest)
-            self._last = num_restores, step + 1
+            num_calls, step = json.loads(newest)
+            self._last = num_calls, step + 1
         except ClosedError as error:
             logger.info("the run goes on to the end of the loop, whatever the deadline: %s", error)
         except (CheckpointError, RuntimeError) as error:
