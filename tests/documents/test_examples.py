@@ -172,7 +172,8 @@ def test_demo_finds_the_resumed_run_identical(
 @pytest.mark.slow
 def test_a_run_goes_on_in_native_pytorch_and_is_taken_back(tmp_path: Path) -> None:
     native, out = EXAMPLES / "continue_native.py", tmp_path / "native"
-    train(GPT, tmp_path / "run", "--steps", 40)
+    trained = train(GPT, tmp_path / "run", "--steps", 40)
+    assert trained.returncode == 0, trained.output
     outcome = train(native, tmp_path / "run", "--out", out, "--steps", 30)
     assert "continues after 40 steps" in outcome.output, outcome.output
     first, *_, last = map(float, re.findall(r"loss ([0-9.]+)", outcome.output))

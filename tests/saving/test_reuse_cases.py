@@ -208,7 +208,7 @@ def test_where_links_are_refused_files_are_copied(
     monkeypatch.setattr(local_medium, "_has_warned", False)
     with Run(directory) as run:
         run.save(5)
-        assert caplog.text.count("Unchanged arrays are copied from step to step") == 1
+        assert caplog.text.count("Frozen arrays are copied from step to step") == 1
         assert not files(directory, 5) & files(directory, 3)
         run.check_each_alone()
     with Run(last := directory.with_name("last"), keep=1) as run:

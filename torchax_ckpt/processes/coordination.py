@@ -40,7 +40,7 @@ T = TypeVar("T")
 _made: collections.Counter[str] = collections.Counter()
 # Begins the verdict on a round that succeeded on all processes; the JSON of its value follows.
 _SUCCESS = b"+"
-# How long a process waits for the one that looks who is missing; this one may have died.
+# How long a process waits for another one to find out who is missing; that one may have died.
 _LOOKING_SECS = 5.0
 # How many processes the message of a timeout names.
 _NUM_NAMED = 8
@@ -55,7 +55,7 @@ _FIRST_WAITS = 8
 
 @dataclasses.dataclass
 class Outcome:
-    """What a round results in: a value that process 0 sets, known to the others afterwards."""
+    """The result of a round: a value that process 0 sets, and that the others get at the end."""
 
     value: Any = None
 

@@ -8,8 +8,8 @@ coordination service. The others read them in the background, and wait for one t
 Process 0 predicts the steps of a window from the difference of the last two step numbers. All
 processes must ask at the same steps in the same order, as a training loop does. At the first step,
 and at one that was not predicted, such as that after a restore, process 0 decides when it reaches
-the step. While a decision may depend on what only the step itself brings, such as a metric for a
-best-N rule, process 0 predicts no step, and there is a message at every step.
+the step. While a decision may depend on a value that only the step itself yields, such as a metric
+for a best-N rule, process 0 predicts no step, and there is a message at every step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which processes of a run have ended, as told by connections that the kernel closes.
+"""Knows which processes of a run have ended: the kernel closes their connections.
 
 JAX finds that a process has died when no heartbeat arrives for some time, by default 100 s. This
 module knows it within a second. Each process keeps a TCP connection to process 0 open, which the
@@ -295,7 +295,7 @@ class Connection(Liveness):
                 has_connected = True
                 with contextlib.suppress(OSError):
                     connection.sendall(hello)
-                    with self._changing:  # what changes from now on, is told by the other methods
+                    with self._changing:  # later changes are sent by the other methods
                         self._connection = connection
                         self._tell(_CLOSES if self._is_leaving or not self._logs else _OPENS)
                     while connection.recv(1):  # returns nothing when the connection is lost

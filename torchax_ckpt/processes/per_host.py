@@ -51,7 +51,7 @@ class PerHostProcesses(Processes):
 
 
 class Keepers:
-    """Exchanges messages with the processes that keep copies, so that a lost one loses none.
+    """Exchanges messages with other processes, which keep copies in case a process is lost.
 
     The processes of a group have equal parts of the state. The keepers of a message are other
     processes of its group, as far from each other as possible, because neighbours are often lost

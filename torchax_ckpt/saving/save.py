@@ -56,14 +56,14 @@ class _Draft:
     """A step that is being written.
 
     ``document`` and ``plan`` are complete on process 0. ``arrays`` are those that this process
-    writes or reuses; a later save may reuse those in ``reusable``.
+    writes or reuses. ``before_host_leaves`` are those of them of which later saves may reuse some.
     """
 
     folder: StepFolder
     document: Mapping[str, Node]
     plan: Plan
     arrays: Mapping[str, Stored]
-    reusable: Mapping[str, Stored]
+    before_host_leaves: Mapping[str, Stored]
     division: Division
 
 
@@ -71,16 +71,16 @@ class Save(SaveInFlight):
     """A save, which its thread carries out; holds nothing of the state once that has ended."""
 
     def __init__(self, tier: Tier, call: Call | None, capture: Capture) -> None:
-        # No function of Python's that holds the state may call this: the frames in the traceback
-        # of a stored error lead to those of their callers.
+        # By ``partial``, which has no frame: a frame of Python's that holds the state would stay
+        # alive with the traceback of a stored error.
         super().__init__(capture.step, capture.began, functools.partial(self.run, capture))
         self._tier, self._call = tier, call
         self._committed: CommittedStep | None = None  # although the save may still fail
 
     def run(self, capture: Capture) -> None:
         """Carries out the save. An error before the step is durable is the failure of the save."""
-        if capture.snapshot.way != "transfer":
-            # Otherwise this thread would take the interpreter lock, and save() would block longer.
+        if capture.snapshot.way != "transfer":  # for which the training thread waits
+            # If this thread took the interpreter lock now, save() would block longer.
             self.handed_over.wait(_HAND_OVER_SECS)
         self._tier.telemetry.saving(capture.step, capture.began)
         self._tier.saves.log.resume(self._call)
@@ -126,7 +126,7 @@ class Save(SaveInFlight):
         is_first, summary = self._tier.saves.is_first, dict[str, Any]()
         if is_first:
             summary = self._complete(capture, draft, digests, metrics, (began_nsecs, at_nsecs))
-        reuse.complete(draft.folder.path, draft.plan, draft.reusable, digests)
+        reuse.complete(draft.folder.path, draft.plan, draft.before_host_leaves, digests)
         if not is_first:
             return None
         durable = self._commit(draft.folder)
@@ -192,6 +192,7 @@ class Save(SaveInFlight):
         if candidate[1] is not None:
             self.enter("comparing the arrays with earlier steps")
         division = reuse.divide(candidate, plan, arrays, here)
+        # In place of forms without values: the known arrays that must be written after all.
         here |= self._arrays_here(same.stored(same.proofs.keys() - division.reused))
         nodes, leaves = self._per_process_states(capture, document, states)
         plan, more = with_host_leaves(plan, leaves, self._tier.options.layout)
@@ -360,7 +361,6 @@ class Save(SaveInFlight):
         """Says that the step is durable, once it is known how long ``save`` has blocked."""
         tier, durable_secs = self._tier, self.age_secs
         tier.failures.mended()
-        self.enter("deleting what no rule keeps")
         self.handed_over.wait(_HAND_OVER_SECS)
         cost = SaveCost(durable.step, self.blocking_secs, durable_secs)
         tier.costs.add(cost, tier.directory.path)
@@ -373,6 +373,7 @@ class Save(SaveInFlight):
 
         A failure is reported, and leaves the work to the next save.
         """
+        self.enter("deleting what no rule keeps")
         tier, path = self._tier, self._tier.directory.path
         try:
             what, is_met = f"tidying up after step {durable.step}", self._tier.saves.is_per_host

@@ -157,8 +157,9 @@ class SaveCalls:
                 raise
             self._loop.position = number  # set first, because the rest may raise or be interrupted
             has_begun = self._begin(captures, due)
+            # At the last step only the durable tier saves.
             return self._finish(captures[0]) if is_last else has_begun
-        return False
+        return False  # the system has refused something
 
     @contextlib.contextmanager
     def _failing_at_limits(self, step: int) -> Iterator[None]:

@@ -59,7 +59,8 @@ class Saver:
         self, step: int, coming: Sequence[int] = (), *, reached_preemption: bool = False
     ) -> bool:
         """Returns the policy's answer; the saves of steps ``coming`` are decided, not begun."""
-        for cost in () if self.is_saving else self.tier.costs.observed():
+        is_saving = self.is_saving
+        for cost in () if is_saving else self.tier.costs.observed():
             for observer in self._observers:
                 observer.observe_save(
                     blocking_secs=cost.blocking_secs, durable_secs=cost.durable_secs
@@ -70,7 +71,7 @@ class Saver:
         # Not copied, because this runs at each step and there may be many checkpoints.
         known = self.tier.history.checkpoints()
         context = save_decision.decision_context(
-            is_saving_in_progress=bool(coming) or self.is_saving,
+            is_saving_in_progress=is_saving or bool(coming),
             reached_preemption=reached_preemption,
         )
         is_due = self._deadline is not None and self._deadline.needs_save

@@ -67,7 +67,7 @@ class Tier:
         *,
         age_secs: float = 0.0,
     ) -> None:
-        """Reports that a save has failed on all processes; else as ``undo``."""
+        """Does what ``undo`` does, reports the failure, and cleans up the directory."""
         self.undo(step, committed)
         if isinstance(error, DonatedBufferError):
             self.on_donated()

@@ -72,12 +72,16 @@ class Known:
 
     ``entries`` has, for each copy, the newest step that has it. ``proofs`` are of arrays that all
     copies have, by stored name. ``origin`` is the step that the run continues from, until a save.
+    ``num_refused`` counts the newest saves that failed while a bucket copied files for them, and
+    ``num_in_full`` the saves from now on that therefore reuse nothing.
     """
 
     entries: Mapping[int, Entry] = dataclasses.field(default_factory=dict)
     proofs: Mapping[str, Proof] = dataclasses.field(default_factory=dict)
     origin: Key | None = None
     has_reused: bool = False  # whether a save of this program reused files
+    num_refused: int = 0
+    num_in_full: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

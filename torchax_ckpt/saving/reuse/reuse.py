@@ -4,8 +4,9 @@ A save stores frozen leaves in databases of their own (``layout/unchanged.py``).
 a database if all of its arrays are equal: process 0 names the step that has it, each process
 compares what it stores of the arrays, and all reuse what all found equal.
 
-A step shares no files with the step that is kept before it. With ``LatestN(1)`` and
-``EveryNSteps(100)``, step 399 follows step 300, because step 398 is about to be deleted.
+On a disk there are up to two copies of each frozen array, so that damage to one file never affects
+two steps that are kept one after the other. With ``LatestN(1)`` and ``EveryNSteps(100)``, step 399
+uses another copy than step 300: step 398 is about to be deleted.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ logger = logging.getLogger(__name__)
 # What one process writes to a database, at most. Smaller arrays share one, because each takes some
 # milliseconds. If one of them changes, all are written again.
 _DATABASE_BYTES = 64 << 20
+# After so many failures in a row, the number of saves that reuse nothing stays the same.
+_MAX_DOUBLINGS = 6
 
 
 @dataclasses.dataclass(eq=False)
@@ -62,7 +65,7 @@ class Reuse:
     known: Known = dataclasses.field(default_factory=Known)
 
     def restored(self, committed: CommittedStep, compared: Compared | None) -> None:
-        """Begins anew from a step, on all processes; else as ``loaded``."""
+        """Forgets all steps, on all processes; then does what ``loaded`` does."""
         self.known = Known(origin=committed.key)
         self.loaded(committed, compared)
 
@@ -93,11 +96,22 @@ class Reuse:
         except BaseException as error:
             # The files may be damaged. But a full disk has no room for them once more, and an error
             # of another process says nothing of them.
+            reused = save.division.base if save.division.reused else None
             if not (isinstance(error, ProcessError) or storage_errors.is_full(error)):
-                suspect = save.division.base if save.division.reused else None
-                entries = {c: e for c, e in self.known.entries.items() if e is not suspect}
+                entries = {c: e for c, e in self.known.entries.items() if e is not reused}
                 self.known = dataclasses.replace(self.known, entries=entries)
+            if reused is not None and not medium.of(self.directory.path).has_links:
+                self._reuse_later()
             raise
+
+    def _reuse_later(self) -> None:
+        """Lets saves reuse nothing for a while: a bucket that refuses copies must not fail many."""
+        num_refused = min(self.known.num_refused + 1, _MAX_DOUBLINGS)
+        num_in_full = 2**num_refused
+        self.known = dataclasses.replace(
+            self.known, num_refused=num_refused, num_in_full=num_in_full
+        )
+        logger.info("%s: the next %d saves write all arrays", self.directory.path, num_in_full)
 
     def is_sound(self, entry: Entry) -> bool:
         """Returns whether no read found damage in a step that may have the files of an entry."""
@@ -150,7 +164,7 @@ class SaveReuse:
     The save calls the methods in their order. ``division`` is replaced as the save goes on.
     """
 
-    tier: Reuse
+    reuse: Reuse
     frozen: frozenset[str]
     same: SameObjects
     division: Division = dataclasses.field(default_factory=Division)
@@ -160,21 +174,21 @@ class SaveReuse:
 
         The key is None if there is none. The result fits into JSON.
         """
-        tier, entries = self.tier, self.tier.known.entries
+        reuse, entries = self.reuse, self.reuse.known.entries
         if not self.frozen:
             return [0, None, ""]
-        copy, steps = next(iter(entries), 0), tier.history.branches.committed
-        if tier.has_two_copies:
-            before = tier.preserving.kept_before(steps, step, metrics)
+        copy, steps = next(iter(entries), 0), reuse.history.branches.committed
+        if reuse.has_two_copies:
+            before = reuse.preserving.kept_before(steps, step, metrics)
             other = None if before is None else _copy_of(before)
             copy = copy if other is None else 1 - other
         entry, paths = entries.get(copy), {s.key: s.path for s in steps}
         if entry is not None and entry.is_retained:
-            paths.setdefault(entry.key, tier.directory.path / reused_files.RETAINED)
-        if entry is None or (path := paths.get(entry.key)) is None:
+            paths.setdefault(entry.key, reuse.directory.path / reused_files.RETAINED)
+        if entry is None or reuse.known.num_in_full or (path := paths.get(entry.key)) is None:
             return [copy, None, ""]
         problem = next(reused_files.differing(entry.files, path / STATE), None)
-        if problem is None and tier.is_sound(entry):
+        if problem is None and reuse.is_sound(entry):
             return [copy, entry.key, path.name]
         problem = problem or f"{path} may be damaged, as another step is"
         logger.warning("%s: the frozen arrays are written again; verify the steps", problem)
@@ -194,12 +208,12 @@ class SaveReuse:
         copy, key, folder = candidate
         found = Division(copy)
         if key is not None:
-            entries = self.tier.known.entries.values()
+            entries = self.reuse.known.entries.values()
             base = next((e for e in entries if e.key == tuple(key)), None)
             equal = b""  # of a process that does not know the step, for which all reuse nothing
             if base is not None:
                 equal = known.compare(base, plan, arrays, here, self.same.proofs)
-            equal = self.tier.processes.combine(
+            equal = self.reuse.processes.combine(
                 equal, lambda every: bytes(map(min, zip(*every, strict=False)))
             )
             if base is not None:
@@ -210,7 +224,7 @@ class SaveReuse:
             if name not in found.reused and self.frozen.issuperset(known.members_of(plan, name))
         }
         databases, folders = dict(found.databases), dict[str, str]()
-        index = self.tier.processes.index if self.tier.processes.count > 1 else None
+        index = self.reuse.processes.index if self.reuse.processes.count > 1 else None
         free = (name for n in itertools.count() if (name := unchanged.name_of(n)) not in databases)
         for name, (names, writers) in zip(free, grouped(written, here), strict=False):
             by = None if index is None else tuple(sorted(writers))
@@ -227,7 +241,7 @@ class SaveReuse:
             if is_equal
         }
         folders = [f for n, d in databases.items() for f in unchanged.folders_of(n, d.processes)]
-        state, processes = self.tier.directory.path / folder / STATE, self.tier.processes
+        state, processes = self.reuse.directory.path / folder / STATE, self.reuse.processes
         reused = frozenset(name for database in databases.values() for name in database.arrays)
         files = {p: file for p, file in base.files.items() if p.partition("/")[0] in folders}
         return Division(
@@ -254,7 +268,7 @@ class SaveReuse:
         Raises SaveError if files that the save reuses are gone or have changed.
         """
         found, files = self.division, dict[str, StoredFile]()
-        if self.tier.processes.is_first and found.databases:
+        if self.reuse.processes.is_first and found.databases:
             for difference in reused_files.differing(found.files, path / STATE):
                 raise SaveError(
                     f"{difference} before the step was committed, so the step is not kept. Another "
@@ -272,28 +286,34 @@ class SaveReuse:
 
     def committed(self, durable: CommittedStep) -> None:
         """Records that the save is committed on all processes."""
-        tier, found, before = self.tier, self.division, self.tier.known
+        reuse, found, before = self.reuse, self.division, self.reuse.known
         assert found.entry is not None, "complete"
         base = found.base if found.reused else None
         since = durable.step if base is None else base.since
         entry = dataclasses.replace(found.entry, key=durable.key, since=since)
-        entries = dict(before.entries) if tier.has_two_copies else {}
+        entries = dict(before.entries) if reuse.has_two_copies else {}
         proofs: Mapping[str, known.Proof] = {}
-        if other := entries.get(1 - entry.copy) if tier.has_two_copies else entry:
-            is_per_host = tier.processes.is_per_host
+        if other := entries.get(1 - entry.copy) if reuse.has_two_copies else entry:
+            is_per_host = reuse.processes.is_per_host
             proofs = known.proofs_of(entry, other, self.same.references, is_per_host=is_per_host)
         if entry.databases:
             entries[entry.copy] = entry
-        if base is not None and not before.has_reused and tier.processes.is_first:
-            tier.preserving.warn_of_sharing()
-            path, state = tier.directory.path, durable.path / STATE
+        if base is not None and not before.has_reused and reuse.processes.is_first:
+            reuse.preserving.warn_of_sharing()
+            path, state = reuse.directory.path, durable.path / STATE
             text = "step %d of %s has %d bytes of frozen arrays of an earlier step, %s"
             about = fields(step=durable.step, path=path, shared_bytes=found.reused_bytes)
             how = medium.of(state).how_taken_over(state)
             logger.info(text, durable.step, path, found.reused_bytes, how, extra=about)
-        tier.known = Known(entries, proofs, None, before.has_reused or base is not None)
-        if found.has_changed and not tier.preserving.is_local:
-            tier.frozen_leaves.changed()
+        reuse.known = Known(
+            entries,
+            proofs,
+            has_reused=before.has_reused or base is not None,
+            num_refused=0 if base is not None else before.num_refused,
+            num_in_full=max(0, before.num_in_full - 1),
+        )
+        if found.has_changed and not reuse.preserving.is_local:
+            reuse.frozen_leaves.changed()
 
 
 def grouped(

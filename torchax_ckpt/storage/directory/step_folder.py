@@ -101,8 +101,8 @@ def claimed(directory: RunDirectory) -> Iterator[None]:
 def writing(directory: RunDirectory, step: int) -> Iterator[StepFolder]:
     """Yields the folder of a step that the block writes and commits, in one process.
 
-    If the block fails, the folder is removed at once. (The folder of a failed save stays until the
-    next save, because other processes may still write to it.)
+    If the block fails, the folder is removed at once. (That of a failed save on several processes
+    may stay until the next save, because other processes may still write to it.)
     """
     folder = StepFolder.begin(directory, step)
     try:

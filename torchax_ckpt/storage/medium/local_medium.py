@@ -296,7 +296,7 @@ class LocalMedium:
         return not names.isdisjoint({MARK, RECORD}) or names.issuperset(parts)
 
     def is_puzzling(self, folder: epath.Path) -> bool:
-        """Returns whether a folder named as a step is none, and not what a killed save leaves."""
+        """Returns whether a folder has the name of a step, but no save can have left it so."""
         if os.path.islink(folder):
             return True
         return any(folder.iterdir()) if folder.is_dir() else folder.exists()
@@ -347,7 +347,7 @@ class LocalMedium:
         self._unkept.pop(path, None)
 
     def take_back(self, fence: Callable[[], None]) -> None:
-        """Makes what was begun or published, and not kept, no step, from now on also on storage."""
+        """Undoes the publishing of steps that were not kept, so that readers no longer see them."""
         for path, written in list(self._unkept.items()):
             fence()
             self._unpublish(path, written)
@@ -370,7 +370,7 @@ class LocalMedium:
     def set_aside(
         self, path: epath.Path, target: epath.Path, fence: Callable[[], None]
     ) -> OSError | None:
-        """Renames a step, as to a name that is none of a step; returns the system's refusal."""
+        """Renames a step, so that it is a step no more; returns the error if the system refuses."""
         fence()
         try:
             path.rename(target)
@@ -381,7 +381,7 @@ class LocalMedium:
         return None
 
     def delete(self, path: epath.Path, step: int, fence: Callable[[], None]) -> OSError | None:
-        """Makes a step none, and removes its files; returns the system's refusal to do so."""
+        """Renames a step, then removes its files; returns the error if the system refuses."""
         if not path.exists():
             return None  # another process has removed it
         doomed = first_free(self._folder, (f"deleting-{step}",))
@@ -441,7 +441,7 @@ def link_file(
         if not _has_warned:
             _has_warned = True
             logger.warning(
-                "%s: cannot be linked from %s (%s). Unchanged arrays are copied from step to step "
+                "%s: cannot be linked from %s (%s). Frozen arrays are copied from step to step "
                 "in place of links, which takes time and space. Use a file system with hard links, "
                 "or CheckpointOptions(reuse=False)",
                 os.fspath(target),

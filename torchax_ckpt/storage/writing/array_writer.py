@@ -1,7 +1,7 @@
 """Writes the arrays of a step with TensorStore, in the form in which Orbax stores a pytree.
 
     STATE/ocdbt.process_N/           the database of process N: its parts of the arrays
-    STATE/ocdbt.process_unchanged.../   databases of unchanged arrays (``layout/unchanged.py``)
+    STATE/ocdbt.process_unchanged.../   databases of frozen arrays (``layout/unchanged.py``)
     STATE/manifest.ocdbt, d/         the database of all: references to the files of the others
 
 All databases are OCDBT, a B-tree of keys and values in a few files; each array is Zarr version 2.
@@ -85,7 +85,7 @@ def folder_of_process(index: int) -> str:
 def write_arrays(
     state: epath.Path,  # the folder of the step's arrays
     arrays: Mapping[str, AnyArray],  # by stored name; host arrays only if this process stores them
-    folders: Mapping[str, str],  # of databases of unchanged arrays, by the stored names in them
+    folders: Mapping[str, str],  # of databases of frozen arrays, by the stored names in them
     *,
     process: int = 0,  # the index of this process
     stacks: Collection[str] = (),  # the names of the arrays that are stacks

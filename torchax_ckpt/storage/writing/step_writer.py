@@ -93,7 +93,7 @@ def _merge(
     databases: Mapping[str, Database],
     num_processes: int,
 ) -> None:
-    """Merges the databases of the processes, and those of unchanged arrays, into one."""
+    """Merges the databases of the processes, and those of frozen arrays, into one."""
     apart = {name for database in databases.values() for name in database.arrays}
     others = [array for name, array in arrays.items() if name not in apart]
     writers = {0} if num_processes == 1 else set().union(*map(chunking.storing_processes, others))
