@@ -24,6 +24,7 @@ ROOMS: dict[str, set[str]] = {
     "plain_torch": {TORCH},
     "torchax_backend": {TOP, TORCH, JAX},
     "devices": {JAX},
+    "shardings": {JAX},
     "processes": {JAX},
     "policies": {ORBAX, TORCH},  # names of torch for the type checker
     "snapshot": {JAX},

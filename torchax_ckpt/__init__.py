@@ -9,7 +9,7 @@ from torchax_ckpt.options import CheckpointOptions, LocalTier
 from torchax_ckpt.runtime.lazily import attributes
 
 if TYPE_CHECKING:
-    from torchax_ckpt import planning, policies
+    from torchax_ckpt import planning, policies, shardings
     from torchax_ckpt.checkpointer import TorchaxCheckpointer
     from torchax_ckpt.compilation.compilation_cache import compilation_cache
     from torchax_ckpt.formats.state_dict import load_torch_state_dict
@@ -36,6 +36,7 @@ __all__ = [
     "load_torch_state_dict",
     "planning",
     "policies",
+    "shardings",
     "warm_start",
 ]
 
@@ -51,6 +52,7 @@ _LAZY = {
     "load_torch_state_dict": "formats.state_dict",
     "planning": "planning",
     "policies": "policies",
+    "shardings": "shardings",
     "warm_start": "restoring.warm_start",
 }
 

@@ -51,7 +51,7 @@ def sharded(state: dict[str, Any], spec: P, axis: str = "fsdp", size: int = 8) -
         ((16, 24), {"fsdp": 4, "tp": 2}, P("fsdp", "tp")),
         ((2, 24), {"fsdp": 4, "tp": 2}, P(None, "tp")),
         ((8, 3), {"fsdp": 4, "tp": 2}, P("tp", None)),
-        ((16, 24), {"slice": 2, "fsdp": 4}, P("fsdp", None)),  # replicated over slices
+        ((16, 24), {"slice": 2, "fsdp": 4}, P(None, "fsdp")),  # replicated over slices
         ((0, 24), {"fsdp": 8}, P(None, "fsdp")),
     ],
 )

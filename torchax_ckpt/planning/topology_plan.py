@@ -18,6 +18,7 @@ from torchax_ckpt.errors import PlanError
 from torchax_ckpt.planning import topology
 from torchax_ckpt.planning.topology import CHIPS, Chip
 from torchax_ckpt.policies import closed_forms
+from torchax_ckpt.shardings import fsdp_spec
 from torchax_ckpt.snapshot.planner import plan_snapshot
 from torchax_ckpt.snapshot.snapshotter import way_if_donated
 
@@ -74,14 +75,18 @@ class TopologyPlan:
 
 
 def fsdp_and_tp(shape: tuple[int, ...], axes: Mapping[str, int]) -> PartitionSpec:
-    """Shards a leaf over ``fsdp`` and ``tp``; an axis that divides no dim holds replicas of it."""
-    spec: list[str | None] = [None] * len(shape)
-    dims = range(len(shape))
-    for axis, in_order in (("tp", reversed(dims) if len(dims) > 1 else ()), ("fsdp", dims)):
-        length = axes.get(axis, 1)
-        divided = (i for i in in_order if not spec[i] and shape[i] and shape[i] % length == 0)
-        if length > 1 and (dim := next(divided, None)) is not None:
-            spec[dim] = axis
+    """Shards a leaf over ``tp`` and, by the rule of ``shardings.fsdp``, over ``fsdp``.
+
+    An axis that divides no dim holds replicas of the leaf.
+    """
+    num_tp = axes.get("tp", 1)
+    dims = range(len(shape)) if len(shape) > 1 and num_tp > 1 else ()
+    last = next((dim for dim in reversed(dims) if shape[dim] and shape[dim] % num_tp == 0), None)
+    rest = [0 if dim == last else length for dim, length in enumerate(shape)]
+    spec = [*fsdp_spec(rest, {"fsdp": axes.get("fsdp", 1)})]
+    spec += [None] * (len(shape) - len(spec))
+    if last is not None:
+        spec[last] = "tp"
     return PartitionSpec(*spec)
 
 
@@ -102,7 +107,8 @@ def on_topology(
       abstract_state: name of each leaf on devices -> a value with its ``shape`` and ``dtype``, such
         as ``jax.ShapeDtypeStruct``. The partition spec of its ``NamedSharding`` is used on the mesh
         of the topology. Without one, the mesh axis ``tp`` shards the last dim that it divides, of
-        leaves with two dims or more, and ``fsdp`` the first other dim that it divides.
+        leaves with two dims or more, and ``fsdp`` the longest other dim that it divides, as
+        ``shardings.fsdp`` does.
       topology_name: the generation of the chips and the lengths of a slice: ``v5e:16x16``.
       num_slices: the number of slices.
       axes: name -> length of the mesh axes, slices first; their product is the number of chips.
