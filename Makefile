@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 PYTEST_FLAGS ?= -n auto --dist loadgroup --no-loadscope-reorder
 
 .PHONY: compiled demo test test-mutations test-slow test-long test-tpu test-versions test-all lint docs notebooks bench bench-accelerator torture torture-kill torture-hosts \
-    torture-flips torture-gcs torture-fuzz torture-endurance torture-power torture-lease clean
+    torture-flips torture-gcs torture-mirror torture-fuzz torture-endurance torture-power torture-lease clean
 .DEFAULT_GOAL := test
 
 # What JAX compiles for tests on this machine, for a week: the next run takes it from there.
@@ -37,9 +37,11 @@ test: $(INSTALLED)
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m "slow and not long"
 
-# Longer variants of what those tests show, the notebooks and a browser; before a release.
+# Longer variants of what those tests show, the notebooks, a browser, and each program of a live group
+# in processes of its own; before a release.
 test-long: $(INSTALLED) $(VENV)/.installed-browser
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m long
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m "slow and not long" --new-groups
 
 # Compiles what runs on devices with the TPU compiler, which PyPI's libtpu has; needs no TPU. In one
 # process, because libtpu serves only one process at a time.
@@ -80,7 +82,7 @@ bench-accelerator: $(INSTALLED)
 	$(BIN)/python benchmarks/accelerator.py $(BENCH_ACCELERATOR)
 
 # The long forms of tests/faults; each prints a table.
-torture: torture-kill torture-hosts torture-power torture-lease torture-flips torture-gcs torture-fuzz torture-endurance
+torture: torture-kill torture-hosts torture-power torture-lease torture-flips torture-gcs torture-mirror torture-fuzz torture-endurance
 
 TORTURE := $(BIN)/python tests/faults/torture.py --fault
 
@@ -111,6 +113,10 @@ torture-flips: $(INSTALLED)
 GCS_SAVES ?= 500
 torture-gcs: $(INSTALLED)
 	$(TORTURE) gcs --count $(GCS_SAVES) $(GCS_FLAGS)
+
+MIRRORED ?= 50
+torture-mirror: $(INSTALLED)
+	$(TORTURE) mirror --count $(MIRRORED)
 
 INPUTS ?= 100000
 torture-fuzz: $(INSTALLED)

@@ -143,14 +143,14 @@ def processor_secs(program: Program, count: int) -> tuple[float, float, int]:
     The last is the number of arrays that a save stores.
     """
     stored: dict[str, Any] = {}
-    original = Snapshot.stored
+    original = Snapshot.to_store
 
     def kept(self: Any) -> Any:
         result = original(self)
         stored.update(result[1])
         return result
 
-    with mock.patch.object(Snapshot, "stored", kept):
+    with mock.patch.object(Snapshot, "to_store", kept):
         program.save(1)
     tree = {name.replace("/", "."): array for name, array in stored.items()}
     began = time.process_time()

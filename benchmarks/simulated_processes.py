@@ -22,6 +22,7 @@ from etils import epath
 from torchax_ckpt import CheckpointOptions
 from torchax_ckpt.devices.sharding import Local
 from torchax_ckpt.layout.storage_plan import Plan
+from torchax_ckpt.policies import PreserveAll
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.processes.decision_windows import DecisionWindows
 from torchax_ckpt.processes.per_host import PerHostProcesses, keeper_distances
@@ -39,6 +40,7 @@ from torchax_ckpt.state.leaf import Spec
 from torchax_ckpt.state.per_process_state import PerProcessState
 from torchax_ckpt.storage.directory.abandonment import Abandonment
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
+from torchax_ckpt.storage.directory.lineage import Start
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.step_folder import StepFolder
 from torchax_ckpt.storage.writing import array_writer, reused_files, step_writer
@@ -49,7 +51,9 @@ _PATH: Any = epath.Path("gs://simulated/run")
 STATE_BYTES = 15_000
 NUM_LEAVES = 100
 _TIMEOUT_SECS = 600
-_KEEPING_ALL: Any = SimpleNamespace(kept=lambda steps: [True] * len(steps), is_local=False)
+_KEEPING_ALL: Any = SimpleNamespace(
+    policy=PreserveAll(), kept=lambda steps: [True] * len(steps), is_local=False
+)
 
 
 class Simulated:
@@ -83,12 +87,13 @@ class Simulated:
             save_policy=_IGNORING,
             options=CheckpointOptions(),
             telemetry=_IGNORING,
-            calls=calls,
-            saves=saves,
-            decisions=decisions,
+            calls_channel=calls,
+            saves_channel=saves,
+            decisions_channel=decisions,
             history=history,
             claim=Claim(directory, history, _IGNORING, calls),
             preserving=_KEEPING_ALL,
+            mirroring=_IGNORING,
             reuse=Reuse(directory, history, _KEEPING_ALL, saves, none, has_two_copies=True),
             failures=Failures(_PATH, _IGNORING, is_local=has_local_tier),
             on_donated=lambda: None,
@@ -185,10 +190,14 @@ def _directory() -> Any:
         path=_PATH,
         path_for=lambda step: _PATH / f"writing-{step}",
         run_name=SimpleNamespace(for_summary=dict),
-        commit=commit,
+        publish=commit,
         branches=lambda: SimpleNamespace(in_place=()),
+        metrics=lambda committed: {},
         verified=_Ignoring(),
-        **dict.fromkeys(("recover", "set_aside", "fence", "delete"), lambda *args: None),
+        failed=set(),
+        staying=set(),
+        **dict.fromkeys(("recover", "fence", "delete", "warn_of_staying"), lambda *args: None),
+        **dict.fromkeys(("set_aside", "prune"), lambda *args: []),
     )
 
 
@@ -196,10 +205,10 @@ def _history() -> Any:
     branches = SimpleNamespace(in_place=(), committed=(), unwanted=())
     names = ("refresh", "succeed", "fail", "clear_unwanted", "forget")
     ignored = dict.fromkeys(names, lambda *args: None)
-    return SimpleNamespace(branches=branches, abandons=list, **ignored)
+    return SimpleNamespace(branches=branches, abandons=list, start=Start(), **ignored)
 
 
-_SNAPSHOT: Any = SimpleNamespace(way="copy", stored=lambda: (Plan(), {}))
+_SNAPSHOT: Any = SimpleNamespace(way="copy", to_store=lambda: (Plan(), {}))
 _LEAVES = {f"model/layers.{i}.weight": _node(f"model/layers.{i}.weight", 64) for i in range(100)}
 _DOCUMENT: Any = {"model": {"dict": [list(pair) for pair in _LEAVES.items()]}, "rng": {"dict": []}}
 _READS = {

@@ -2,6 +2,7 @@
 
     python benchmarks/unchanged.py [--states lora,adapters,host,leaves,half] [--repeats 5]
         [--directory /dev/shm]
+    python benchmarks/unchanged.py --states lora --one reuse    prints one peer's figures for run.py
 
 Four forced CPU devices; each peer saves the same functional state, one save at a time, after six
 saves to warm up. ``lora``: 24 frozen matrices [1024, 2048], with adapters of rank 8 and their
@@ -25,6 +26,7 @@ os.environ["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS", "cpu")
 
 import argparse
 import functools
+import json
 import logging
 import re
 import shutil
@@ -47,7 +49,7 @@ from states import gpt2, mesh, sharding
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
 from torchax_ckpt.policies import LatestN
 from torchax_ckpt.saving.reuse import known
-from torchax_ckpt.storage.writing import fetching
+from torchax_ckpt.storage.writing import array_writer
 
 Arrays = dict[str, Any]
 NUM_WARM_UPS, KEPT = 6, 3
@@ -170,13 +172,13 @@ PEERS: dict[str, Callable[[Path, Callable[[], Any]], Peer]] = {
 def counting_fetched() -> list[int]:
     """Lets the library count the bytes that it fetches from devices; returns the counts."""
     counts: list[int] = []
-    start = fetching.start
+    start = array_writer._start_fetch
 
     def counted(array: Any, *scratch: Any) -> Any:
         counts.append(array.size * array.dtype.itemsize)
         return start(array, *scratch)
 
-    fetching.start = counted  # type: ignore[assignment]
+    array_writer._start_fetch = counted  # type: ignore[assignment]
     return counts
 
 
@@ -227,11 +229,22 @@ def main() -> None:
     parser.add_argument("--peers", default=",".join(PEERS))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--directory", default=None, help="where to save; default: as tempfile's")
+    parser.add_argument("--one", choices=PEERS, help="prints what this peer takes as JSON")
     arguments = parser.parse_args()
     logging.disable(logging.ERROR)
     warnings.simplefilter("ignore")
     torchax.enable_globally()
     fetched = counting_fetched()
+    if arguments.one:
+        with tempfile.TemporaryDirectory(dir=arguments.directory) as scratch:
+            rows = measure(
+                arguments.one, arguments.states, arguments.repeats, Path(scratch), fetched
+            )
+        blocking, durable, _, nbytes = zip(*rows, strict=True)
+        frozen, trained = (sum(a.nbytes for a in p.values()) for p in STATES[arguments.states]())
+        found = {"blocking": blocking, "durable": durable, "new": nbytes}
+        print("RESULT " + json.dumps({"frozen": frozen, "trained": trained, **found}))
+        return
     columns = ("new MB a save", "fetched MB", "durable ms", "blocking ms")
     for state in arguments.states.split(","):
         frozen, trained = (sum(a.nbytes for a in part.values()) / 1e6 for part in STATES[state]())

@@ -32,14 +32,14 @@ import transformers
 from torchax import interop
 from tqdm import tqdm
 
-from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, warm_start
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, shardings, warm_start
 from torchax_ckpt.errors import PlanError
 from torchax_ckpt.integrations.huggingface import Publisher
 
 
 def main() -> None:
     args, mesh = hf_training.arguments(__doc__, "runs/lora")
-    rule = hf_training.fsdp(mesh)
+    rule = shardings.fsdp(mesh)
 
     # Transformers' part comes before torchax is enabled. On the meta device the base has shapes
     # but no weights, because no device, and maybe no host, can hold a large one as a whole.

@@ -1,4 +1,4 @@
-"""What the examples of transformers share: arguments, batches, shardings and the training step."""
+"""What the examples of transformers share: arguments, batches and the training step."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from torchax import interop
 from torchax.ops import mappings
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from torchax_ckpt import shardings
 from torchax_ckpt.planning import step_on_topology, topology
 
 CONTEXT, BATCH = 64, 16
@@ -65,17 +66,6 @@ def arguments(doc: str, directory: str) -> tuple[argparse.Namespace, Mesh]:
         parser.error(f"expected a divisor of the batch size {BATCH}, found {len(devices)} devices")
     # Not jax.make_mesh: torchax's operations do not accept the type of its axes.
     return args, Mesh(np.array(devices), ("fsdp",))
-
-
-def fsdp(mesh: Mesh) -> Rule:
-    """Returns a rule that shards the first dim which the number of devices divides."""
-
-    def rule(name: str, tensor: Any) -> NamedSharding:
-        dims = [length > 0 and length % mesh.size == 0 for length in tensor.shape]
-        spec = [None] * dims.index(True) + ["fsdp"] if any(dims) else []
-        return NamedSharding(mesh, PartitionSpec(*spec))
-
-    return rule
 
 
 # --- batches -----------------------------------------------------------------------------------
@@ -192,11 +182,11 @@ def training_step(model: torch.nn.Module, optimizer: Any, rule: Rule) -> tuple[A
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=rule("", a)),
         jax.eval_shape(optimizer.init, params),
     )
-    shardings = jax.tree.map(lambda a: a.sharding, (params, opt_state))
+    where = jax.tree.map(lambda a: a.sharding, (params, opt_state))
     step = interop.jax_jit(
         torchax.train.make_train_step(forward, loss_fn, optimizer),
         # Without out_shardings, the compiler could choose other shardings for the new state.
-        {"donate_argnums": (0, 2), "out_shardings": (None, *shardings)},
+        {"donate_argnums": (0, 2), "out_shardings": (None, *where)},
     )
     return step, params, opt_state
 
@@ -212,7 +202,7 @@ def first_state(optimizer: Any, params: Any, opt_state: Any) -> OptaxState:
 
 def check(name: str, model: torch.nn.Module, optimizer: Any, mesh: Mesh) -> None:
     """Compiles the step for the chips of a TPU topology, and prints what they need."""
-    rule = fsdp(mesh)
+    rule = shardings.fsdp(mesh)
     step, params, opt_state = training_step(model, optimizer, rule)
     frozen = abstract(split(model)[1], rule)
     sharding = NamedSharding(mesh, PartitionSpec("fsdp"))

@@ -30,13 +30,13 @@ import transformers
 from torchax import interop
 from tqdm import tqdm
 
-from torchax_ckpt import TorchaxCheckpointer, warm_start
+from torchax_ckpt import TorchaxCheckpointer, shardings, warm_start
 from torchax_ckpt.errors import PlanError
 
 
 def main() -> None:
     args, mesh = hf_training.arguments(__doc__, "runs/llama")
-    rule = hf_training.fsdp(mesh)
+    rule = shardings.fsdp(mesh)
 
     # Transformers' part comes before torchax is enabled. On the meta device the model has shapes
     # but no weights, because no device, and maybe no host, can hold a large one as a whole.

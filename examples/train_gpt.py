@@ -36,16 +36,9 @@ from torch.nn import functional
 from torchax import interop
 from tqdm import tqdm
 
-from torchax_ckpt import TorchaxCheckpointer
+from torchax_ckpt import TorchaxCheckpointer, shardings
 from torchax_ckpt.errors import PlanError
 from torchax_ckpt.planning import step_on_topology, topology
-
-
-def fsdp_sharding(mesh: Mesh, shape: tuple[int, ...]) -> NamedSharding:
-    """Shards the first dim that the number of devices divides; replicates if there is none."""
-    dims = [length > 0 and length % mesh.size == 0 for length in shape]
-    spec = [None] * dims.index(True) + ["fsdp"] if any(dims) else []
-    return NamedSharding(mesh, PartitionSpec(*spec))
 
 
 def abstract(array: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
@@ -107,10 +100,10 @@ def main() -> None:
 
     def sharded(tree: Any) -> Any:
         arrays = interop.jax_view(tree)
-        shardings = jax.tree.map(lambda a: fsdp_sharding(mesh, a.shape), arrays)
+        where = jax.tree_util.tree_map_with_path(shardings.fsdp(mesh), arrays)
         if args.check_topology:  # Its chips hold no arrays, so abstract arrays stand for them.
-            return jax.tree.map(abstract, arrays, shardings)
-        return interop.torch_view(jax.device_put(arrays, shardings))
+            return jax.tree.map(abstract, arrays, where)
+        return interop.torch_view(jax.device_put(arrays, where))
 
     # Otherwise .to() would create new parameters and untie the head from the embedding.
     torch.__future__.set_swap_module_params_on_conversion(True)
@@ -130,13 +123,13 @@ def main() -> None:
     def loss_fn(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return functional.cross_entropy(logits.reshape(-1, VOCABULARY), targets.reshape(-1))
 
-    shardings = jax.tree.map(lambda a: a.sharding, interop.jax_view((params, opt_state)))
+    where = jax.tree.map(lambda a: a.sharding, interop.jax_view((params, opt_state)))
     train_step = interop.jax_jit(
         torchax.train.make_train_step(forward, loss_fn, optimizer),
         {
             "donate_argnums": (0, 2),
             # Without these, the compiler could choose other shardings for the new state.
-            "out_shardings": (None, *shardings),
+            "out_shardings": (None, *where),
         },
     )
     by_example = NamedSharding(mesh, PartitionSpec("fsdp"))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import random
 import shutil
 import signal
 import tempfile
 import threading
+import time
 import weakref
 
 from support.jax_releases import xla_flags
@@ -29,7 +31,7 @@ if "TORCHAX_CKPT_TESTS_COMPILED" not in os.environ:
     atexit.register(shutil.rmtree, COMPILED, ignore_errors=True)
     os.environ["TORCHAX_CKPT_TESTS_COMPILED"] = COMPILED
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -41,7 +43,7 @@ from support import compiled, forked
 from support.live import Groups, Together
 from support.stages import Gate
 
-from torchax_ckpt.runtime import stages
+from torchax_ckpt.runtime import preemption, stages
 from torchax_ckpt.saving import closing
 
 os.environ.setdefault(forked.OWNER, str(os.getpid()))  # the workers of pytest-xdist inherit it
@@ -56,21 +58,48 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("default")
 
 
+# The order of the programs in live groups. The workers of pytest-xdist inherit it.
+SEED = os.environ.setdefault("TORCHAX_CKPT_TESTS_SEED", str(random.randrange(10**6)))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--new-groups",
+        action="store_true",
+        help="run the tests that use live groups only, each program in a new group",
+    )
+
+
+def pytest_report_header() -> str:
+    return f"live groups: TORCHAX_CKPT_TESTS_SEED={SEED} repeats the order of their programs"
+
+
 def pytest_xdist_auto_num_workers() -> int:
     """One more than the cores that this process may use, because some tests only wait."""
     return len(os.sched_getaffinity(0)) + 1
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Runs the tests that share a module fixture on one worker, so that it is created once.
 
-    All tests with live groups run on one worker.
+    The tests with live groups come first, on one worker. Their modules are in a random order, and
+    so are the tests of each module.
     """
+    live: list[pytest.Item] = []
+    others: list[pytest.Item] = []
     for item in items:
-        if "together" in item._fixtureinfo.name2fixturedefs:  # type: ignore[attr-defined]
-            item.add_marker(pytest.mark.xdist_group("together"))
-            continue
+        (live if "together" in item.fixturenames else others).append(item)  # type: ignore[attr-defined]
+    order = random.Random(SEED)
+    modules = {path: order.random() for path in dict.fromkeys(item.path for item in live)}
+    live.sort(key=lambda item: (modules[item.path], order.random()))
+    if is_alone := config.getoption("new_groups"):
+        config.hook.pytest_deselected(items=others)
+        others.clear()
+    items[:] = [*live, *others]
+    for item in live if not is_alone else ():
+        item.add_marker(pytest.mark.xdist_group("together"))
+    for item in live if is_alone else others:
         known = item._fixtureinfo.name2fixturedefs.values()  # type: ignore[attr-defined]
         shared = {
             d.argname for (*_, d) in known if d.scope == "module" and "parametrize" not in d.argname
@@ -101,9 +130,9 @@ def _torchax_enabled() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def together() -> Iterator[Together]:
+def together(pytestconfig: pytest.Config) -> Iterator[Together]:
     """Runs a program on live processes: ``run_processes``, without starting any."""
-    with Groups() as groups:
+    with Groups(is_new=pytestconfig.getoption("new_groups")) as groups:
         yield groups.run
 
 
@@ -141,6 +170,12 @@ def _forgotten_checkpointers_end() -> Iterator[None]:
     for each in list(closing._dropped):
         if each._task is not None:
             each._task.ended.wait(60)
+
+
+@pytest.fixture
+def preempt(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Has the runs of this process notice a SIGTERM, which does not end the process."""
+    return lambda: monkeypatch.setattr(preemption._watch, "noticed_at", time.monotonic())
 
 
 @pytest.fixture

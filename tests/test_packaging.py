@@ -139,6 +139,8 @@ def test_the_wheel_works_in_an_environment_of_its_own(environment: Path, tmp_pat
         "follow run published --once --format safetensors --at state": "step 2: published as",
         "import out.safetensors imported": "step 0 in",
         "copy run/2 kept": "verified: 2",
+        "mirror run mirrored --once": "step 2",
+        "fetch mirrored fetched": "step 2",
         "prune run --policy LatestN(1) --delete": "deleted step 1",
     }
     assert {line.split()[0] for line in commands} == {*COMMANDS}
@@ -230,7 +232,7 @@ def test_what_the_package_imports_is_a_core_dependency() -> None:
 
 def test_what_is_imported_elsewhere_is_in_an_extra() -> None:
     extras_of = {
-        "torchax_ckpt": ["cli", "gcs", "lightning", "prometheus"],
+        "torchax_ckpt": ["cli", "gcs", "lightning", "prometheus", "s3"],
         "examples": ["examples", "ray"],
     }
     extras_of |= {"notebooks": ["notebooks"], "benchmarks": ["bench"], "tests": ["tests"]}

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.metadata
 import os
 import re
 import socket
 import subprocess
 import sys
+import tomllib
 import types
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -152,14 +156,74 @@ def test_a_local_run_needs_nothing_of_buckets(tmp_path: Path) -> None:
     assert result.stdout.split() == []
 
 
+@pytest.mark.parametrize(
+    ("scheme", "extra", "client"), [("gs", "gcs", "gcsfs"), ("s3", "s3", "s3fs")]
+)
 def test_a_bucket_without_its_extra_is_refused_with_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
+    scheme: str, extra: str, client: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "gcsfs", None)
-    said = 'gs://bucket/run: a bucket needs the extra gcs: pip install "torchax-ckpt[gcs]"'
+    monkeypatch.setitem(sys.modules, client, None)
+    url = f"{scheme}://bucket/run"
+    said = f'{url}: a bucket needs the extra {extra}: pip install "torchax-ckpt[{extra}]"'
     for opens in (torchax_ckpt.TorchaxCheckpointer, torchax_ckpt.load_torch_state_dict):
         with pytest.raises(errors.DirectoryError, match=f"^{re.escape(said)}$"):
-            opens("gs://bucket/run")
+            opens(url)
+
+
+@pytest.mark.parametrize("client", ["gcsfs", "s3fs"])
+def test_a_bucket_where_none_can_be_is_refused_without_the_extra_too(
+    client: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, client, None)
+    tier = torchax_ckpt.LocalTier("gs://bucket/x" if client == "gcsfs" else "s3://bucket/x")
+    with pytest.raises(errors.DirectoryError, match="expected a path on this host; found"):
+        torchax_ckpt.TorchaxCheckpointer(tmp_path / "run", local=tier)
+
+
+# --- tests/versions.toml, whose sets have few packages ---
+
+
+def imports(tree: ast.Module) -> Iterator[str]:
+    """What a file imports when it is imported, as pytest imports its plugins."""
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (node.module, *(f"{node.module}.{name.name}" for name in node.names))
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytest_plugins":
+            yield from ast.literal_eval(node.value)
+
+
+def test_what_the_sets_of_releases_run_is_there_and_imports_only_what_they_install() -> None:
+    tests = ROOT / "tests"
+    plan = tomllib.loads((tests / "versions.toml").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    installed = [*plan["requires"], *project["dependencies"], *extras["cli"], *extras["lightning"]]
+    distributions = {re.split(r"[^\w-]", words)[0].replace("_", "-") for words in installed}
+    known = importlib.metadata.packages_distributions()
+
+    chosen = [*plan["everyday"], *plan["slow"], *plan["long"], *plan["orbax"]["tests"]]
+    named = [(ROOT / name.partition("::")[0], name.partition("::")[2]) for name in chosen]
+    for place, test in named:
+        assert not test or f"\ndef {test}(" in place.read_text()
+    places = [tests / "conftest.py", *(place for place, _ in named)]
+    left = [file for place in places for file in (place, *place.rglob("*.py")) if file.is_file()]
+    seen: set[Path] = set()
+    missing = set()
+    while left:
+        file = left.pop()
+        names = [] if file in seen else imports(ast.parse(file.read_text()))
+        seen.add(file)
+        for name in names:
+            ours = tests / (name.replace(".", "/") + ".py")
+            of = {found.replace("_", "-") for found in known.get(name.partition(".")[0], ())}
+            if ours.exists():
+                left.append(ours)
+            elif of and not of & distributions:
+                missing.add(f"{file.relative_to(tests)}: {name}")
+    assert len(seen) > 60
+    assert not missing
 
 
 # --- .ci/install.py, by which make and tests/run_versions.py install ---

@@ -9,7 +9,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import torchax_ckpt
+
+pytestmark = pytest.mark.xdist_group("structure")  # one worker parses the files
 
 PACKAGE = Path(torchax_ckpt.__file__).parent
 TOP, TORCH, JAX, ORBAX = "torchax", "torch", "jax", "orbax"
@@ -35,9 +39,9 @@ ROOMS: dict[str, set[str]] = {
     "storage/arrays": {JAX},
     "storage/writing": {JAX},
     "compilation": {JAX},
+    "telemetry": {JAX},
     "stored": set(),
     "formats": {TORCH},
-    "telemetry": {JAX},
     "saving": {TORCH, JAX},
     "restoring": {JAX},
     "torch": {TORCH},

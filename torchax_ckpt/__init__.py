@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from torchax_ckpt import errors
-from torchax_ckpt.options import CheckpointOptions, LocalTier
+from torchax_ckpt.options import CheckpointOptions, LocalTier, Mirror
 from torchax_ckpt.runtime.lazily import attributes
 
 if TYPE_CHECKING:
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torchax_ckpt.compilation.compilation_cache import compilation_cache
     from torchax_ckpt.formats.state_dict import load_torch_state_dict
     from torchax_ckpt.restoring.compiling import compiling
+    from torchax_ckpt.restoring.loading import load
     from torchax_ckpt.restoring.warm_start import warm_start
     from torchax_ckpt.state.findings import RestoreReport
     from torchax_ckpt.state.random_state import RandomState
@@ -26,6 +27,7 @@ __all__ = [
     "CheckpointOptions",
     "Event",
     "LocalTier",
+    "Mirror",
     "RandomState",
     "RestoreReport",
     "Stats",
@@ -33,6 +35,7 @@ __all__ = [
     "compilation_cache",
     "compiling",
     "errors",
+    "load",
     "load_torch_state_dict",
     "planning",
     "policies",
@@ -49,6 +52,7 @@ _LAZY = {
     "TorchaxCheckpointer": "checkpointer",
     "compilation_cache": "compilation.compilation_cache",
     "compiling": "restoring.compiling",
+    "load": "restoring.loading",
     "load_torch_state_dict": "formats.state_dict",
     "planning": "planning",
     "policies": "policies",

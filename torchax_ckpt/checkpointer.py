@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,16 +11,18 @@ from typing import Any
 from torchax_ckpt import policies, torchax_backend
 from torchax_ckpt.errors import AttachError, CallError, CheckpointError, ClosedError
 from torchax_ckpt.formats.huggingface.model_files import ModelFiles
-from torchax_ckpt.options import CheckpointOptions, LocalTier, TierName, require_kind
+from torchax_ckpt.options import CheckpointOptions, LocalTier, Mirror, TierName, require_kind
 from torchax_ckpt.policies import preservation
 from torchax_ckpt.processes.call_log import Kind
 from torchax_ckpt.restoring.read_calls import ReadCalls
-from torchax_ckpt.runtime.call_guard import NO_COPY, Calls, as_step, guarded
-from torchax_ckpt.runtime.preemption import Preemption, exit_if
-from torchax_ckpt.runtime.user_messages import brief, fields
-from torchax_ckpt.saving import closing, run_history
+from torchax_ckpt.runtime.call_guard import NO_COPY, Calls, guarded
+from torchax_ckpt.runtime.preemption import exit_if
+from torchax_ckpt.runtime.step_numbers import as_step
+from torchax_ckpt.runtime.user_messages import brief
+from torchax_ckpt.saving import closing
 from torchax_ckpt.saving.run import Run
 from torchax_ckpt.saving.save_calls import SaveCalls
+from torchax_ckpt.saving.training_loop import loop
 from torchax_ckpt.saving.training_loop.deadline import Until
 from torchax_ckpt.saving.training_loop.loop import Loop
 from torchax_ckpt.state.findings import RestoreReport
@@ -30,8 +31,6 @@ from torchax_ckpt.state.training_state import TrainingState
 from torchax_ckpt.telemetry.events import Event
 from torchax_ckpt.telemetry.recorder import Hook
 from torchax_ckpt.telemetry.stats import Stats
-
-logger = logging.getLogger(__name__)
 
 
 class TorchaxCheckpointer:
@@ -66,10 +65,16 @@ class TorchaxCheckpointer:
     same steps.
 
     Args:
-      directory: a local path or ``gs://bucket/prefix``, one per run. The first save creates it.
-      save_decision_policy: when ``save`` saves; default: if no save is in flight, or at preemption.
-      preservation_policy: which steps are kept; default: the latest three.
+      directory: a path, ``gs://bucket/prefix`` or ``s3://bucket/prefix``, which a save creates.
+      save_every: save each multiple of this number of steps; ``steps`` also saves the last.
+      keep: how many of the latest steps are kept, in place of three.
+      save_decision_policy: when ``save`` saves, in place of ``save_every``; default: if no save is
+        in flight, or at preemption.
+      preservation_policy: which steps are kept, in place of ``keep``.
       local: a second tier for frequent saves, on a disk of each host, with policies of its own.
+      mirror: a second place, a path, ``gs://bucket/prefix`` or ``s3://bucket/prefix``, to which a
+        thread copies durable steps, and from which ``attach`` fetches them if this directory has
+        none; see ``Mirror``.
       options: how steps are written and read. By default, if half of the state are frozen
         parameters (``requires_grad=False``), saves reuse the files that hold them, see ``reuse``.
       on_event: called with each ``Event``, in order, on a separate thread, which ``close`` waits
@@ -78,34 +83,41 @@ class TorchaxCheckpointer:
     Raises:
       DirectoryError: the directory is a file or a step, or no path of a supported scheme; or the
         bucket does not exist, or grants no permission to read or, unless ``read_only``, to write.
+      PolicyError: a policy is none, or was given together with its short form.
       TierError: the local tier and the run's directory are one, or one lies in the other.
+      MirrorError: the mirror and a directory of the run are one, or one lies in the other.
       BackendError: torchax, or JAX on several processes, lacks internals that this package needs;
         with ``read_only``, torchax needs them at ``attach`` only.
     """
 
     @brief
+    @preservation.naming_ours
     def __init__(
         self,
         directory: str | os.PathLike[str],
         *,
+        save_every: int | None = None,
+        keep: int | None = None,
         save_decision_policy: policies.SaveDecisionPolicy | None = None,
         preservation_policy: policies.PreservationPolicy | None = None,
         local: LocalTier | None = None,
+        mirror: str | os.PathLike[str] | Mirror | None = None,
         options: CheckpointOptions | None = None,
         on_event: Callable[[Event], None] | None = None,
     ) -> None:
         self._options = require_kind("options", options, CheckpointOptions) or CheckpointOptions()
         if not self._options.read_only:
             torchax_backend.check_internals()
-        is_default = preservation_policy is None
-        self._keep_policy = policies.LatestN(3) if is_default else preservation_policy
+        save_policy, self._keep_policy = preservation.in_full(
+            save_every, keep, save_decision_policy, preservation_policy
+        )
         # Threads get only hook.call, which keeps neither on_event nor this checkpointer alive.
         self._hook = Hook(on_event) if on_event is not None else None
         self._run = Run(
             directory,
-            save_decision_policy,
-            self._keep_policy,
+            (save_policy, self._keep_policy),
             require_kind("local", local, LocalTier),
+            mirror,
             self._options,
             self._hook.call if self._hook else None,
         )
@@ -113,7 +125,7 @@ class TorchaxCheckpointer:
         self._saver = self._run.durable
         durable = self._saver.tier
         self._directory, self._telemetry = durable.directory, durable.telemetry
-        self._preemption = Preemption(self._options.preemption_grace_secs)
+        self._preemption = self._run.preemption
         self._loop = Loop()
         self._saves = SaveCalls(
             self._run, self._loop, self._preemption, self._keep_policy, self._options
@@ -175,8 +187,8 @@ class TorchaxCheckpointer:
           tokenizer: a tokenizer or processor of transformers. Each step stores its text files, and
             the configs of models of transformers or PEFT, for ``torchax-ckpt export``.
           shardings: ``(name, jax.ShapeDtypeStruct) -> Sharding | PartitionSpec`` for the model's
-            tensors, or a ``torchax.mesh_util.Mesh``; default: their present ones. The name is the
-            torch name (``encoder.0.weight``); with several models, ``<model>/`` precedes it.
+            tensors, as ``shardings.fsdp(mesh)``, or a ``torchax.mesh_util.Mesh``; default: as they
+            are. The name is ``encoder.0.weight``; with several models, ``<model>/`` precedes it.
           init: ``(name, jax.ShapeDtypeStruct) -> array``, called for each tensor on ``"meta"`` that
             no checkpoint supplies, except for non-persistent buffers that the modules can rebuild.
             The ShapeDtypeStruct has the sharding and ``is_buffer``. None declines a tensor.
@@ -196,46 +208,28 @@ class TorchaxCheckpointer:
           UnsupportedLeafError: an attached value cannot be stored.
           ForeignCheckpointError: the newest step was not written by this package.
           CorruptCheckpointError, OutOfMemoryError: all steps are damaged; too little host memory.
-          DirectoryError: a step cannot be read now, or a bucket is mounted with FUSE.
+          DirectoryError: a step or the mirror cannot be read now, or a bucket is mounted with FUSE.
+          LeaseError, MirrorError: another program writes to the mirror; a conflict, see ``Mirror``.
         """
         self._require_open()
-        with self._processes.round("beginning"):
-            torchax_backend.check_internals()
-            if self._attached is not None:
-                raise AttachError(
-                    "attach was called before on this checkpointer; attach everything in one call, "
-                    "or use a second checkpointer with another directory"
-                )
-            self._run.wait()
-            self._run.close_others()
-            if not self._options.read_only:
-                self._run.require_writable()
-            attached = TrainingState(
-                {
-                    "model": model,
-                    "optimizer": optimizer,
-                    "lr_scheduler": lr_scheduler,
-                    "dataloader": dataloader,
-                    "stateful": stateful,
-                },
-                shardings=shardings,
-                init=init,
-                rng=rng,
-                redistribute=redistribute,
-            )
-            self._saves.assets = ModelFiles(model, tokenizer).encoded
-        self._loop.restored(self._reads.resume(attached) if resume else None)
-        if self._loop.position is None:
-            with self._processes.round("starting anew"):
-                fresh = attached.prepare_fresh()
-                fresh.require_filled()
-                fresh.apply({}, self._processes.meet)
-            if resume:
-                self._run.announce_new()
-            else:
-                extra = fields(step=0, path=self.directory)
-                text = "new run in %s: attach was told not to resume"
-                logger.info(text, self.directory, extra=extra)
+        make = functools.partial(
+            TrainingState,
+            {
+                "model": model,
+                "optimizer": optimizer,
+                "lr_scheduler": lr_scheduler,
+                "dataloader": dataloader,
+                "stateful": stateful,
+            },
+            shardings=shardings,
+            init=init,
+            rng=rng,
+            redistribute=redistribute,
+        )
+        is_attached = self._attached is not None
+        attached, step = self._reads.attach(make, is_attached=is_attached, resume=resume)
+        self._saves.assets = ModelFiles(model, tokenizer).encoded
+        self._loop.restored(step)
         self._run.go_on_from(self._loop.position)
         self._attached = attached
         if not self._options.read_only:
@@ -245,7 +239,7 @@ class TorchaxCheckpointer:
     @guarded(trains=True, kind=Kind.CALL)
     def restore(
         self,
-        step: int | None = None,
+        step: int | str | None = None,
         *,
         strict: bool = True,
         include: str | Iterable[str] | None = None,
@@ -255,13 +249,15 @@ class TorchaxCheckpointer:
     ) -> RestoreReport:
         """Restores a step into the attached objects, in place.
 
-        Compares names, dtypes and shapes first. Newer steps are renamed to ``abandoned-N`` once a
-        new step is durable, and no run resumes from them. To continue a run whose model or
-        optimizer has changed, call ``attach(..., resume=False)``, then ``restore``. To start a new
-        run from another run's weights, see ``warm_start``.
+        Compares names, dtypes and shapes first. Newer steps, which the log names, are renamed to
+        ``abandoned-N`` once a new step is durable, and no run resumes from them. To continue a run
+        whose model or optimizer has changed, call ``attach(..., resume=False)``, then ``restore``.
+        To start a new run from another run's weights, see ``warm_start``.
 
         Args:
-          step: completed steps of the checkpoint; None for the newest readable step.
+          step: completed steps of the checkpoint; None or ``"latest"`` for the newest readable
+            step; ``"best:loss"`` for the best readable step by a metric, as ``BestN`` of the run
+            ranks it, else the least; ``"best:loss:min"`` and ``"best:accuracy:max"`` say which.
           strict: whether any difference raises MismatchError. If False, restores the leaves that
             match and reports the rest.
           include, exclude, rename: patterns that select and rename the model's tensors, and so
@@ -304,9 +300,10 @@ class TorchaxCheckpointer:
     @guarded(trains=_reads_over_devices, kind=_kind_of_read)
     def load(
         self,
-        step: int | None = None,
+        step: int | str | None = None,
         abstract_state: Any = None,
         *,
+        filter: str | None = None,
         tier: TierName | None = None,
     ) -> Any:
         """Reads a step and returns its content. Changes neither attached objects nor storage.
@@ -323,22 +320,27 @@ class TorchaxCheckpointer:
             structure, kinds of leaves and shardings. None returns everything as saved, with arrays
             on the default device; nodes that are not dicts, lists or tuples become dicts. Shardings
             over an abstract mesh, as ``jax.eval_shape`` returns them, need ``jax.set_mesh``.
+          filter: reads only what has a name that matches this pattern of shells, such as
+            ``"model/*.weight"``; ``torchax-ckpt show`` lists the names. Dicts then lack the rest,
+            and lists have None in its place. Not together with ``abstract_state``.
 
         Raises:
           StepNotFoundError, TierError, CorruptCheckpointError: as for ``restore``.
+          SelectionError: no name matches ``filter``, or ``best:`` names no metric.
           MismatchError: the step does not match ``abstract_state``.
         """
-        return self._reads.load(step, abstract_state, tier)
+        return self._reads.load(step, abstract_state, filter, tier)
 
     @guarded(trains=False, kind=_kind_of_read)
-    def verify(self, step: int | None = None, *, tier: TierName | None = None) -> int:
+    def verify(self, step: int | str | None = None, *, tier: TierName | None = None) -> int:
         """Compares every byte of a step with what was saved; returns the step's number.
 
         Marks an intact step as verified, also on storage, unless this checkpointer is
         ``read_only``. No preservation policy deletes the newest verified durable step.
 
         Args:
-          step: completed steps of the checkpoint; None for the newest step, damaged or not.
+          step: completed steps of the checkpoint, or a name as for ``restore``; None and "latest"
+            for the newest step, damaged or not.
           tier: "durable" or "local"; None for each tier that has the step.
 
         Raises:
@@ -352,7 +354,13 @@ class TorchaxCheckpointer:
     # --- saving --------------------------------------------------------------------------------
 
     @guarded(trains=True)
-    def steps(self, total: int, *, until: Until | None = None) -> Iterator[int]:
+    def steps(
+        self,
+        total: int,
+        *,
+        until: Until | None = None,
+        state: Callable[[], Any] | None = None,
+    ) -> Iterator[int]:
         """Yields the remaining steps, from the first after the restored step to ``total``.
 
         After each loop body, saves the step with its recorded metrics if the policy says so; the
@@ -362,6 +370,9 @@ class TorchaxCheckpointer:
         and ends the loop; see ``reached_deadline``. ``until`` says when the session ends, in place
         of ``CheckpointOptions.deadline``; if it is too late for a step, warns and yields none.
 
+        In functional training, ``state`` returns the pytree to save, as ``save(state=)`` takes it.
+        It is called after the body of each step that is saved: ``state=lambda: state``.
+
         Raises:
           ArgumentError: ``until`` is none of the times that ``CheckpointOptions.deadline`` takes.
         """
@@ -369,7 +380,8 @@ class TorchaxCheckpointer:
         self._require_attached("steps")
         last = as_step(total)
         self._run.deadline.begin(until, self._loop.position or 0, last)
-        return self._loop.steps(last, self.save, self.reached_preemption, self.reached_deadline)
+        save = loop.saving(self.save, state)
+        return self._loop.steps(last, save, self.reached_preemption, self.reached_deadline)
 
     @brief
     def record(self, **metrics: Any) -> None:
@@ -408,7 +420,8 @@ class TorchaxCheckpointer:
           step: completed optimizer steps; also an integer array or tensor without dims.
           state: a pytree of torchax tensors, JAX arrays, torch CPU tensors, numpy arrays, Python
             numbers and strings, for functional training. It is saved in place of attached modules
-            and optimizers; random state, loaders and stateful objects are saved too.
+            and optimizers; random state, loaders and stateful objects are saved too. A function
+            that returns the pytree is called only if the step is saved.
           metrics: name -> number (also a device scalar) or JSON, added to those of ``record``.
           force: save to the durable tier whatever the policy says.
 
@@ -471,7 +484,7 @@ class TorchaxCheckpointer:
     @brief
     def all_steps(self, tier: TierName | None = None) -> list[int]:
         """Returns the existing steps, ascending, of one tier or (None) of all; opens no step."""
-        return self._run.numbers(tier)
+        return self._run.tiers.numbers(tier)
 
     @brief
     def latest_step(self, tier: TierName | None = None) -> int | None:
@@ -485,16 +498,13 @@ class TorchaxCheckpointer:
         Raises:
           PolicyError: the preservation policy has no best-N rule.
         """
-        rule = preservation.best_rule(self._keep_policy)
-        sound = [s for s in self._directory.steps() if not self._directory.verified.is_damaged(s)]
-        infos = run_history.checkpoint_infos(self._directory, sound)
-        return next((info.step for info in rule.ranked(infos)), None)
+        return self._reads.best_step()
 
     @brief
     def metrics(self, step: int) -> dict[str, Any]:
         """Returns a step's metrics, {} without or with damaged ones; raises StepNotFoundError."""
-        committed = self._run.find(as_step(step))
-        return self._run.holding(committed).directory.metrics(committed)
+        committed = self._run.tiers.find(as_step(step))
+        return self._run.tiers.holding(committed).directory.metrics(committed)
 
     @guarded(trains=True, kind=Kind.CALL)
     def delete(self, step: int, *, tier: TierName | None = None) -> None:
@@ -510,7 +520,7 @@ class TorchaxCheckpointer:
         self._require_open()
         with self._processes.round("beginning"):
             self._run.wait()
-            self._run.named(tier)
+            self._run.tiers.named(tier)
             number = as_step(step)
         self._run.delete(number, tier)
 
@@ -554,19 +564,10 @@ class TorchaxCheckpointer:
         self._is_closed = True  # no further saves, even if close() raises for a save in flight
         self._closing.close()
         self._has_ended = True
-        self._log_end()
+        if self._attached is not None or self.stats().num_saves:  # else it was used only to read
+            self._telemetry.log_end()
         if (error := self._call_log.error or self._saver.tier.failures.newest) is not None:
             raise error
-
-    def _log_end(self) -> None:
-        stats = self.stats()
-        if self._attached is None and not stats.num_saves:
-            return  # it was used only to read
-        text = "closed %s: newest durable step %s; saves: %d durable, %d failed"
-        values = self.directory, stats.newest_step, stats.num_durable, stats.num_failed
-        medians = {name: getattr(value, "p50", value) for name, value in vars(stats).items()}
-        extra = fields(step=stats.newest_step, path=self.directory, **medians)
-        logger.info(text, *values, extra=extra)
 
     # At the end of a program, Python sets the names of modules to None, and may then call this.
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:

@@ -87,6 +87,10 @@ class MetricsError(CheckpointError, ValueError):
     """A metric is neither a number nor JSON, or a best-N rule cannot rank it."""
 
 
+class MirrorError(CheckpointError, RuntimeError):
+    """A run and its mirror cannot be used together, or each has steps that the other lacks."""
+
+
 class OutOfMemoryError(CheckpointError, MemoryError):
     """This host or one of its devices has too little memory; nothing was damaged or changed."""
 

@@ -1,4 +1,4 @@
-"""Defines ``CheckpointOptions`` and ``LocalTier``, whose constructors refuse invalid values."""
+"""Defines ``CheckpointOptions``, ``LocalTier`` and ``Mirror``, which refuse invalid values."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ Layout = Literal["auto", "flat"]
 SnapshotMode = Literal["auto", "reference", "copy", "offload", "transfer"]
 Verify = Literal["restore", "never"]
 OnSaveError = Literal["continue", "raise"]
+OnConflict = Literal["error", "mirror", "local"]
 Reuse = bool | Literal["auto"] | Sequence[str]
 TierName = Literal["durable", "local"]
 
@@ -205,7 +206,7 @@ class LocalTier:
     replica_axis: str = "replica"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.path, (str, os.PathLike)) or "://" in str(self.path):
+        if not isinstance(self.path, (str, os.PathLike)):
             raise ValueError(
                 f"LocalTier: path: expected a path on this host, found {self.path!r:.100}"
             )
@@ -216,3 +217,47 @@ class LocalTier:
                 "LocalTier: replica_axis: expected the name of a mesh axis, found "
                 f"{self.replica_axis!r}"
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class Mirror:
+    """A second place for a run, to which a thread copies durable steps while training goes on.
+
+    Attributes:
+      url: a path on another disk, ``gs://bucket/prefix``, ``s3://bucket/prefix``, or a plain store
+        (``az://``, ``sftp://``), one per run; created if necessary. A URL with user information,
+        a query or a chain (``::``) is refused.
+      preservation_policy: which steps the mirror keeps; None: the latest two. The newest stays in
+        any case.
+      max_bytes: the most bytes of all steps in the mirror together. Older steps are deleted before
+        a copy begins, but not the newest one that is not known to be damaged. Steps of abandoned
+        branches do not count, and stay.
+      on_conflict: what ``attach`` does if the run's directory and the mirror both have steps that
+        do not lead to those of the other. "mirror" continues from the mirror's newest step, "local"
+        from the newest in the run's directory; the steps of the other become abandoned, and stay on
+        storage. "mirror" is refused if the newest step is in a local tier only, which keeps no
+        abandoned steps. "error" raises MirrorError.
+      close_timeout_secs: how long ``close`` waits until the newest step is in the mirror.
+    """
+
+    url: str | os.PathLike[str]
+    _: dataclasses.KW_ONLY
+    preservation_policy: Any = None
+    max_bytes: int | None = None
+    on_conflict: OnConflict = "error"
+    close_timeout_secs: float = 600.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.url, (str, os.PathLike)):
+            raise TypeError(f"Mirror: url: expected a URL or a path, found {self.url!r:.100}")
+        if self.on_conflict not in get_args(OnConflict):
+            raise ValueError(
+                f"Mirror: on_conflict: expected one of {', '.join(get_args(OnConflict))}, found "
+                f"{self.on_conflict!r:.40}"
+            )
+        for name, kinds in (("max_bytes", (int,)), ("close_timeout_secs", (int, float))):
+            found = getattr(self, name)
+            if found is None and name == "max_bytes":
+                continue
+            if isinstance(found, bool) or not isinstance(found, kinds) or not 0 < found < math.inf:
+                raise ValueError(f"Mirror: {name}: expected a positive number, found {found!r:.40}")

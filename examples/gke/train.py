@@ -33,7 +33,7 @@ from torch import nn
 from torch.nn import functional
 from torchax import interop
 
-from torchax_ckpt import LocalTier, TorchaxCheckpointer, policies
+from torchax_ckpt import LocalTier, TorchaxCheckpointer, policies, shardings
 
 VOCABULARY, CONTEXT = 256, 32
 
@@ -101,11 +101,6 @@ def main() -> None:
     model = ByteModel(args.width, args.layers).to("jax")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    def shardings(name: str, abstract: jax.ShapeDtypeStruct) -> NamedSharding:
-        dims = [length % mesh.shape["fsdp"] == 0 for length in abstract.shape]
-        spec = PartitionSpec(*[None] * dims.index(True), "fsdp") if any(dims) else PartitionSpec()
-        return NamedSharding(mesh, spec)
-
     def loss_fn(params: Any, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         logits = torch.func.functional_call(model, params, (tokens,))
         return functional.cross_entropy(logits, targets)
@@ -131,7 +126,7 @@ def main() -> None:
         save_decision_policy=policies.FixedIntervalPolicy(args.period),
         local=LocalTier(args.local, save_decision_policy=local_policy),
     ) as ckpt:
-        start = ckpt.attach(model, optimizer, shardings=shardings)
+        start = ckpt.attach(model, optimizer, shardings=shardings.fsdp(mesh, "fsdp"))
         print(f"resumed: step {start}" if start else "started: no checkpoint")
         for step in ckpt.steps(args.steps):
             loss, grads = loss_and_grads(dict(model.named_parameters()), *batch(step))

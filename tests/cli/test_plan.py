@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 from support import synthetic
-from support.commands import run, run_json
+from support.commands import run, run_json, run_main
 from support.steps import save_states
 from typer.testing import CliRunner
 
@@ -52,6 +52,15 @@ def test_a_plan_says_what_the_library_says() -> None:
         "measured": [],
     }
     assert run_json(*LARGE, "--mtbf", "2.5h")["mtbf_secs"] == 9000
+
+
+def test_a_number_of_parameters_without_its_letter_is_asked_about(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for params, asks in (("7", True), ("7B", False), ("1000", False)):
+        words = ("plan", "--params", params, "--blocking", "1s", "--durable", "2min")
+        assert run_main(monkeypatch, *words) == 0
+        assert ("is 7B meant?" in capsys.readouterr().err) is asks
 
 
 def test_a_table_for_people() -> None:

@@ -155,11 +155,11 @@ def test_a_copy_that_is_damaged_on_the_way_never_counts(
     copy_file = copy._copy_file
     needle = state(3)["w"].tobytes()[:64]
 
-    def damaging(source: Any, target: Any, on_bytes: Any) -> None:
-        copy_file(source, target, on_bytes)
-        content = target.read_bytes()
+    def damaging(source: Any, target: Any, name: str, *others: Any) -> None:
+        copy_file(source, target, name, *others)
+        content = (target / name).read_bytes()
         if needle in content:
-            target.write_bytes(content.replace(needle, needle[::-1]))
+            (target / name).write_bytes(content.replace(needle, needle[::-1]))
 
     monkeypatch.setattr(copy, "_copy_file", damaging)
     target = tmp_path / "copy"

@@ -20,11 +20,16 @@ from support.commands import run, run_json
 from support.waiting import wait_until
 
 from torchax_ckpt import TorchaxCheckpointer, policies
-from torchax_ckpt.cli import exit_codes
+from torchax_ckpt.cli import exit_codes, report
 from torchax_ckpt.policies import preservation_rules
 from torchax_ckpt.telemetry.events import Event
 from torchax_ckpt.telemetry.journal import FOLDER, read_events
-from torchax_ckpt.telemetry.timeline import bytes_over_time, numbers_of, runs_of
+from torchax_ckpt.telemetry.timeline import (
+    bytes_over_time,
+    metrics_over_steps,
+    numbers_of,
+    runs_of,
+)
 
 BEGAN = synthetic.BEGAN_SECS
 # Elements without an end.
@@ -66,6 +71,14 @@ def reported(directory: Path) -> tuple[Path, Document]:
     out = directory.parent / f"{directory.name}.html"
     run("report", directory, out)
     return out, Document(out.read_text())
+
+
+def styled(page: Path) -> set[str]:
+    """The elements that a page has styles for."""
+    style = re.split("</?style>", page.read_text())[1]
+    selectors = re.findall(r"([^{};/]+)\{", style)
+    names = [re.findall(r"(?<![\w.:-])[a-z]\w*", s) for s in selectors if "@media" not in s]
+    return {*itertools.chain(*names)}
 
 
 @pytest.fixture
@@ -124,6 +137,182 @@ def test_storage_over_time_is_what_the_events_say() -> None:
     assert bytes_over_time(runs) == [(1, 0), (2, 100), (4, 130), (5, 120), (6, 0)]
 
 
+def test_the_metrics_of_a_curve_are_those_of_the_training_that_goes_on() -> None:
+    def durable(step: int, loss: float) -> Event:
+        return Event("durable", step, step, {"metrics": {"loss": loss}})
+
+    killed = [durable(10, 1.0), durable(20, 0.9), durable(30, 5.0)]
+    back = [Event("restored", 40, 20), durable(25, 0.8), durable(27, 0.7)]
+    runs = runs_of({"a": killed, "b": back}, is_running=False)
+    expected = [(10, 1.0), (20, 0.9), (25, 0.8), (27, 0.7)]
+    assert metrics_over_steps(runs) == {"loss": expected}
+    anew = [Event("started", 50), durable(20, 0.7), Event("durable", 60, 21, {"metrics": {"f": 1}})]
+    runs = runs_of({"a": killed, "b": anew}, is_running=False)
+    assert metrics_over_steps(runs) == {"loss": [(10, 1.0), (20, 0.7)], "f": [(21, 1)]}
+
+
+def test_a_restore_that_no_training_follows_leaves_the_curve_whole() -> None:
+    events = [Event("durable", n, n, {"metrics": {"val": n}}) for n in (100, 500, 1000)]
+    best = [Event("restored", 1001, 500), Event("closed", 1002, 1000)]
+    whole = {"val": [(100, 100), (500, 500), (1000, 1000)]}
+    assert metrics_over_steps(runs_of({"a": events + best}, is_running=False)) == whole
+    newest = [Event("restored", 1003, 1000)]
+    assert metrics_over_steps(runs_of({"a": events + best, "b": newest}, is_running=False)) == whole
+    anew = [*newest, Event("durable", 1100, 1100, {"metrics": {"val": 3}})]
+    curves = metrics_over_steps(runs_of({"a": events + best, "b": anew}, is_running=False))
+    assert curves == {"val": [*whole["val"], (1100, 3)]}
+
+
+# --- the charts ---
+
+
+def below(chart: report.Chart) -> list[str]:
+    """The labels below a chart, from left to right; the first day is beside them."""
+    bottom = max(y for _, y, _, _ in chart.texts)
+    return [text for _, y, _, text in sorted(chart.texts) if y == bottom]
+
+
+def places(chart: report.Chart, kind: str) -> list[tuple[float, float]]:
+    """Where the boxes of a class begin and end."""
+    paths = [path for name, path, _ in chart.shapes if name == kind]
+    found = [re.fullmatch(r"M([\d.]+) [\d.]+H([\d.]+)V.*Z", path) for path in paths]
+    return [(float(match[1]), float(match[2])) for match in found if match]
+
+
+NOON = BEGAN - BEGAN % 86_400 + 43_200
+
+
+def programs(*spans: tuple[float, float]) -> Any:
+    """Programs that ran from a time to another, in seconds after a noon."""
+    events = {
+        str(number): [Event("saving", NOON + begin, 1), Event("closed", NOON + end, 9)]
+        for number, (begin, end) in enumerate(spans)
+    }
+    return runs_of(events, is_running=False)
+
+
+def test_idle_time_is_cut_out_and_a_band_says_so() -> None:
+    runs = programs((0, 3600), (3700, 7200), (50_000, 57_200))
+    chart = report.timeline(runs, NOON + 10**6)
+    first, second, third = places(chart, "program")
+    assert second[0] - first[1] < 5  # a short time is none
+    ((left, right),) = places(chart, "idle")
+    assert (second[1], third[0]) == (left, right)
+    assert right - left == pytest.approx(18, abs=0.2)
+    assert third[1] - third[0] == pytest.approx(second[1] - first[0], abs=0.2)  # to scale
+    assert "idle 12 h" in [text for _, _, _, text in chart.texts]
+    assert ("idle", "no program ran for 12 h") in [(k, title) for k, _, title in chart.shapes]
+    curve = [(NOON, 1), (NOON + 60_000, 5)]
+    assert places(report.storage(runs, curve, NOON + 10**6), "idle") == [(left, right)]
+    often = programs(*((1000 * n, 1000 * n + 10) for n in range(400)))
+    drawn = [kind for kind, _, _ in report.timeline(often, NOON + 10**6).shapes]
+    assert (drawn.count("program"), drawn.count("idle")) == (1, 1)  # too many to draw each
+
+
+def test_only_after_a_program_that_closed_does_a_band_say_that_none_ran(directory: Path) -> None:
+    def hours(begin: float, end: float, name: str) -> list[Event]:
+        return [Event("saving", NOON + 3600 * begin, 1), Event(name, NOON + 3600 * end, 1)]
+
+    killed_and_restarted = [hours(0, 2, "durable"), hours(2.01, 6, "closed")]
+    killed = [hours(18, 26, "durable"), hours(36, 50, "closed")]
+    synthetic.write(directory, killed_and_restarted + killed)
+    runs = runs_of(read_events(epath.Path(directory)), is_running=False)
+    chart = report.timeline(runs, NOON + 10**6)
+    titles = [title for kind, _, title in chart.shapes if kind == "idle"]
+    assert titles == ["no program ran for 12 h", "no event for 10 h; the program may have run on"]
+    labels = [text for _, y, _, text in chart.texts if y < 26]
+    assert labels == ["idle 12 h", "gap 10 h"]
+    text = reported(directory)[1].text
+    assert "that program may have run on until it was killed" in text
+    assert "Time in which no program ran" not in text
+    assert text.count("at least 8 h") == 1  # in the table of programs
+    assert "at least 14 h" not in text
+
+
+@pytest.mark.parametrize(
+    ("spans", "expected"),
+    [
+        ([(100, 7000)], ["Nov 18", "12:30", "13:00", "13:30"]),
+        ([(0, 47)], ["Nov 18", "12:00:00", "12:00:20", "12:00:30", "12:00:40"]),
+        ([(60, 7200), (80_000, 87_000)], ["Nov 18", "13:00", "14:00", "Nov 19 11:00", "12:00"]),
+        ([(0, 9 * 86_400)], ["Nov 19", "Nov 21", "Nov 23", "Nov 25", "Nov 27"]),
+        ([(10, 11)], ["Nov 18", "12:00:10", "12:00:11"]),
+        ([(600.1, 600.2), (90_000.3, 90_000.4)], ["Nov 18", "12:10:01", "Nov 19 13:00:01"]),
+        ([(5_000_000.5, 5_000_000.6)], ["Jan 15", "08:53:21"]),
+    ],
+)
+def test_times_are_round_and_name_each_day_once(
+    spans: list[tuple[float, float]], expected: list[str]
+) -> None:
+    assert below(report.timeline(programs(*spans), NOON)) == expected
+
+
+def test_values_are_round() -> None:
+    for most, expected in (
+        (1, ["0", "1"]),
+        (10, ["0", "5", "10"]),
+        (3010, ["0", "2,000", "4,000"]),
+        (5_400_000, ["0", "2M", "4M", "6M"]),
+    ):
+        runs = runs_of({"a": [Event("saving", NOON, most)]}, is_running=False)
+        chart = report.timeline(runs, NOON)
+        lanes = {"program", "saving", "durable", "deleted", "restored", "failed", "Nov 18"}
+        texts = [text for _, _, anchor, text in chart.texts if anchor == "end"]
+        assert [text for text in texts if text not in lanes] == expected
+    late = report.metric_chart("loss", [(10**6, 1.0), (10**6 + 3, 1.0)], [])
+    assert below(late) == ["1M", "1,000,001", "1,000,002", "1,000,003"]
+    chart = report.histogram([3.0, 50.0, 41.0, 99.0])
+    assert below(chart) == ["0", "30 s", "60 s", "90 s"]
+    assert sum(kind == "bar" for kind, _, _ in chart.shapes) == 14  # of 7.5 s each
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([0.31, 0.9, 2.4], ["0", "1", "2", "3"]),
+        ([-0.2, 0.1], ["-0.2", "-0.1", "0", "0.1"]),
+        ([1e-5, 3e-5], ["1e-05", "2e-05", "3e-05"]),
+        ([1e99, -1e99], ["-1e+99", "0", "1e+99"]),
+        ([5e-324, 0.0], ["0"]),
+        ([0.0, 0.0], ["0"]),
+    ],
+)
+def test_a_metric_is_a_curve_with_its_saved_and_its_present_steps(
+    values: list[float], expected: list[str]
+) -> None:
+    saved = [*enumerate(values, start=100)]
+    chart = report.metric_chart("loss", saved, saved[-1:])
+    texts = [text for _, _, anchor, text in chart.texts if anchor == "end"]
+    assert texts == expected
+    shapes = {kind: path for kind, path, _ in chart.shapes}
+    assert shapes["line"].count("L") == len(values) - 1
+    assert shapes["saved"].count("h0") == len(values)
+    assert shapes["kept"].count("h0") == 1
+    assert shapes["saved"].endswith(shapes["kept"])
+    assert below(chart)[0] == "100"
+    only_there = report.metric_chart("loss", [], saved)  # written before events had metrics
+    assert [kind for kind, _, _ in only_there.shapes if kind in ("line", "kept")] == ["kept"]
+
+
+def test_metrics_of_saves_are_drawn_those_of_the_policy_first(directory: Path) -> None:
+    keep = policies.AnyPreservationPolicy(
+        [policies.LatestN(1), policies.BestN(metric="val", mode="min", n=1)]
+    )
+    others = {f"m{number}": 1.0 for number in range(12)}
+    with TorchaxCheckpointer(directory, preservation_policy=keep) as ckpt:
+        for step, val in ((1, 0.5), (2, 0.1), (3, 0.7), (4, 0.8)):
+            metrics = {**others, "val": val, "name": "x", "odd": float("inf")}
+            ckpt.save(step, state={"w": np.arange(3)}, metrics=metrics, force=True)
+            ckpt.wait_until_finished()
+    _, document = reported(directory)
+    labels = [value for name, value in document.attributes if name == "aria-label"]
+    drawn = [label.split(":")[0] for label in labels if label and ": from " in label]
+    assert drawn == ["val", *sorted(others)[:7]]
+    assert "val: from 0.1 to 0.8" in labels
+    assert "and 5 more On storage" in document.text
+    assert document.attributes.count(("class", "kept")) == 8
+
+
 # --- the command ---
 
 
@@ -172,14 +361,20 @@ def test_the_page_says_in_words_what_it_draws_and_changes_nothing(
     before = {p: p.stat().st_mtime_ns for p in [three_runs, *three_runs.rglob("*")]}
     out, document = reported(three_runs)
     assert {p: p.stat().st_mtime_ns for p in [three_runs, *three_runs.rglob("*")]} == before
-    assert document.tags.count("svg") == 3
+    assert document.tags.count("svg") == 4
+    assert styled(out) <= set(document.tags)
     labels = [value for name, value in document.attributes if name == "aria-label"]
     assert any("3 programs, 122 saves, 119 durable, 3 failed or cut off" in x for x in labels if x)
-    assert document.attributes.count(("role", "img")) == len(labels) == 3
+    assert document.attributes.count(("role", "img")) == len(labels) == 4
     assert ("lang", "en") in document.attributes
     assert "prefers-color-scheme: dark" in out.read_text()
     assert document.tags.count("title") > 6
-    said = ("done again 50 steps", "deleted: step 25", "restored: step 975", "No space left on dev")
+    said = (
+        "trained a second time 50 steps",
+        "deleted: step 25",
+        "restored: step 975",
+        "No space left on dev",
+    )
     assert [text for text in said if text not in document.text] == []
     events = [e for of_run in read_events(epath.Path(three_runs)).values() for e in of_run]
     marks = {"deleted": sum(event.name == "deleted" for event in events), "restored": 2}
@@ -347,7 +542,7 @@ def test_it_looks_right_in_a_browser(width: int, dark: bool, three_runs: Path) -
     assert seen["is_loaded"]
     assert seen["title"] == f"{three_runs}: checkpoints"
     assert seen["scroll_width"] <= seen["width"] == width  # nothing is wider than the screen
-    assert seen["num_drawings"] == 3
+    assert seen["num_drawings"] == 4
     assert seen["messages"] == []
     assert [url for url in seen["requests"] if not url.startswith("data:")] == [f"file://{page}"]
     assert (luminance(seen["paper"]) < 0.1) == dark

@@ -142,10 +142,31 @@ def test_every_exit_code_is_stated_in_help(monkeypatch: pytest.MonkeyPatch) -> N
     for name, code in vars(exit_codes).items():
         if name.isupper() and isinstance(code, int):
             assert re.search(rf"\b{code} [a-z]", exit_codes.EPILOG)
-    for command in COMMANDS:
-        assert "Exit codes: 0" in run(command, "--help")
+    for command in COMMANDS:  # one page says it once
+        assert "Exit codes" not in run(command, "--help")
+    assert "Exit codes: 0" in run("--help")
     monkeypatch.setenv("COLUMNS", "200")
     assert "'transformer.h.*=layers.*'" in run("export", "--help")
+
+
+def test_steps_have_names_wherever_a_step_may_stand(copy: Path, tmp_path: Path) -> None:
+    for name, step in (("latest", 2), ("best:loss", 2), ("best:loss:max", 1), ("1", 1)):
+        assert run_json("show", str(copy), name)["step"] == step
+        assert run_json("show", f"{copy}/{name}")["step"] == step
+        assert run_json("diff", f"{copy}/{name}", f"{copy}/{step}")["identical"] is True
+        (verified,) = run_json("verify", str(copy), name)["steps"]
+        assert verified["step"] == step
+        out = tmp_path / f"{name}.pt"
+        run("export", str(copy), name, str(out), "--at", "state")
+        assert out.exists()
+    assert run_json("copy", f"{copy}/best:loss:max", str(tmp_path / "kept"))["steps"] == [1]
+    copy.rename(copy.with_name("latest"))  # a run may be called like that
+    assert run_json("show", str(copy.with_name("latest")), "1")["step"] == 1
+
+
+def test_verify_reads_several_steps_each_once(copy: Path) -> None:
+    results = run_json("verify", str(copy), "1", "latest", "2")["steps"]
+    assert [result["step"] for result in results] == [1, 2]
 
 
 @pytest.mark.parametrize(

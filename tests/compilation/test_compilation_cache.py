@@ -64,6 +64,7 @@ jax.jit(lambda x: x + float(len(sys.argv[2])))(jnp.arange(5))
 """
 
 
+@pytest.mark.slow
 def test_a_cache_that_had_no_limit_can_get_one(tmp_path: Path) -> None:
     for how in ("without a limit", "with one"):
         before = len(os.listdir(tmp_path))
@@ -92,12 +93,13 @@ def test_jaxs_own_cache_in_a_bucket_travels_without_us(tmp_path: Path) -> None:
     env = {"XDG_CACHE_HOME": str(tmp_path), "JAX_COMPILATION_CACHE_DIR": "gs://bucket/own"}
     result = run_python(TRAVELS, str(tmp_path / "file"), env=env, fresh=True)
     assert result.stdout == "0\n"
-    assert "in gs://bucket/own, not on this machine, so none travel with" in result.stderr
+    assert "no compiled programs travel with" in result.stderr
+    assert "expected a path on this host; found 'gs://bucket/own'" in result.stderr
 
 
-@pytest.mark.parametrize("place", ["s3://bucket/programs", ""])
+@pytest.mark.parametrize("place", ["az://bucket/programs", "s3://bucket", ""])
 def test_what_can_be_no_file_is_refused(place: str, tmp_path: Path) -> None:
-    with pytest.raises(DirectoryError, match=r"s3://|empty"):
+    with pytest.raises(DirectoryError, match=r"az://|s3://bucket/name|empty"):
         compilation_cache(tmp_path / "programs", travels_with=place)
     assert not os.listdir(tmp_path)
 

@@ -14,7 +14,7 @@ from support.waiting import wait_until
 from torchax_ckpt.compilation import packed_programs
 from torchax_ckpt.runtime import durable_steps
 
-pytest_plugins = ("gcs_fixtures", "support.travelling_fixtures")
+pytest_plugins = ("gcs_fixtures", "s3_fixtures", "support.travelling_fixtures")
 pytestmark = pytest.mark.usefixtures("no_patience")
 
 
@@ -32,6 +32,13 @@ def test_machines_that_write_at_once_add_to_each_others(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add_to_each_others(epath.Path(url), tmp_path, monkeypatch)
+
+
+@pytest.mark.usefixtures("s3")
+def test_programs_travel_with_an_object_of_s3(
+    s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_to_each_others(epath.Path(f"{s3_url}/programs"), tmp_path, monkeypatch)
 
 
 REFUSED = {

@@ -48,7 +48,7 @@ from torchax_ckpt.processes.messages import OTHER_CALLS
 from torchax_ckpt.runtime import stages
 from torchax_ckpt.runtime.stages import Stage
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
-from torchax_ckpt.storage.writing import array_writer, fetching
+from torchax_ckpt.storage.writing import array_writer
 
 Lineage = tuple[tuple[int, int], ...]
 DEVICES = 2  # of each process
@@ -403,7 +403,7 @@ def run(
 def _prepare(directory: Path, settings: Settings, start: Start, phase: Phase, index: int) -> None:
     phase.watch_package()
     if start.attempt % 2:
-        fetching.STACK_BYTES = BATCH_BYTES
+        array_writer.STACK_BYTES = BATCH_BYTES
     if start.weakening in WEAKENINGS:
         weaken(start.weakening, directory, settings.local(directory, index))
     trouble = start.trouble if index == start.culprit else {}
@@ -553,6 +553,7 @@ def weaken(how: str, directory: Path, local: Path) -> None:
     """Has the program write worse than it does."""
     write = array_writer.write_arrays
     previous: dict[str, Any] = {}
+    place = local if how == "delete-local-first" else directory
 
     def copied(self: RunDirectory, step: int, written: Any) -> Any:
         # Copied into place, file by file, as a script would.
@@ -564,13 +565,10 @@ def weaken(how: str, directory: Path, local: Path) -> None:
             time.sleep(0.01)
         return self.candidates(step)[-1]
 
-    def delete_first(path: Any, *args: Any, **kwargs: Any) -> Any:
-        place = local if how == "delete-local-first" else directory
-        if Path(path).parent.parent == place:
-            for child in steps_in(place):
-                shutil.rmtree(child)
-            time.sleep(0.3)  # a kill must be likely to come now
-        return write(path, *args, **kwargs)
+    def delete() -> None:
+        for child in steps_in(place):
+            shutil.rmtree(child)
+        time.sleep(0.3)  # a kill must be likely to come now
 
     def mixed(path: Any, arrays: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         # One array is still the one of the step before.
@@ -580,6 +578,8 @@ def weaken(how: str, directory: Path, local: Path) -> None:
         return write(path, {**arrays, **stale}, *args, **kwargs)
 
     if how == "copy":
-        RunDirectory.commit = copied  # type: ignore[method-assign]
+        RunDirectory.publish = copied  # type: ignore[method-assign]
+    elif how == "mixed":
+        array_writer.write_arrays = mixed  # type: ignore[assignment]
     else:
-        array_writer.write_arrays = mixed if how == "mixed" else delete_first  # type: ignore
+        at("write the arrays", delete, below=place)

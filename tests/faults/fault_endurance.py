@@ -121,11 +121,11 @@ def save(
     from torchax_ckpt import TorchaxCheckpointer
     from torchax_ckpt.policies import FixedIntervalPolicy, LatestN
     from torchax_ckpt.processes import call_log
-    from torchax_ckpt.saving import save_in_flight
+    from torchax_ckpt.saving import tier
     from torchax_ckpt.storage.medium import bucket_medium
     from torchax_ckpt.telemetry import journal, recorder
 
-    call_log._REMEMBERED = recorder._MAX_VALUES = save_in_flight._LOGGED_SAVES = 5
+    call_log._REMEMBERED = recorder._MAX_VALUES = tier._LOGGED_SAVES = 5
     bucket_medium._USED_NAMES, journal.MAX_FILE_BYTES = 5, 4000
     if processes > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")

@@ -57,10 +57,10 @@ from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.state import pytree
 from torchax_ckpt.storage.arrays import array_checks
 from torchax_ckpt.storage.directory import commit_record, step_files
+from torchax_ckpt.storage.directory.assets import Assets
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.lease import LEASE_SECS, Lease, LeaseHolder
 from torchax_ckpt.storage.medium import seals
-from torchax_ckpt.storage.medium.assets import Assets
 
 if TYPE_CHECKING:
     from torture import Torture

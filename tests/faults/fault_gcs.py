@@ -20,7 +20,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from gcs_server import BUCKET, Emulator, FaultyServer
+from gcs_server import Emulator, FaultyServer
+from s3_server import FaultyS3, Moto
 from support import PROGRAMS
 from support.processes import Talking, environment
 
@@ -39,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--outage-secs", type=float, default=20.0)
     parser.add_argument("--kill-every", type=int, default=20, help="saves per kill; 0 for none")
     parser.add_argument("--kill-within", type=float, default=20.0, help="seconds after it begins")
+    parser.add_argument("--store", choices=["gs", "s3"], default="gs")
     parser.add_argument("--server", choices=["patched", "independent"], default="patched")
     parser.add_argument("--reuse", action="store_true", help="have what does not change copied")
 
@@ -47,7 +49,8 @@ def torture(torture: Torture) -> None:
     """Runs the saves, then looks at what is there."""
     given = torture.given
     with contextlib.ExitStack() as stack:
-        gcs = stack.enter_context(contextlib.closing(FaultyServer(given.seed)))
+        kind = {"gs": FaultyServer, "s3": FaultyS3}[given.store]
+        gcs = stack.enter_context(contextlib.closing(kind(given.seed)))
         if given.server == "independent":
             stack.enter_context(gcs.independent())
         gcs.rate = given.rate
@@ -76,7 +79,7 @@ def torture(torture: Torture) -> None:
             list(pool.map(Run.verify, runs))
 
 
-def liar(store: Emulator, how: str) -> Callable[[str], None]:
+def liar(store: Emulator | Moto, how: str) -> Callable[[str], None]:
     """Every third step's array data is gone, or damaged, as soon as the step is committed.
 
     Not before: whoever saves reads some of it again, and would rightly not acknowledge the step.
@@ -87,11 +90,11 @@ def liar(store: Emulator, how: str) -> Callable[[str], None]:
         step, _, file = name.rpartition("/")
         if file == "commit_success.txt" and next(commits) % 3 == 0:
             for data in (n for n in store.names(f"{step}/") if "/d/" in n):
-                found, content = store.get_file_obj(BUCKET, data), store.get_file(BUCKET, data)
-                store.delete_file(BUCKET, data)
+                content = store.get(data)
+                store.delete(data)
                 if how == "flip":
                     (damaged := bytearray(content))[len(content) // 2] ^= 1
-                    store.create_file(BUCKET, data, bytes(damaged), found)
+                    store.put(data, bytes(damaged))
 
     return spoil
 
@@ -104,7 +107,7 @@ class Run:
     def __init__(self, torture: Torture, gcs: FaultyServer, number: int, share: int) -> None:
         self.tried = 0
         self._torture, self._gcs, self._share = torture, gcs, share
-        self._url = f"gs://bucket/run{number}"
+        self._url = f"{torture.given.store}://bucket/run{number}"
         self._choose = random.Random(torture.given.seed + number)
         self._durable: list[int] = []
         self._is_broken = False

@@ -97,6 +97,14 @@ class Emulator(Storage):
         with self._lock:
             self.create_file(BUCKET, name, content, objects._checksums(content, resource))
 
+    def get(self, name: str) -> bytes:
+        """The content of an object."""
+        return bytes(self.get_file(BUCKET, name))
+
+    def delete(self, name: str) -> None:
+        """Deletes an object."""
+        self.delete_file(BUCKET, name)
+
     def answer(self, method: str, path: str, headers: Any, body: bytes) -> Answer:
         """Carries out a request."""
         url = urllib.parse.urlsplit(path)
@@ -243,8 +251,8 @@ class FaultyServer(ThreadingHTTPServer):
     block_on_close = False
     request_queue_size = 128
 
-    def __init__(self, seed: int = 0) -> None:
-        self.store: Any = Emulator()
+    def __init__(self, seed: int = 0, store: Any = None) -> None:
+        self.store: Any = store or Emulator()
         self.slow_secs = 1.0
         self.calm()
         self.counts: collections.Counter[str] = collections.Counter()
@@ -292,9 +300,17 @@ class FaultyServer(ThreadingHTTPServer):
         self.store.spoil = None
         self.store.rewrite_bytes = ONE_REQUEST
 
+    def is_upload(self, method: str, path: str) -> bool:
+        """Whether the body of a request is stored."""
+        return path.startswith("/upload/")
+
+    def path_of(self, path: str, host: str) -> str:
+        """The path of a request, also if a part of it is in the name of the host."""
+        return path
+
     def names(self, url: str) -> list[str]:
         """The objects below a path of the bucket, by their names there."""
-        prefix = url.removeprefix(f"gs://{BUCKET}/") + "/"
+        prefix = url.partition(f"://{BUCKET}/")[2] + "/"
         return [name.removeprefix(prefix) for name in self.store.names(prefix)]
 
     def pause(self, concerned: str) -> tuple[threading.Event, threading.Event]:
@@ -318,6 +334,10 @@ class FaultyServer(ThreadingHTTPServer):
             "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
             "NO_GCE_CHECK": "true",
         }
+
+    def error(self, code: int, message: str) -> Answer:
+        """An error as the service words it."""
+        return _refusal(code, message)
 
     def draw(self, request: str) -> str:
         """The fault that a request meets, or nothing."""
@@ -367,6 +387,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def handle_any(self) -> None:
         faulty = self.server
+        self.path = faulty.path_of(self.path, self.headers.get("Host", ""))
         body = emulator._read_raw_data(self) or b""
         if self.headers.get("Transfer-Encoding"):
             self.rfile.readline()  # the end of its last chunk
@@ -378,13 +399,12 @@ class _Handler(BaseHTTPRequestHandler):
         kind = faulty.draw(request)
         if kind in ("reset", "down"):
             return self._reset()
-        if kind in ("429", "500", "503", "refuse"):
-            return self._answer(_refusal(503 if kind == "refuse" else int(kind), "on purpose"))
+        if kind.isdigit() or kind == "refuse":
+            return self._answer(faulty.error(503 if kind == "refuse" else int(kind), "on purpose"))
         is_authorized = bool(self.headers.get("Authorization"))
         if refused := faulty.refusal(self.command, self.path, is_authorized):
             return self._answer(refused)
-        if self.path.startswith("/upload/"):
-            faulty.uploaded_bytes += len(body)
+        faulty.uploaded_bytes += len(body) * faulty.is_upload(self.command, self.path)
         answer = faulty.store.answer(self.command, self.path, self.headers, body)
         if kind == "slow":
             time.sleep(faulty.slow_secs)
@@ -400,7 +420,10 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in headers:
             if name.lower() not in _DROPPED:
                 self.send_header(name, value)
-        self.send_header("Content-Length", str(len(content)))
+        # The answer to HEAD has the length of a content that does not follow.
+        sizes = [value for name, value in headers if name.lower() == "content-length"]
+        is_head = self.command == "HEAD" and bool(sizes)
+        self.send_header("Content-Length", sizes[0] if is_head else str(len(content)))
         self.end_headers()
         faulty, rate = self.server, None
         if faulty.rate_of is not None and not is_cut:

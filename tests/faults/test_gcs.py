@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import gc
@@ -18,6 +17,7 @@ from typing import Any
 
 import aiohttp
 import fsspec
+import numpy as np
 import pytest
 import torch
 from etils import epath
@@ -25,22 +25,25 @@ from etils.epath import backend
 from gcs_server import Emulator, FaultyServer
 from gcsfs.extended_gcsfs import BucketType, ExtendedGcsFileSystem
 from google.api_core import exceptions
-from jax.sharding import NamedSharding
-from support.commands import run_json
-from support.compare import assert_trees_identical, bits
+from support import commands
+from support.compare import assert_trees_identical
 from support.processes import Started
 from support.stages import at
 from support.steps import save, state
-from support.training import P, fsdp_mesh
 from support.waiting import wait_until
 
-from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies, torchax_backend
-from torchax_ckpt.errors import DirectoryError, LeaseError, SaveError
+from torchax_ckpt import (
+    CheckpointOptions,
+    TorchaxCheckpointer,
+    load_torch_state_dict,
+    policies,
+)
+from torchax_ckpt.errors import DirectoryError, LeaseError, SaveError, StepNotFoundError
+from torchax_ckpt.storage.arrays import tensorstore_context
 from torchax_ckpt.storage.directory.lease import LeaseHolder
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
-from torchax_ckpt.storage.medium import bucket, location
-from torchax_ckpt.storage.medium.bucket_medium import BucketRecord
-from torchax_ckpt.storage.medium.compare_and_swap import Conflict, Seen
+from torchax_ckpt.storage.medium import bucket
+from torchax_ckpt.storage.medium.bucket_medium import BucketMedium
 from torchax_ckpt.stored.copy import copy_steps
 
 pytest_plugins = ("gcs_fixtures",)
@@ -91,48 +94,6 @@ def write_at_a_delete(gcs: FaultyServer, new: str, *changed: str) -> None:
                 gcs.store.put(name, b"new")
 
     gcs.hook = write
-
-
-@pytest.mark.parametrize("server", ["gcs", pytest.param("independent", marks=pytest.mark.slow)])
-def test_a_run_is_saved_pruned_resumed_resharded_and_goes_back_twice(
-    server: str, url: str, request: pytest.FixtureRequest
-) -> None:
-    gcs: FaultyServer = request.getfixturevalue(server)
-    first, reader = torch.nn.Linear(8, 4).to("jax"), TorchaxCheckpointer(url)
-    keep, requests = policies.LatestN(2), list[str]()
-    gcs.hook = requests.append
-    with TorchaxCheckpointer(url, preservation_policy=keep) as ckpt:
-        assert ckpt.all_steps() == []
-        assert ckpt.attach(first) == 0
-        for step in (1, 2, 3):
-            ckpt.save(step, metrics={"loss": step}, force=True)
-    gcs.hook = None
-    assert ckpt.all_steps() == reader.all_steps() == [2, 3]
-    assert names(gcs, url) == {"2", "3"}
-    # Nothing is deleted but what was looked at.
-    deletes = [request for request in requests if re.match("DELETE .*%2F1%2F", request)]
-    assert len(deletes) > 5
-    assert [request for request in deletes if "ifGenerationMatch=" not in request] == []
-    mesh = fsdp_mesh(4)
-    second = torch.nn.Linear(8, 4).to("jax")
-    with TorchaxCheckpointer(url) as ckpt:
-        rule = lambda name, _: NamedSharding(mesh, P("fsdp") if name == "weight" else P())  # noqa: E731
-        assert ckpt.attach(second, shardings=rule) == 3
-        assert len(torchax_backend.buffer(second.weight).sharding.device_set) == 4
-        for a, b in zip(first.parameters(), second.parameters(), strict=True):
-            assert bits(a) == bits(b)
-        assert ckpt.metrics(3) == {"loss": 3}
-        for _ in range(2):  # a new step takes a number that an abandoned one has
-            ckpt.restore(2)
-            ckpt.save(3, force=True)
-            ckpt.wait_until_finished()
-            assert ckpt.all_steps() == [2, 3]
-    assert TorchaxCheckpointer(url).all_steps() == [2, 3]
-    assert names(gcs, url) == {"2", "3", "abandoned-3", "abandoned-3-2"}
-    aside = ["abandoned-3", "abandoned-3-2"]
-    assert [*run_json("ls", url)["abandoned"]] == aside
-    assert run_json("prune", url, "--abandoned", "--delete")["freed_bytes"] > 0
-    assert names(gcs, url) == {"2", "3"}
 
 
 def test_a_save_goes_on_if_only_the_answer_to_its_first_commit_was_lost(
@@ -189,8 +150,9 @@ def test_a_save_removes_no_folder_of_a_user_and_proves_where_its_arrays_lie(
         path.write_text(str(path))
     with TorchaxCheckpointer(url, preservation_policy=policies.LatestN(1)) as ckpt:
         with monkeypatch.context() as context:
-            kvstore = location.kvstore
-            context.setattr(location, "kvstore", lambda at: {**kvstore(at), "path": "elsewhere/"})
+            kvstore = BucketMedium.kvstore
+            elsewhere = lambda self, at: {**kvstore(self, at), "path": "elsewhere/"}  # noqa: E731
+            context.setattr(BucketMedium, "kvstore", elsewhere)
             with pytest.raises(SaveError, match=r"expected the database.*found none"):
                 save(ckpt, 1)
         assert ckpt.all_steps() == []
@@ -441,7 +403,7 @@ def test_what_cannot_be_read_now_is_neither_passed_over_nor_tried_for_ever(
             reader.attach(torch.nn.Linear(2, 2).to("jax"))
         gcs.calm()
     for retries in (1, 2):
-        monkeypatch.setattr(location, "_RETRIES", retries)
+        monkeypatch.setattr(tensorstore_context, "_RETRIES", retries)
         gcs.counts.clear()
         gcs.is_out, gcs.concerned = "refuse", "%2Fstate%2Fd%2F"
         message = f"cannot be read now.*All {retries} retry attempts failed.*check the network"
@@ -508,24 +470,36 @@ def test_a_failed_copy_raises_its_own_error_and_removes_nothing_of_others(
     assert gcs.names(f"{url}/spared/1") == ["begun", "orbax.checkpoint"]
 
 
+@pytest.mark.slow
+def test_a_step_is_no_run_and_the_constructor_asks_no_more_to_know(
+    gcs: FaultyServer, url: str
+) -> None:
+    with TorchaxCheckpointer(url) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state={"p": {"w": np.full(3, step)}}, force=True)
+            ckpt.wait_until_finished()
+    requests: list[str] = []
+    gcs.hook = requests.append
+    TorchaxCheckpointer(f"{url}/eval").close()
+    assert len(requests) == 5  # as many as before it looked for the files of a step
+    for step, said in ((2, "found its step 2"), (7, "found no such step")):
+        with pytest.raises(DirectoryError, match=f"{said}; the run is {url}: give this directory"):
+            TorchaxCheckpointer(f"{url}/{step}")
+    assert (load_torch_state_dict(f"{url}/1", at="state/p")["w"] == 1).all()
+    with pytest.raises(StepNotFoundError, match="no checkpoint at step 7; there are: 1, 2"):
+        load_torch_state_dict(f"{url}/7", at="state/p")
+    said = commands.run("show", f"{url}/2", "--filter", "state/*")
+    assert "step 2: 1" in said
+    with TorchaxCheckpointer(f"{url}/2/inner") as ckpt:
+        ckpt.save(5, state={"n": np.ones(1)}, force=True)
+    inner = epath.Path(f"{url}/2/inner/5")
+    for name in gcs.names(str(inner)):
+        (epath.Path(f"{url}/2/5") / name).write_bytes((inner / name).read_bytes())
+    assert commands.run_json("ls", f"{url}/2")["steps"][0]["step"] == 5
+    assert (load_torch_state_dict(f"{url}/2", at="state/p")["w"] == 2).all()
+
+
 # --- who writes ----------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("gcs")
-def test_of_two_that_saw_the_same_record_one_replaces_it(url: str) -> None:
-    record = BucketRecord(f"{url}/record")
-    assert record.read() is None
-    first = record.swap(None, b"1")
-    with pytest.raises(Conflict):
-        record.swap(None, b"2")
-    second = record.swap(first, b"2")
-    with pytest.raises(Conflict):
-        record.swap(first, b"3")
-    record.remove(first)
-    assert record.read() == second
-    assert record.swap(first, b"2") == second  # sent again after its answer was lost
-    record.remove(second)
-    assert record.read() is None
 
 
 SAVING = """
@@ -604,26 +578,3 @@ def test_a_lost_lease_commits_nothing_and_one_of_a_dead_host_is_taken_over(url: 
         assert time.monotonic() - began < 40
         assert third.all_steps() == [1, 2]
     assert not lease.exists()
-
-
-@pytest.mark.usefixtures("independent")
-def test_of_many_that_replace_a_record_at_once_one_succeeds(url: str) -> None:
-    records = [BucketRecord(f"{url}/lease") for _ in range(8)]
-    seen = None
-    for turn in range(5):
-        won: list[tuple[int, Seen]] = []
-        begin = threading.Barrier(len(records))
-
-        def swap(i: int, seen: Seen | None = seen, turn: int = turn) -> None:
-            begin.wait()  # noqa: B023 - each turn ends before the next
-            with contextlib.suppress(Conflict):
-                won.append((i, records[i].swap(seen, f"{turn} of {i}".encode())))  # noqa: B023
-
-        threads = [threading.Thread(target=swap, args=(i,)) for i in range(len(records))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        ((winner, seen),) = won
-        assert records[0].read() == seen
-        assert seen.content == f"{turn} of {winner}".encode()

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gcs_server import FaultyServer
 from support import PROGRAMS
 from support.processes import Running, run_processes
 
-pytest_plugins = ("gcs_fixtures",)
+pytest_plugins = ("gcs_fixtures", "s3_fixtures")
 HOST = socket.gethostname()
 KNOWN_SECS = 60
 PROGRAM = PROGRAMS / "group.py"
@@ -111,10 +110,12 @@ def test_a_host_that_vanishes_is_named_before_jax_ends_the_survivor(directory: P
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("server", "place"), [("gcs", "url"), ("s3", "s3_url")])
 def test_two_processes_on_a_bucket_resume_bit_for_bit_after_both_were_killed(
-    gcs: FaultyServer, url: str
+    server: str, place: str, request: pytest.FixtureRequest
 ) -> None:
-    environment = gcs.environment()
+    environment = request.getfixturevalue(server).environment()
+    url: str = request.getfixturevalue(place)
     do: Any = ["attach", ["train", 7], "wait", "steps", ["begin", 7], "die"]
     given = {"directory": url, "do": do}
     with Running(PROGRAM, 2, given, env=environment) as running:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import re
 import urllib.parse
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -20,10 +20,12 @@ from support.linked import by_orbax
 from support.models import Tuned
 from support.processes import Started
 
-from torchax_ckpt import CheckpointOptions, Event, TorchaxCheckpointer, policies, torchax_backend
+from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies, torchax_backend
 from torchax_ckpt.errors import SaveError
+from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import bucket
 from torchax_ckpt.storage.writing import reused_files
+from torchax_ckpt.stored.copy import copy_steps
 
 pytest_plugins = ("gcs_fixtures",)
 REUSE = CheckpointOptions(reuse=True)
@@ -72,26 +74,6 @@ def stored(gcs: FaultyServer, run: str, step: int) -> dict[str, str]:
     prefix = run.removeprefix("gs://bucket/") + f"/{step}/state/ocdbt.process_unchanged"
     found: dict[str, str] = gcs.store.generations(prefix)
     return found
-
-
-def test_what_is_frozen_is_uploaded_once_and_every_step_is_complete_by_itself(
-    gcs: FaultyServer, url: str
-) -> None:
-    uploads, events = Uploads(gcs), list[Event]()
-    with TorchaxCheckpointer(url, options=REUSE, on_event=events.append, **ALL) as ckpt:
-        ckpt.attach(uploads.model)
-        assert [uploads.is_whole(ckpt, step) for step in (1, 2, 3)] == [True, False, False]
-    durable = [event.values for event in events if event.name == "durable"]
-    copied = [values["num_bytes"] - values["new_bytes"] for values in durable]
-    assert [nbytes > 1 << 20 for nbytes in copied] == [False, True, True]
-    sizes = [values["num_bytes"] for values in durable]
-    assert [values["total_bytes"] for values in durable] == [*itertools.accumulate(sizes)]
-    assert not any(stored(gcs, url, 3).items() & stored(gcs, url, 2).items())
-    with TorchaxCheckpointer(url, options=REUSE, **ALL) as ckpt:  # also after a restart
-        ckpt.attach(uploads.model)
-        assert not uploads.is_whole(ckpt, 4)
-    remove(url, 1, 2, 3)
-    assert_holds(url, 4, uploads.model)
 
 
 @pytest.mark.usefixtures("give_up_soon")
@@ -189,8 +171,8 @@ def test_a_step_with_an_object_of_another_size_is_not_committed(
     """The object is replaced after the save has looked for it, and before it is copied."""
     model, differing = Tuned(1024).to("jax"), reused_files.differing
 
-    def replaced(known: Any, state: Any) -> Iterator[str]:
-        found = [*differing(known, state)]
+    def replaced(known: Any, here: Any, state: Any) -> Iterator[str]:
+        found = [*differing(known, here, state)]
         (name,) = (name for name in stored(gcs, url, 2) if "/d/" in name)
         gcs.store.put(name, gcs.store.get_file("bucket", name) + b"0")
         return iter(found)
@@ -233,6 +215,31 @@ def test_a_bucket_that_refuses_every_copy_fails_fewer_and_fewer_saves(
         ckpt.verify(7)
     said = [re.findall(r"the next (\d+) saves write all", text) for text in caplog.messages]
     assert [int(number) for numbers in said for number in numbers] == [2, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("give_up_soon")
+def test_what_copied_steps_share_is_copied_by_the_service_or_sent_again_if_it_refuses(
+    gcs: FaultyServer, url: str, tmp_path: Path
+) -> None:
+    model = Tuned()
+    model.base = torch.nn.Linear(256, 256)  # aiohttp warns of requests of a MiB
+    model.base.requires_grad_(False)
+    model.to("jax")
+    with TorchaxCheckpointer(tmp_path, options=REUSE, **ALL) as ckpt:
+        ckpt.attach(model)
+        train(ckpt, model, 1, 2, 3)  # steps 1 and 3 share files
+        steps = ckpt._run.tiers.steps()
+    frozen_bytes = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
+    sent = []
+    for place, refusals in (("a", 0), ("b", 1)):
+        gcs.rate, gcs.kinds, gcs.concerned = refusals, ("503",), "rewriteTo"
+        before = gcs.uploaded_bytes
+        copied = copy_steps(steps, RunDirectory(f"{url}/{place}"))
+        sent.append(gcs.uploaded_bytes - before)
+        assert [committed.step for committed in copied] == [1, 2, 3]
+        assert_holds(f"{url}/{place}", 3, model)
+    assert 0.9 * frozen_bytes < sent[1] - sent[0] < 1.1 * frozen_bytes
 
 
 KILLED = """

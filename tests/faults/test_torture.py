@@ -64,6 +64,10 @@ def run_torture(fault: str, arguments: str) -> tuple[int, dict[str, int], str]:
             {EXACT: 1},
             marks=pytest.mark.slow,
         ),
+        pytest.param(
+            *("mirror", "--count 5 --seed 2 --out 0.1 --rate 0.05 --kill-within 15", {"rounds": 5}),
+            marks=pytest.mark.slow,
+        ),
         pytest.param("endurance", "--count 60", {"saves": 60}, marks=LONG),
         pytest.param("endurance", "--count 60 --processes 2", {"saves": 60}, marks=LONG),
         pytest.param("endurance", "--count 30 --bucket", {"saves": 30}, marks=LONG),
@@ -94,6 +98,11 @@ def test_a_short_torture_finds_nothing(fault: str, arguments: str, least: dict[s
             "gcs",
             "--count 3 --processes 1 --rate 0 --outage-secs 0 --kill-every 0 --weakened flip",
             "lost or wrong steps",
+        ),
+        (
+            "mirror",
+            "--count 6 --rate 0 --out 0 --kill-within 15 --weakened forgetful",
+            "resumed from an older step",
         ),
         ("endurance", "--count 30 --weakened leak", "growth of threads"),
     ],

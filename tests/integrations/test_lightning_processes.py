@@ -1,4 +1,7 @@
-"""Lightning on several processes: each Trainer sees one device, and JAX those of all."""
+"""Lightning on several processes: each Trainer sees one device, and JAX those of all.
+
+They are processes of their own, because Lightning leaves variables in the environment.
+"""
 
 from __future__ import annotations
 

@@ -243,6 +243,58 @@ def test_an_optimizer_has_the_stored_state_afterwards_and_no_other(tmp_path: Pat
     assert empty.state["extra"].tolist() == [0, 1]
 
 
+def test_groups_that_share_a_stored_rate_get_one_each(tmp_path: Path) -> None:
+    """Schedulers change a tensor rate in place."""
+    model = torch.nn.Linear(2, 1).to("jax")
+    with torchax_backend.native_torch():
+        rate = torch.tensor(0.5)
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.param_groups[0]["lr"] = rate
+    save(tmp_path, model, optimizer)
+    with before_enabling():
+        native = torch.nn.Linear(2, 1)
+        groups = [{"params": [p], "lr": torch.tensor(0.1)} for p in native.parameters()]
+        split = torch.optim.SGD(groups, foreach=False)
+        restore(tmp_path, native, split, strict=False)
+        first, second = (group["lr"] for group in split.param_groups)
+        first.mul_(2)
+        assert (first.item(), second.item()) == (1, 0.5)
+
+
+def test_a_number_in_place_of_an_optimizers_tensor_is_refused(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1).to("jax")
+    optimizer = torch.optim.Adam(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.state[model.weight]["step"] = 1.0
+    save(tmp_path, model, optimizer)
+    with before_enabling():
+        native = torch.nn.Linear(2, 1)
+        live = torch.optim.Adam(native.parameters())
+        native(torch.ones(2)).sum().backward()
+        live.step()
+        before = copy.deepcopy(live.state_dict())
+        where = re.escape("optimizer/weight/step: expected torch.float32[], found a value that")
+        with pytest.raises(MismatchError, match=where):
+            restore(tmp_path, native, live)
+        assert_trees_identical(live.state_dict(), before)
+
+
+def test_a_restore_that_does_not_fit_asks_no_object_for_its_state(tmp_path: Path) -> None:
+    class Drawing(Loader):
+        def state_dict(self) -> dict[str, int]:
+            torch.rand(1)
+            return super().state_dict()
+
+    save(tmp_path, torch.nn.Linear(2, 1).to("jax"), dataloader=Loader())
+    with before_enabling():
+        other, before = torch.nn.Linear(3, 1), torch.get_rng_state()
+        with pytest.raises(MismatchError):
+            restore(tmp_path, other, dataloader=Drawing())
+        assert torch.get_rng_state().equal(before)
+
+
 def test_a_scheduler_of_another_class_is_refused(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 1).to("jax")
     optimizer = torch.optim.SGD(model.parameters())

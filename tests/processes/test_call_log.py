@@ -17,6 +17,7 @@ from support.group import Group
 from support.held import held
 
 from torchax_ckpt.errors import ProcessError
+from torchax_ckpt.processes import call_log
 from torchax_ckpt.processes.call_log import CallLog, Kind
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.processes.decision_windows import DecisionWindows
@@ -87,6 +88,10 @@ LATE: list[tuple[Sequence[Made], Sequence[Made]]] = [
     ([10, 12, 14], [("refused", 10), ("refused", 12), 14]),
     ([("refused", 10), 12], [("refused", 10)]),
     (["restore(5)", 6, 8, 10], ["restore(5)", ("refused", 6), ("refused", 8)]),
+    # It has left out 9, which was declined.
+    ([8, ("asked", 10), ("refused", 12), 14], [8, ("asked", 9), ("asked", 10), 12]),
+    # All have left out a step that was decided, and this process has not yet begun the next one.
+    ([8, 12], [8, ("passing", 12)]),
     # Many saves to one tier while one to another tier goes on.
     ([10, *range(11, 40)], [10, *range(11, 50)]),
 ]
@@ -285,6 +290,11 @@ def test_who_leaves_out_steps_that_are_not_saved_differs_from_nobody() -> None:
     assert with_logs(Group())(act) == [[5, 10, 15, 20, 25]] * 3
 
 
+def test_equal_calls_after_a_refused_one_of_one_process_are_said_to_be_equal() -> None:
+    told = compared([10], [("refused", "restore('5')"), 10])
+    assert all("after another call that only one of them made" in each for each in told)
+
+
 def test_who_waits_for_a_decision_learns_what_process_0_called_instead() -> None:
     def act(member: Processes) -> list[str]:
         windows = DecisionWindows(member, lambda step, coming: False)
@@ -328,7 +338,10 @@ def main(fit, *args):
     assert lines == ["/train.py:3"]
 
 
-def test_a_run_of_many_saves_and_reads_keeps_nothing_of_old_ones() -> None:
+def test_a_run_of_many_saves_and_reads_keeps_nothing_of_old_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(call_log, "_READS", 16)
     group = with_logs(Group())
     first = group.members[0]
 
@@ -336,7 +349,7 @@ def test_a_run_of_many_saves_and_reads_keeps_nothing_of_old_ones() -> None:
         def act(member: Processes) -> None:
             for step in steps:
                 save_all(member, step)
-                with member.log.calling("verify", Kind.READ), member.round("reading"):
+                with member.log.calling("verify", Kind.READ, step), member.round("reading"):
                     pass
                 with contextlib.suppress(TypeError), member.log.calling("save", Kind.SAVE):
                     raise TypeError

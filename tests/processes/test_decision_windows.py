@@ -52,6 +52,22 @@ def test_a_policy_that_fails_does_so_on_all_at_the_same_step(kind: type[Exceptio
         assert [(type(error), str(error)) for error in answers[4:6]] == [(told_kind, told)] * 2
 
 
+def test_a_step_whose_save_has_begun_is_asked_about_only_after_going_back() -> None:
+    """Else processes that learn at different times that it failed would decide differently."""
+
+    def act(member: Processes) -> list[bool]:
+        asked, answers = windows(member, lambda step, coming: True), list[bool]()
+        for step in (1, 2, 3, 3, 4):
+            answers.append(asked.ask(step))
+            asked.begun(step)
+        member.log.go_on_from(2)
+        answers += [asked.ask(3), asked.ask(4)]
+        asked.close()
+        return answers
+
+    assert Group()(act) == [[True, True, True, False, True, True, True]] * 3
+
+
 @pytest.mark.parametrize("slow", [0, 1])
 def test_what_only_process_0_knows_at_a_step_decides_for_all(slow: int) -> None:
     """It decides ahead while it may, and at each step itself while it may not."""
@@ -107,12 +123,10 @@ def test_processes_save_the_same_steps_though_one_is_slow(slow: int) -> None:
 def test_decisions_that_could_not_be_sent_fail_the_next_call_and_are_sent_again() -> None:
     group = Group()
     first = group.members[0]
-    send, num_failures = first.put_note, 0
+    send, has_failed = first.put_note, threading.Event()
 
     def failing(key: str, message: bytes) -> None:
-        nonlocal num_failures
-        if key == "2" and num_failures < 2:
-            num_failures += 1
+        if key == "2" and not has_failed.is_set():
             raise jax.errors.JaxRuntimeError("UNAVAILABLE")
         send(key, message)
 
@@ -127,6 +141,7 @@ def test_decisions_that_could_not_be_sent_fail_the_next_call_and_are_sent_again(
                 step += 1
             except ProcessError as error:
                 errors.append(str(error))
+                has_failed.set()
             time.sleep(0.001)
         asked.close()
         return saves, errors

@@ -338,8 +338,9 @@ def test_who_is_late_or_refuses_a_call_or_leaves_out_a_declined_save_does_not_di
         "after no step": ["True", "None"],
         "after no step, declined": ["True", "None", "False"],
         "declined": ["False"],
-        "after declined": ["True", "None", "34", "True", "None"],
-        "in the end": ["35", "None", "True", "None"],
+        "not foreseen": ["False"],
+        "after declined": ["True", "None", "54", "True", "None"],
+        "in the end": ["55", "None", "True", "None"],
         "closing": ["None"],
     }
     for name, answers in expected.items():
@@ -347,12 +348,16 @@ def test_who_is_late_or_refuses_a_call_or_leaves_out_a_declined_save_does_not_di
             assert told[-len(answers) :] == answers, name
     for name, failing, mine, own in (
         ("no step", "SaveError: ", "save(27)", "save('27')"),
-        ("no step to restore", "ProcessError: ", "restore(35)", "restore('35')"),
+        ("no step to restore", "ProcessError: ", "restore(55)", "restore('55')"),
+        ("no step after that", "SaveError: ", "save(34)", "save('34')"),
+        ("undecided after that", "SaveError: ", "save(40)", "save('40')"),
     ):
         told, refused = found[name]
-        assert told[-1].startswith(failing)
-        assert f"process 0 called {mine} at {CALLS}:" in told[-1]
-        assert f"process 1 called {own} at {CALLS}:" in told[-1]
-        assert refused[0].startswith("StepTypeError: step: expected an int, found ")
+        failure = told[1 if name.endswith("after that") else -1]
+        assert failure.startswith(failing), (name, told)
+        assert f"process 0 called {mine} at {CALLS}:" in failure
+        assert f"process 1 called {own} at {CALLS}:" in failure
+        also = "'latest', 'best:METRIC' or" if own.startswith("restore") else "found "
+        assert refused[0].startswith(f"StepTypeError: step: expected an int, {also}")
     assert found["no step, declined"][0] == ["False"]
     assert max(told["secs"] for told in (*first, *second)) < 10, "process_timeout_secs is 60"

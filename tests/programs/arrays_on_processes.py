@@ -47,9 +47,9 @@ from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.snapshot import snapshotter
 from torchax_ckpt.snapshot.snapshotter import Snapshotter
 from torchax_ckpt.snapshot.stacking import execute, needed_to_execute
-from torchax_ckpt.storage.arrays import read_arrays
+from torchax_ckpt.storage.arrays import read_arrays, tensorstore_context
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
-from torchax_ckpt.storage.medium import bucket, location
+from torchax_ckpt.storage.medium import bucket, medium
 from torchax_ckpt.stored.stored_step import StoredStep
 
 # A row of each process.
@@ -173,8 +173,9 @@ def slow_reads(directory: str) -> None:
             same = shards(found) == shards(state["w"])
             report(same=same, secs=time.monotonic() - began)
     if INDEX == 0:
-        store = location.kvstore(epath.Path(f"{directory}/shared"))
-        opened = ts.KvStore.open(store, context=location.reading_context()).result()
+        shared = epath.Path(f"{directory}/shared")
+        store = medium.of(shared).kvstore(shared)
+        opened = ts.KvStore.open(store, context=tensorstore_context.reading_context()).result()
         began = time.monotonic()
         reads = [opened.read(str(i)) for i in range(32)]
         report(read=sum(len(r.result().value) for r in reads), secs=time.monotonic() - began)

@@ -33,7 +33,7 @@ from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.processes.liveness import coordination_service, of_run
 from torchax_ckpt.restoring.file_weights import FileWeights
 from torchax_ckpt.runtime.background import Task
-from torchax_ckpt.saving.save_in_flight import SaveInFlight
+from torchax_ckpt.saving.save import Save
 from torchax_ckpt.storage.arrays import block_digests
 
 torchax.enable_globally()
@@ -234,9 +234,12 @@ def not_differing(folder: str) -> None:
     told("after no step, declined", ask(30), done, ask(31))
     # A process that leaves out a step that the policy declines is not told of it.
     told("declined", (ask(32), ask(33)), (ask(33),))
-    told("after declined", save(34), done, restore(34), ask(35), done)
-    told("no step to restore", (restore(35),), (lambda: ckpt.restore("35"),))  # type: ignore
-    told("in the end", restore(35), lambda: ckpt.delete(34), save(36), done)
+    told("no step after that", (save(34), done, save(37), done), (save("34"), save(37), done))  # type: ignore
+    told("undecided after that", (ask(40), done, done, ask(44)), (ask("40"), ask(44)))  # type: ignore
+    told("not foreseen", (ask(46), ask(49)), (ask(49),))
+    told("after declined", save(54), done, restore(54), ask(55), done)
+    told("no step to restore", (restore(55),), (lambda: ckpt.restore("55"),))
+    told("in the end", restore(55), lambda: ckpt.delete(54), save(56), done)
     told("closing", ckpt_close)
 
 
@@ -266,7 +269,7 @@ def refused_on_one(folder: str) -> None:
     start = Task.start
 
     def refuse(task: Task) -> None:
-        if isinstance(task, SaveInFlight):
+        if isinstance(task, Save):
             task.cancel()
             raise RuntimeError("can't start new thread")
         start(task)

@@ -79,7 +79,7 @@ def lookups(directory: str) -> None:
     """Looks up a host as gcsfs does, on an event loop of its own, for a thread that goes on."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
-    bucket._look_up_until_the_end(loop)
+    bucket.prepare_clients(loop)
 
     def look_up() -> None:
         until_main_has_ended()

@@ -267,22 +267,22 @@ def exchange() -> None:
 
 def fail_disk(host: int) -> None:
     """Has the disk of one host fail in the next commit, when the others have committed."""
-    commit = RunDirectory.commit
+    commit = RunDirectory.publish
 
     def failing(self: Any, *args: Any) -> Any:
         if self.path != mine:
             return commit(self, *args)
-        RunDirectory.commit = commit  # type: ignore[method-assign]
+        RunDirectory.publish = commit  # type: ignore[method-assign]
         time.sleep(1)
         raise OSError(5, "Input/output error")
 
     if host == INDEX:
-        RunDirectory.commit = failing  # type: ignore[method-assign,assignment]
+        RunDirectory.publish = failing  # type: ignore[method-assign,assignment]
 
 
 def die_half_committed(step: int) -> None:
     """Kills all hosts in the commit of a local step, of which every second has committed it."""
-    commit = RunDirectory.commit
+    commit = RunDirectory.publish
 
     def killed(self: Any, found: int, *args: Any) -> Any:
         if found != step or self.path != mine:
@@ -295,13 +295,13 @@ def die_half_committed(step: int) -> None:
         die()
         return None
 
-    RunDirectory.commit = killed  # type: ignore[method-assign,assignment]
+    RunDirectory.publish = killed  # type: ignore[method-assign,assignment]
 
 
 def die_once_all_have(step: int, secs: float) -> None:
     """Kills process 0 once all have a local step, while the other asks how that went."""
     there = [mine.with_name(str(index)) / str(step) for index in range(COUNT)]
-    commit = RunDirectory.commit
+    commit = RunDirectory.publish
 
     def fatal(self: Any, *args: Any) -> Any:
         durable = commit(self, *args)
@@ -313,7 +313,7 @@ def die_once_all_have(step: int, secs: float) -> None:
         return durable
 
     if INDEX == 0:
-        RunDirectory.commit = fatal  # type: ignore[method-assign,assignment]
+        RunDirectory.publish = fatal  # type: ignore[method-assign,assignment]
 
 
 def die_in_save(victim: int) -> None:

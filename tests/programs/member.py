@@ -36,7 +36,7 @@ from torchax_ckpt.runtime import stages
 # How long the threads of a program may take to end.
 ENDING_SECS = 10.0
 # Threads that stay until the process ends, by the beginnings of their names.
-STAYING = ("ThreadPoolExecutor", "liveness")
+STAYING = ("liveness",)
 
 
 def main() -> None:

@@ -3,7 +3,8 @@
     python native_ranks.py CASE NUM_RANKS FOLDER
 
 FOLDER has a run for each rank, ``run-RANK`` or ``run`` (else ``$RUN``), and what was saved,
-``expected.pt``. Each rank writes ``RANK.json``: the error that it saw, or "".
+``expected.pt``. Each rank writes ``RANK.json``: the error that it saw, or "". No live group runs
+this, because it must go without JAX.
 """
 
 from __future__ import annotations

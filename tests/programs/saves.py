@@ -8,7 +8,9 @@ SCENARIO is a function of this file, which takes the other arguments.
 from __future__ import annotations
 
 import gc
+import itertools
 import json
+import os
 import sys
 import threading
 import time
@@ -23,9 +25,9 @@ from support.compare import bits, training_state
 from support.stages import at, die
 from support.training import adamw, fsdp_mesh, fsdp_rule, mlp, train_step
 
-from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
+from torchax_ckpt import CheckpointOptions, Event, LocalTier, TorchaxCheckpointer, policies
 from torchax_ckpt.errors import CheckpointError, DirectoryError, SaveError
-from torchax_ckpt.storage.writing import fetching
+from torchax_ckpt.storage.writing import array_writer
 from torchax_ckpt.telemetry.journal import Journal
 
 torchax.enable_globally()
@@ -173,7 +175,7 @@ def to_a_faulty_bucket(url: str, count: str, kept: str, *reuse: str) -> None:
     start = max(there, default=0)
     say("resumed", start)
     if int(url[-1]) % 2:
-        fetching.STACK_BYTES = 1
+        array_writer.STACK_BYTES = 1
     for step in range(start + 1, start + 1 + int(count)):
         say("saving", step)
         try:
@@ -218,6 +220,57 @@ def compared(ckpt: TorchaxCheckpointer, step: int, reuse: Sequence[str]) -> tupl
         word = "unreachable" if isinstance(error, DirectoryError) else "corrupt"
         return word, step, f"{type(error).__name__}: {error}"
     return "exact" if same else "wrong", step, ""
+
+
+def to_a_mirror(directory: str, url: str, weakened: str, plan: str) -> None:
+    """Goes on from the run or its mirror, and saves; says so, in lines of JSON.
+
+    ``plan`` may say after how many saves to go back or to close, and when to be killed. The numbers
+    of the steps tell which identity, a number, has saved them. Ends with 3 if it cannot begin.
+    """
+    given = json.loads(plan)
+    identity = given["identity"]
+
+    def content(step: int, identity: int) -> dict[str, Any]:
+        random = np.random.default_rng([step, identity])
+        frozen = np.arange(50_000.0)
+        return {"w": random.standard_normal(20_000), "frozen": frozen, "by": np.array(identity)}
+
+    def say(word: str, step: int | None, text: str = "") -> None:
+        print(json.dumps([word, step or 0, text]), flush=True)
+
+    def take(event: Event) -> None:
+        if event.name == "mirrored":
+            say("mirrored", event.step)
+
+    if "die_in" in given:
+        stage, number, secs = given["die_in"]
+        at(stage, lambda: threading.Timer(secs, die).start(), number=number)
+    options = CheckpointOptions(reuse=["state.frozen"])
+    ckpt = TorchaxCheckpointer(directory, mirror=url, options=options, on_event=take)
+    try:
+        step = ckpt.attach(stateful={}, resume=weakened != "forgetful")
+    except CheckpointError as error:
+        say("refused", None, f"{type(error).__name__}: {error}")
+        os._exit(3)
+    found = ckpt.load(step) if step else {}
+    by = int(found.get("by", -1))
+    wanted = content(step, by) if found else {}
+    say("resumed", step, str(by) * all(bits(found[name]) == bits(wanted[name]) for name in wanted))
+    for number in itertools.count(1):
+        if number == given.get("back_after"):
+            step = ckpt.all_steps()[0]
+            ckpt.restore(step)
+            identity += 1
+            say("back", step)
+        step += 1 + (identity - step - 1) % 3
+        say("saving", step)
+        ckpt.save(step, state=content(step, identity), force=True)
+        ckpt.wait_until_finished()
+        if number == given.get("close_after"):
+            ckpt.close()
+            return
+        time.sleep(0.05)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from torchax_ckpt.publishing.follower import Follower
 from torchax_ckpt.publishing.published_folders import CONTROL
 from torchax_ckpt.storage.arrays import read_arrays
 from torchax_ckpt.storage.medium import fsync, medium
+from torchax_ckpt.storage.medium.local_medium import LocalMedium
 
 FORM = FolderForm(format="safetensors", at="state")
 LOSSES = {100: 0.5, 200: 0.3, 300: 0.9, 400: 0.1}
@@ -313,6 +314,32 @@ def test_a_folder_that_a_killed_program_named_but_did_not_finish_is_published_an
     assert in_out(out) == ["step-400"]
     assert not (latest(out) / "left").exists()
     assert sorted(os.listdir(out / CONTROL)) == ["record.json"]
+
+
+def test_a_folder_of_a_user_at_a_name_that_was_about_to_be_given_stays(
+    run: Path, out: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The user is faster by a moment, or comes after the program was killed."""
+    put, note = LocalMedium.put_folder, out / "step-400" / "note.txt"
+
+    def too_late(self: LocalMedium, draft: Path, target: epath.Path, *rest: Any) -> None:
+        target.mkdir()
+        note.write_text("mine")
+        put(self, draft, target, *rest)
+
+    monkeypatch.setattr(LocalMedium, "put_folder", too_late)
+    with pytest.raises(DirectoryError, match="not empty"):
+        publish(run, out)
+    assert note.read_text() == "mine"
+    monkeypatch.setattr(LocalMedium, "put_folder", put)
+    with Follower(run, out, FORM) as following:
+        following._folders.open()
+        following._folders._record((), ["step-400"])  # and here it was killed
+    assert publish(run, out) == 400
+    assert "step-400: not deleted, because it has no digests.json" in caplog.text
+    assert note.read_text() == "mine"
+    assert in_out(out) == ["step-400", "step-400-2"]
+    assert step_in(latest(out)) == 400
 
 
 def test_the_files_of_a_folder_are_synced_before_its_name_and_its_name_before_latest(

@@ -113,6 +113,71 @@ def test_a_class_with_static_methods_is_a_policy(directory: Path) -> None:
         assert not ckpt.save(1)
 
 
+def test_short_forms_save_and_keep_as_the_policies_that_they_stand_for(directory: Path) -> None:
+    cases: tuple[tuple[Any, Any, list[int]], ...] = (
+        (4, 2, [8, 9]),
+        (torch.tensor(4), torch.tensor(1), [9]),
+        (2, None, [6, 8, 9]),
+        (5, 9, [5, 9]),
+    )
+    for save_every, keep, kept in cases:
+        folder = directory / f"{save_every}-{keep}"
+        with TorchaxCheckpointer(folder, save_every=save_every, keep=keep) as ckpt:
+            ckpt.attach(mlp())
+            for _ in ckpt.steps(9):
+                ckpt.wait_until_finished()
+        assert ckpt.all_steps() == kept
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"save_every": 0}, "save_every: expected a number of steps, a positive int, found 0"),
+        ({"keep": True}, "keep: expected a number of steps, a positive int, found True"),
+        ({"keep": 0}, r"to keep all steps, preservation_policy=policies.PreserveAll\(\)"),
+        ({"save_every": 2.0}, "found 2.0"),
+        (
+            {"save_every": 2, "save_decision_policy": policies.FixedIntervalPolicy(3)},
+            r"save_every=2 is short for save_decision_policy=policies.FixedIntervalPolicy\(2\)",
+        ),
+        (
+            {"keep": 2, "preservation_policy": policies.BestN(metric="loss")},
+            r"keep=2 is short for preservation_policy=policies.LatestN\(2\)",
+        ),
+    ],
+)
+def test_short_forms_are_positive_and_stand_alone(
+    directory: Path, arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(PolicyError, match=message):
+        TorchaxCheckpointer(directory, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("save_interval_steps", "save_every"),
+        ("save_steps", "save_every"),
+        ("max_to_keep", "keep"),
+        ("save_total_limit", "keep"),
+    ],
+)
+def test_arguments_of_other_libraries_are_told_ours(
+    directory: Path, theirs: str, ours: str
+) -> None:
+    arguments: dict[str, Any] = {theirs: 7}
+    with pytest.raises(TypeError, match=f"{theirs}: expected .*; give {ours}=7"):
+        TorchaxCheckpointer(directory, **arguments)
+    both: dict[str, Any] = {"save_total_limit": None, "save_steps": 5}
+    advice = (
+        r"save_steps, save_total_limit: .* give save_every=5; to keep all steps, preservation_po"
+    )
+    with pytest.raises(TypeError, match=advice):
+        TorchaxCheckpointer(directory, **both)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'max_keep'"):
+        TorchaxCheckpointer(directory, max_keep=7)  # type: ignore[call-arg]
+
+
 @pytest.mark.parametrize("metric", [3, {}, "", None])
 def test_a_best_n_rule_needs_the_name_of_a_metric(metric: Any) -> None:
     with pytest.raises(PolicyError, match="metric must be the name"):
@@ -150,7 +215,7 @@ def test_functions_refuse_wrong_types(directory: Path) -> None:
         (ArgumentError, "source: expected a path", lambda: warm_start(model, 3)),  # type: ignore[arg-type]
         (ArgumentError, "at: expected a key path", lambda: warm_start(model, directory, at=3)),  # type: ignore[arg-type]
         (ArgumentError, OPTIONS, lambda: load_torch_state_dict(directory, options={})),  # type: ignore[arg-type]
-        (StepTypeError, "found 'x'", lambda: load_torch_state_dict(directory, "x")),  # type: ignore[arg-type]
+        (StepTypeError, "found 'x'", lambda: load_torch_state_dict(directory, "x")),
         (StepTypeError, "found 1.5", lambda: restore(directory, model, step=1.5)),  # type: ignore[arg-type]
     )
     for error, message, call in calls:

@@ -184,6 +184,19 @@ def test_an_executor_is_one_of_pythons() -> None:
     assert all(task.ended.is_set for task in tasks)
 
 
+def test_an_executor_starts_as_many_threads_as_functions_run_at_the_same_time() -> None:
+    with Executor(8) as pool:
+        for _ in range(20):
+            pool.submit(int).result()
+        go = threading.Event()
+        waiting = [pool.submit(go.wait, 30) for _ in range(3)]
+        assert pool.submit(threading.active_count).result() >= 4
+        go.set()
+        assert all(each.result() for each in waiting)
+        assert 4 <= len(pool._tasks) <= 5  # one may have just given its result
+    assert all(task.ended.is_set for task in pool._tasks)
+
+
 def test_an_executor_that_is_shut_takes_no_function_that_nobody_would_run() -> None:
     with Executor(2) as pool:
         assert pool.submit(int, "3").result(60) == 3

@@ -23,7 +23,7 @@ from support.waiting import wait_until
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
 from torchax_ckpt.errors import CallError, SaveTimeoutError
-from torchax_ckpt.saving import save_in_flight
+from torchax_ckpt.saving.save import Save
 
 STATE = {"w": np.arange(3)}
 
@@ -180,14 +180,14 @@ def test_a_stuck_save_is_named_by_log_and_by_whoever_waits(
 
 def test_each_stage_of_a_save_has_a_name(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
-    enter = save_in_flight.SaveInFlight.enter
+    enter = Save.enter
 
-    def entered(save: save_in_flight.SaveInFlight, phase: str) -> None:
+    def entered(save: Save, phase: str) -> None:
         seen.append(phase)
         enter(save, phase)
         assert re.match(rf"{phase}, for \d+\.\d s", save.where())
 
-    monkeypatch.setattr(save_in_flight.SaveInFlight, "enter", entered)
+    monkeypatch.setattr(Save, "enter", entered)
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.save(1, state={"w": jnp.arange(3)}, metrics={"loss": jnp.ones(())})
     assert seen == [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 import sys
 import threading
@@ -51,7 +52,7 @@ def test_nobody_watches_a_log_and_what_is_quick(monkeypatch: pytest.MonkeyPatch)
         on_bytes(10)
     task = Task("sleeping", lambda: time.sleep(0.01))
     task.start()
-    progress.wait(task.ended, None, lambda: str(1 // 0))
+    progress.wait(task.ended, lambda: math.inf, lambda: str(1 // 0))
     assert task.ended.is_set
     assert log.getvalue() == ""
     monkeypatch.setattr(sys, "stderr", None)  # as in a program without a console

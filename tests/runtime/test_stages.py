@@ -51,8 +51,9 @@ def test_a_save_passes_its_stages_in_order(directory: Path) -> None:
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.save(1, state={"w": np.arange(3)})
     assert passed[:2] == ["claim the directory", "check the lease"]
-    assert [name for name in passed if name in STAGES[5:14]] == [
+    assert [name for name in passed if name in STAGES[5:15]] == [
         "take the snapshot",
+        "stack the arrays",
         "write the arrays",
         "complete the step",
         "commit",

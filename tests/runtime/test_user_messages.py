@@ -23,7 +23,7 @@ from torchax_ckpt.errors import (
     SaveError,
     StepError,
 )
-from torchax_ckpt.saving import save_in_flight
+from torchax_ckpt.saving import tier
 
 STATE = {"w": np.arange(3)}
 
@@ -144,8 +144,8 @@ def fields(record: logging.LogRecord) -> dict[str, Any]:
 def test_an_ordinary_run_logs_a_screenful_with_fields(
     many: int, directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert save_in_flight._LOGGED_SAVES == 100
-    monkeypatch.setattr(save_in_flight, "_LOGGED_SAVES", many)
+    assert tier._LOGGED_SAVES == 100
+    monkeypatch.setattr(tier, "_LOGGED_SAVES", many)
     caplog.set_level(logging.DEBUG, "torchax_ckpt")
     last, every, ramdisk = 5 * many // 2, policies.FixedIntervalPolicy, directory.with_name("local")
     local = LocalTier(ramdisk, save_decision_policy=every(1))

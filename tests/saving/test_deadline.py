@@ -21,7 +21,6 @@ from support.waiting import T0, Clock, wait_until
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
 from torchax_ckpt.errors import ArgumentError
 from torchax_ckpt.processes.coordination import Processes
-from torchax_ckpt.runtime import preemption
 from torchax_ckpt.saving.training_loop import deadline
 from torchax_ckpt.saving.training_loop.deadline import Deadline
 
@@ -54,6 +53,21 @@ def train(ckpt: TorchaxCheckpointer, clock: Clock, total: int = 100, until: Any 
 
 
 # --- when the last step is -----------------------------------------------------------------------
+
+
+def test_a_load_between_steps_does_not_hide_how_long_they_take(
+    directory: Path, clock: Clock
+) -> None:
+    with TorchaxCheckpointer(directory, save_decision_policy=NEVER) as ckpt:
+        ckpt.attach(mlp())
+        ckpt.save(0, force=True)
+        ckpt.wait_until_finished()
+        trained = []
+        for step in ckpt.steps(100, until=clock.now + 1000):
+            clock.sleep(100)
+            ckpt.load(0)
+            trained.append(step)
+    assert trained == [*range(1, 10)], "a tenth would end at the deadline"
 
 
 @pytest.mark.parametrize(
@@ -180,13 +194,13 @@ def test_the_earlier_of_a_sigterm_and_the_deadline_ends_the_run(
     last: int,
     clock: Clock,
     ckpt: TorchaxCheckpointer,
-    monkeypatch: pytest.MonkeyPatch,
+    preempt: Callable[[], None],
 ) -> None:
     steps = ckpt.steps(100, until=END)
     for step in steps:
         clock.sleep(100)
         if step == noticed_at:
-            monkeypatch.setattr(preemption._watch, "noticed_at", time.monotonic())
+            preempt()
     assert (step, max(ckpt.all_steps())) == (last, last)
     assert ckpt.reached_preemption()
     assert ckpt.reached_deadline() is (last == 9)
@@ -375,7 +389,7 @@ def test_the_last_step_may_come_after_going_back(clock: Clock) -> None:
         ending.begin(END)
         for position in ((0, 3), (0, 4), (1, 2), (1, 3), (1, 4), (1, 5)):
             together.wait(60)
-            member.log.turn, step = (position[0], 0), position[1]
+            member.log.num_restores, step = position
             if position == (0, 4) and member.is_first:
                 clock.now = END - 20
             if ending.reached(step):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,15 @@ import numpy as np
 import pytest
 import torch
 from support.compare import entries
+from support.group import Group
 from support.linked import databases, files
 from support.models import Tuned
 from support.steps import save
 
 from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
 from torchax_ckpt.errors import SelectionError
+from torchax_ckpt.processes.coordination import Processes
+from torchax_ckpt.saving.reuse.frozen_leaves import FrozenLeaves
 
 HALF = 1024  # outputs of a model half of whose bytes are frozen
 
@@ -201,3 +205,22 @@ def test_a_linked_save_says_how_to_copy(directory: Path, caplog: pytest.LogCaptu
     (said,) = (text for text in caplog.messages if "cp -r" in text)
     assert said.startswith(f"step 3 of {directory} has ")
     assert "cp -a, rsync -H and torchax-ckpt copy keep the links" in said
+
+
+def test_who_interrupts_a_save_does_not_wait_for_process_0() -> None:
+    """None of the processes knows an answer then, so the next save asks again."""
+    has_left = threading.Event()
+
+    def act(member: Processes) -> list[frozenset[str]]:
+        frozen, found = FrozenLeaves(["*"], member), []
+        for number in range(2):
+            if (member.index, number) == (1, 0):
+                frozen.refuse(KeyboardInterrupt(), is_durable=True)
+                has_left.set()
+                continue
+            assert has_left.wait(20)
+            found.append(frozen.of_state(["w"], [np.zeros(1)], frozenset, is_durable=True).leaves)
+        return found
+
+    none, all_leaves = frozenset[str](), frozenset({"w"})
+    assert Group()(act) == [[none, all_leaves], [all_leaves], [none, all_leaves]]

@@ -15,8 +15,7 @@ from support.stages import fail_at
 from support.training import mlp, save_state, train_step
 
 from torchax_ckpt import TorchaxCheckpointer, policies, torchax_backend
-from torchax_ckpt.errors import ClosedError, SaveError
-from torchax_ckpt.runtime import preemption
+from torchax_ckpt.errors import ArgumentError, AttachError, ClosedError, SaveError
 
 EVERY_STEP = policies.FixedIntervalPolicy(1)
 NEVER = policies.SpecificStepsPolicy(())
@@ -105,12 +104,6 @@ class Recording:
         return self.policy.should_save(step, previous_steps, context=context)
 
 
-@pytest.fixture
-def end_the_run(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """As SIGTERM does."""
-    return lambda: monkeypatch.setattr(preemption._watch, "noticed_at", time.monotonic())
-
-
 @pytest.mark.parametrize(
     "policy",
     [
@@ -122,14 +115,14 @@ def end_the_run(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     ids=["alone", "any"],
 )
 def test_the_preemption_policy_saves_at_a_preemption_and_never_otherwise(
-    policy: Any, directory: Path, end_the_run: Callable[[], None]
+    policy: Any, directory: Path, preempt: Callable[[], None]
 ) -> None:
     recording = Recording(policy)
     with TorchaxCheckpointer(directory, save_decision_policy=recording) as ckpt:
         for step in (1, 2):
             assert not ckpt.should_save(step)
             assert not ckpt.save(step, state=STATE)
-        end_the_run()
+        preempt()
         assert ckpt.should_save(3)
         assert ckpt.save(3, state=STATE)
         assert ckpt.all_steps() == [3]
@@ -140,7 +133,7 @@ def test_the_preemption_policy_saves_at_a_preemption_and_never_otherwise(
 
 
 def test_a_notice_after_should_save_ends_the_program_at_a_later_step_which_is_saved(
-    directory: Path, end_the_run: Callable[[], None]
+    directory: Path, preempt: Callable[[], None]
 ) -> None:
     never = policies.SpecificStepsPolicy(())
     ckpt = TorchaxCheckpointer(directory, save_decision_policy=never)
@@ -148,7 +141,7 @@ def test_a_notice_after_should_save_ends_the_program_at_a_later_step_which_is_sa
         for step in range(1, 9):
             must_save = ckpt.should_save(step)
             if step == 3:
-                end_the_run()
+                preempt()
             if must_save:
                 ckpt.save(step, state=STATE)
             ckpt.exit_if_preempted(step)
@@ -156,14 +149,14 @@ def test_a_notice_after_should_save_ends_the_program_at_a_later_step_which_is_sa
 
 
 def test_a_preemption_is_told_saves_and_ends_the_loop(
-    directory: Path, end_the_run: Callable[[], None]
+    directory: Path, preempt: Callable[[], None]
 ) -> None:
     recording = Recording(policies.SpecificStepsPolicy(()))
     with TorchaxCheckpointer(directory, save_decision_policy=recording) as ckpt:
         ckpt.attach(mlp())
         for step in ckpt.steps(10):
             if step == 3:
-                end_the_run()
+                preempt()
         assert step == 3
         assert ckpt.all_steps() == [3]  # whatever the policy answered
         assert ckpt.reached_preemption(3)
@@ -173,7 +166,7 @@ def test_a_preemption_is_told_saves_and_ends_the_loop(
 
 @pytest.mark.parametrize("where", ["after each save", "after the loop", "after with"])
 def test_a_preempted_program_exits_with_an_error_code_once_its_step_is_durable(
-    where: str, directory: Path, end_the_run: Callable[[], None]
+    where: str, directory: Path, preempt: Callable[[], None]
 ) -> None:
     begun = []
     policy = policies.SpecificStepsPolicy(())
@@ -183,7 +176,7 @@ def test_a_preempted_program_exits_with_an_error_code_once_its_step_is_durable(
             for step in [1, 2, 3, 4] if where == "after each save" else ckpt.steps(4):
                 begun.append(step)
                 if step == 2:
-                    end_the_run()
+                    preempt()
                 if where == "after each save":
                     ckpt.save(step)
                     ckpt.exit_if_preempted(step)
@@ -198,7 +191,7 @@ def test_a_preempted_program_exits_with_an_error_code_once_its_step_is_durable(
 
 
 def test_only_a_preempted_program_exits_and_only_if_nothing_failed(
-    directory: Path, end_the_run: Callable[[], None]
+    directory: Path, preempt: Callable[[], None]
 ) -> None:
     ckpt = TorchaxCheckpointer(directory)
     ckpt.attach(mlp())
@@ -208,14 +201,14 @@ def test_only_a_preempted_program_exits_and_only_if_nothing_failed(
     assert ckpt.save(2, force=True), "it is open"
     ckpt.wait_until_finished()
     fail_at("write the arrays", ZeroDivisionError())
-    end_the_run()
+    preempt()
     assert not ckpt.save(3)
     with pytest.raises(SaveError):  # not SystemExit, which promises that the step is durable
         ckpt.exit_if_preempted(3)
 
 
 def test_a_policy_that_fails_at_a_preemption_does_not_keep_the_step_from_being_saved(
-    directory: Path, end_the_run: Callable[[], None], caplog: pytest.LogCaptureFixture
+    directory: Path, preempt: Callable[[], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     class Failing:
         def should_save(self, step: Any, previous_steps: Sequence[Any], *, context: Any) -> bool:
@@ -225,7 +218,7 @@ def test_a_policy_that_fails_at_a_preemption_does_not_keep_the_step_from_being_s
 
     with TorchaxCheckpointer(directory, save_decision_policy=Failing()) as ckpt:
         assert not ckpt.save(1, state=STATE)
-        end_the_run()
+        preempt()
         assert ckpt.save(2, state=STATE)
     assert ckpt.all_steps() == [2]
     assert "step 2: the save decision policy failed at a preemption" in caplog.text
@@ -235,3 +228,49 @@ def test_a_forced_save_asks_no_policy(directory: Path) -> None:
     recording = Recording(policies.SpecificStepsPolicy(()))
     save_state(directory, STATE, save_decision_policy=recording)
     assert recording.told == []
+
+
+def test_functional_state_is_read_after_the_body_of_each_step_that_is_saved(
+    directory: Path,
+) -> None:
+    asked: list[int] = []
+    held: dict[str, int] = {}
+
+    def current() -> dict[str, int]:
+        asked.append(held["n"])
+        return dict(held)
+
+    for total, resumed in ((5, 0), (8, 5)):
+        with TorchaxCheckpointer(directory, save_every=2, keep=9) as ckpt:
+            assert ckpt.attach() == resumed
+            assert not resumed or ckpt.load() == {"n": resumed}
+            for held["n"] in ckpt.steps(total, state=current):
+                ckpt.record(loss=1 / held["n"])
+        assert ckpt.load(total) == {"n": total}
+        assert ckpt.metrics(total) == {"loss": 1 / total}
+    assert asked == [2, 4, 5, 6, 8]
+    assert ckpt.all_steps() == [2, 4, 5, 6, 8]
+
+
+def test_a_preempted_loop_over_functional_state_saves_its_step(
+    directory: Path, preempt: Callable[[], None]
+) -> None:
+    with TorchaxCheckpointer(directory, save_decision_policy=NEVER) as ckpt:
+        ckpt.attach()
+        done: list[int] = []
+        for step in ckpt.steps(9, state=lambda: {"n": done[-1]}):
+            done.append(step)
+            if step == 3:
+                preempt()
+        assert done == [1, 2, 3]
+        assert ckpt.load() == {"n": 3}
+
+
+def test_a_loop_refuses_state_that_is_no_function_or_gives_none(directory: Path) -> None:
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach()
+        with pytest.raises(ArgumentError, match="such as lambda: state, found a dict"):
+            ckpt.steps(3, state={"n": 1})  # type: ignore[arg-type]
+        with pytest.raises(AttachError, match="give the state"):
+            list(ckpt.steps(3, state=lambda: None))
+    assert ckpt.all_steps() == []

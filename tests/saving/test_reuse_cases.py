@@ -26,10 +26,12 @@ from support.stages import at
 from support.steps import save
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies
-from torchax_ckpt.saving.reuse import known
+from torchax_ckpt.saving.reuse import known, reuse
 from torchax_ckpt.saving.reuse.reuse import SaveReuse
+from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.medium import local_medium
 from torchax_ckpt.storage.medium.local_medium import LocalMedium
+from torchax_ckpt.stored.stored_step import parse_manifest
 
 REUSE = CheckpointOptions(reuse=["state"])
 ALL = policies.PreserveAll()
@@ -50,6 +52,20 @@ def zeros(*shape: int, dtype: str = "float32") -> jax.Array:
 def identity_proves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets the identity of an array prove its values, as on accelerators."""
     monkeypatch.setattr(known, "is_proof", lambda array: isinstance(array, jax.Array))
+
+
+def test_a_save_does_not_read_the_manifests_that_this_program_has_written(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+
+    def parse(committed: CommittedStep) -> Any:
+        read.append(committed.path.name)
+        return parse_manifest(committed)
+
+    monkeypatch.setattr(reuse, "parse_manifest", parse)
+    saved(directory, *5 * [{"w": zeros(8)}])
+    assert read == []
 
 
 # --- what counts as the same -----------------------------------------------------------------
@@ -152,6 +168,21 @@ def test_it_is_noticed_in_the_restored_step_and_in_what_is_kept_aside(
         found = {"restored": "ww22ww22", "aside": "wwaawaaa"}
         assert run.reused["whole"] == found[where]
         run.check(8)
+
+
+def test_what_was_kept_aside_is_not_missed_once_it_was_removed_for_links_that_failed(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Run(directory, keep=1) as run:
+        run.save(4)
+        reuse_of_tier = run.ckpt._run.durable.tier.reuse
+        [kept] = [e for e in reuse_of_tier.known.entries.values() if e.is_retained]
+        # The step is to be deleted once more, as if that had failed, but somebody has removed it.
+        step, nsecs = kept.key
+        reuse_of_tier.retain([CommittedStep(step, run.ckpt._run.durable.path / str(step), nsecs)])
+        run.save(2)
+        assert AGAIN not in caplog.text
+        run.check(6)
 
 
 def test_a_change_after_the_save_has_looked_costs_that_save(directory: Path) -> None:

@@ -37,7 +37,8 @@ from torchax_ckpt.errors import (
     SaveTimeoutError,
 )
 from torchax_ckpt.processes import call_log
-from torchax_ckpt.saving import save_in_flight
+from torchax_ckpt.saving import tier
+from torchax_ckpt.storage.directory import lineage
 from torchax_ckpt.storage.medium import bucket_medium
 from torchax_ckpt.telemetry import recorder
 
@@ -188,7 +189,7 @@ def test_a_failed_save_keeps_no_copy_of_the_state_alive(
 
 
 def test_a_save_at_a_preemption_is_tried_again_and_says_whether_it_is_durable(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
+    directory: Path, preempt: Callable[[], None]
 ) -> None:
     calls: list[int] = []
 
@@ -199,7 +200,7 @@ def test_a_save_at_a_preemption_is_tried_again_and_says_whether_it_is_durable(
 
     at("write the arrays", fail)
     ckpt = TorchaxCheckpointer(directory)
-    monkeypatch.setattr(ckpt._preemption, "decide", lambda step: True)
+    preempt()
     assert ckpt.save(1, state=STATE) is True
     assert ckpt.all_steps() == [1]
     assert len(calls) == 2
@@ -332,8 +333,9 @@ def test_nothing_that_a_checkpointer_holds_grows_with_each_save(
     for module, limit in (
         (call_log, "_REMEMBERED"),
         (recorder, "_MAX_VALUES"),
-        (save_in_flight, "_LOGGED_SAVES"),
+        (tier, "_LOGGED_SAVES"),
         (bucket_medium, "_USED_NAMES"),
+        (lineage, "_MOST"),
     ):
         monkeypatch.setattr(module, limit, 5)
     local, looks = directory.with_name("local"), list[dict[str, int]]()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from support.training import on_cpu
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies, torchax_backend
 from torchax_ckpt.errors import MetricsError
-from torchax_ckpt.runtime import preemption
 from torchax_ckpt.saving.training_loop.step_metrics import check_metrics, fetching
 
 STATE = {"w": np.ones(2)}
@@ -246,14 +245,14 @@ def test_what_a_best_n_rule_cannot_rank_is_refused_at_save(directory: Path, valu
 @pytest.mark.parametrize("value", [math.nan, "text"])
 @pytest.mark.parametrize("why", ["forced", "preempted"])
 def test_a_metric_that_cannot_be_ranked_costs_no_step_that_must_be_saved(
-    directory: Path, why: str, value: Any, monkeypatch: pytest.MonkeyPatch
+    directory: Path, why: str, value: Any, preempt: Callable[[], None]
 ) -> None:
     options = CheckpointOptions(on_save_error="raise")  # for saves that failed, which this is not
     best = policies.AnyPreservationPolicy([BEST, policies.LatestN(2)])
     with TorchaxCheckpointer(directory, preservation_policy=best, options=options) as ckpt:
         ckpt.save(1, state=STATE, metrics={"loss": 1.0}, force=True)
         if why == "preempted":
-            monkeypatch.setattr(preemption._watch, "noticed_at", time.monotonic())
+            preempt()
         metrics = {"loss": value, "a": 1}
         assert ckpt.save(2, state=STATE, metrics=metrics, force=why == "forced")
         assert ckpt.save(3, state=STATE, force=True)

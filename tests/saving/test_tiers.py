@@ -10,9 +10,8 @@ import re
 import shutil
 import signal
 import tempfile
-import time
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,6 @@ from torchax_ckpt.errors import (
     StepNotFoundError,
     TierError,
 )
-from torchax_ckpt.runtime import preemption
 from torchax_ckpt.storage.directory import run_identity
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.telemetry.events import Event
@@ -178,7 +176,6 @@ def test_a_local_tier_holds_one_step_more_than_it_keeps_and_never_two(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"path": "gs://bucket/x"}, "expected a path on this host, found 'gs://bucket/x'"),
         ({"path": 3}, "expected a path on this host, found 3"),
         ({"path": "x", "keep": 0}, "keep: expected a positive int, found 0"),
         ({"path": "x", "keep": True}, "keep: expected a positive int, found True"),
@@ -188,6 +185,14 @@ def test_a_local_tier_holds_one_step_more_than_it_keeps_and_never_two(
 def test_settings_that_cannot_be_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LocalTier(**arguments)
+
+
+def test_a_local_tier_in_a_bucket_is_refused(directory: Path) -> None:
+    with pytest.raises(
+        DirectoryError, match="LocalTier: path: expected a path on this host; found"
+    ):
+        TorchaxCheckpointer(directory, local=LocalTier("gs://bucket/x"))
+    assert not directory.exists()
 
 
 # --- what is lost, and what survives -------------------------------------------------------------
@@ -257,11 +262,11 @@ def test_a_slow_durable_tier_does_not_hold_up_the_local_one(directory: Path, ram
 
 
 def test_a_preemption_saves_to_the_durable_tier(
-    directory: Path, ramdisk: Path, monkeypatch: pytest.MonkeyPatch
+    directory: Path, ramdisk: Path, preempt: Callable[[], None]
 ) -> None:
     with two_tiers(directory, ramdisk) as ckpt:
         save_due(ckpt, 1, 2)
-        monkeypatch.setattr(preemption._watch, "noticed_at", time.monotonic())
+        preempt()
         assert ckpt.save(3, state=state(3))
         assert (ckpt.all_steps("durable"), ckpt.all_steps("local")) == ([3], [1, 2])
 

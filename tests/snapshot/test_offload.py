@@ -134,7 +134,7 @@ def test_a_mesh_that_the_program_set_does_not_matter(mode: Any, directory: Path)
 def test_arrays_that_are_deleted_at_once_are_stored_as_they_were(layout: Any) -> None:
     state = {n: a for n, a in state_of().items() if isinstance(a, jax.Array) and a.size}
     expected = {f"state/{n}": np.array(a) for n, a in state.items()}
-    plan, stored = donated(Snapshotter("offload", layout), state).stored()
+    plan, stored = donated(Snapshotter("offload", layout), state).to_store()
     for name, members in plan.members(list(expected)).items():
         found = np.asarray(stored[name])
         rows = found if name in plan.stacks else [found]
@@ -173,7 +173,7 @@ def test_auto_copies_everything_or_offloads_everything_or_transfers(
         snapshotter.donated()
         snapshot = snapshotter.take(names, list(state.values()))
         assert snapshot.way == way
-        _, stored = snapshot.stored()
+        _, stored = snapshot.to_store()
         assert [*stored] == names
         for array, expected in zip(stored.values(), state.values(), strict=True):
             is_offloaded = way == "offload" and isinstance(expected, jax.Array)
@@ -200,9 +200,9 @@ def test_pinned_memory_that_a_runtime_has_kept_does_not_count_twice() -> None:
     once = 8 * 16 * 1024 * 5 // 4
     available = 2 * once
     taken = Snapshotter("offload", "flat", DeviceMemory(host_bytes=lambda: available))
-    taken.take([*sizes(16)], [*sizes(16).values()]).stored()
+    taken.take([*sizes(16)], [*sizes(16).values()]).to_store()
     available = once  # the runtime has kept the pinned memory
-    taken.take([*sizes(16)], [*sizes(16).values()]).stored()
+    taken.take([*sizes(16)], [*sizes(16).values()]).to_store()
     available = once - 1
     with pytest.raises(OutOfMemoryError):
         taken.take([*sizes(16)], [*sizes(16).values()])

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from support.device_memory import limited
-from support.stages import at
+from support.stages import Gate, at
 from support.training import P, fsdp_mesh
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, policies, torchax_backend
@@ -28,8 +28,8 @@ from torchax_ckpt.errors import DonatedBufferError, SaveError
 from torchax_ckpt.options import SnapshotMode
 from torchax_ckpt.snapshot import snapshotter
 from torchax_ckpt.snapshot.planner import Planner
-from torchax_ckpt.snapshot.snapshotter import Snapshot, Snapshotter
-from torchax_ckpt.storage.writing import fetching
+from torchax_ckpt.snapshot.snapshotter import Snapshotter
+from torchax_ckpt.storage.writing import array_writer
 
 double = jax.jit(lambda tree: jax.tree.map(lambda x: x * 2, tree), donate_argnums=0)
 fresh = jax.jit(lambda tree: jax.tree.map(lambda x: x * 2, tree))
@@ -87,12 +87,8 @@ def test_a_deleted_leaf_among_many_is_never_saved(directory: Path, mode: Snapsho
 @pytest.fixture
 def busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Writing falls behind the training, now before and now after it has looked at the leaves."""
-    stored, start = Snapshot.stored, fetching.start
+    start = array_writer._start_fetch
     looks, writes = itertools.cycle([0.0, 0.03, 0.002]), itertools.cycle([0.0, 0.01, 0.002, 0.03])
-
-    def late_look(*args: Any) -> Any:
-        time.sleep(next(looks))
-        return stored(*args)
 
     def started(*given: Any) -> Any:
         fetch = start(*given)
@@ -103,9 +99,9 @@ def busy(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return locked
 
-    monkeypatch.setattr(fetching, "start", started)
+    monkeypatch.setattr(array_writer, "_start_fetch", started)
+    at("stack the arrays", lambda: time.sleep(next(looks)))
     at("write the arrays", lambda: time.sleep(next(writes)))
-    monkeypatch.setattr(Snapshot, "stored", late_look)
 
 
 donating = pytest.mark.parametrize("step_fn", [double, deleting], ids=["donated", "deleted"])
@@ -156,17 +152,15 @@ def test_a_donated_reference_is_saved_as_it_was_or_not_at_all(
 @donating
 @layouts
 def test_a_reference_donated_before_it_was_looked_at_fails_that_save(
-    layout: Any, step_fn: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
+    layout: Any, step_fn: Any, directory: Path
 ) -> None:
-    go = threading.Event()
-    stored = Snapshot.stored
-    monkeypatch.setattr(Snapshot, "stored", lambda *args: go.wait(60) and stored(*args))
+    gate = Gate("stack the arrays")
     options = CheckpointOptions(snapshot="reference", layout=layout)
     ckpt = TorchaxCheckpointer(directory, options=options)
     state = step_fn(start())
     ckpt.save(1, state=state)
     state = step_fn(state)
-    go.set()
+    gate.opened.set()
     with pytest.raises(SaveError, match=r"step 1 .*state/layers\.0\.w: its buffer was") as caught:
         ckpt.wait_until_finished()
     assert isinstance(caught.value.__cause__, DonatedBufferError)
@@ -224,12 +218,10 @@ def test_the_way_of_snapshots_is_said_once(
 @donating
 @layouts
 def test_auto_loses_one_save_to_a_program_that_begins_to_donate(
-    layout: Any, step_fn: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
+    layout: Any, step_fn: Any, directory: Path
 ) -> None:
-    go = threading.Event()
-    go.set()
-    stored = Snapshot.stored
-    monkeypatch.setattr(Snapshot, "stored", lambda *args: go.wait(60) and stored(*args))
+    gate = Gate("stack the arrays")
+    gate.opened.set()
     ckpt = TorchaxCheckpointer(
         directory,
         options=CheckpointOptions(layout=layout),
@@ -239,11 +231,11 @@ def test_auto_loses_one_save_to_a_program_that_begins_to_donate(
     for step in range(1, 8):
         state = (fresh if step <= 4 else step_fn)(state)
         if step == 5:  # what was saved at step 4 is gone before it is looked at
-            go.set()
+            gate.opened.set()
             ckpt._saver.wait()
         if step == 4:
             ckpt.wait_until_finished()
-            go.clear()
+            gate.opened.clear()
         ckpt.save(step, state=state, force=True)
     ckpt.close()
     with pytest.raises(SaveError, match="step 4 ") as caught:

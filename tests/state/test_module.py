@@ -18,11 +18,15 @@ from torchax.train import ScannedModule
 
 from torchax_ckpt import TorchaxCheckpointer, policies, torchax_backend
 from torchax_ckpt.errors import AttachError, UnsupportedLeafError
+from torchax_ckpt.layout import names
+from torchax_ckpt.storage.directory.run_directory import RunDirectory
+from torchax_ckpt.stored.stored_step import StoredStep
 
 
 def stored_names(directory: Path) -> list[str]:
-    with TorchaxCheckpointer(directory) as ckpt:
-        return list(ckpt.load()["model"])
+    newest = RunDirectory(directory).candidates(None)[-1]
+    paths = [names.split(name) for name in StoredStep(newest).leaves]
+    return [path[1] for path in paths if path[0] == "model"]
 
 
 def tensors(model: nn.Module) -> dict[str, torch.Tensor]:

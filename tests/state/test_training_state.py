@@ -218,7 +218,7 @@ def test_steps_that_are_no_counts_are_refused_everywhere(directory: Path) -> Non
         arrays = [torch.tensor([3]), torch.ones(1, dtype=torch.int32, device="jax"), np.array([3])]
         for use in USES_OF_STEPS.values():
             for step in (1.0, True, np.True_, np.float32(2), "3", [4], *flags, *arrays):
-                with pytest.raises(StepTypeError, match="expected an int, found") as caught:
+                with pytest.raises(StepTypeError, match="expected an int") as caught:
                     use(ckpt, step)
                 assert isinstance(caught.value, TypeError)
             with pytest.raises(StepError, match="expected 0 or more, found -1") as negative:

@@ -137,8 +137,9 @@ def test_weights_that_processes_have_saved_together_are_read_by_name(version: st
     assert weights == {name: whole[name] for name in whole if "/" not in name}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("kind", ["processes", pytest.param(APART, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["processes", APART])
 def test_each_process_has_its_own_state_of_a_golden_checkpoint_again(
     kind: str, version: str, together: Together, tmp_path: Path
 ) -> None:

@@ -45,9 +45,10 @@ from torchax_ckpt.errors import (
 from torchax_ckpt.layout.manifest import MAX_DEPTH
 from torchax_ckpt.options import Codec
 from torchax_ckpt.runtime import host_memory
+from torchax_ckpt.storage.arrays import tensorstore_context
 from torchax_ckpt.storage.directory.commit_record import MARK
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
-from torchax_ckpt.storage.medium import location, permissions, seals
+from torchax_ckpt.storage.medium import permissions, seals
 from torchax_ckpt.storage.writing import array_writer
 from torchax_ckpt.stored.stored_step import StoredStep
 from torchax_ckpt.telemetry.journal import FOLDER
@@ -694,7 +695,7 @@ def test_as_many_chunks_are_unpacked_at_once_as_the_host_has_memory_for(
 ) -> None:
     """Since a chunk can unpack to 2 GiB, whatever its array says."""
     monkeypatch.setattr(host_memory, "host_memory_bytes", lambda: gib << 30)
-    found = location.reading_context()["data_copy_concurrency"].to_json()
+    found = tensorstore_context.reading_context()["data_copy_concurrency"].to_json()
     assert found == {"limit": min(threads, os.cpu_count() or 1)}
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from etils import epath
 
+from torchax_ckpt.saving.mirroring import mirroring
 from torchax_ckpt.storage.medium import bucket, fsync, medium
 from torchax_ckpt.storage.medium.bucket_medium import BEGUN, BucketMedium
 from torchax_ckpt.storage.medium.local_medium import LocalMedium
@@ -32,6 +33,7 @@ class FolderBucket(BucketMedium):
     remove_file = LocalMedium.remove_file
     new_log = LocalMedium.new_log
     record = LocalMedium.record
+    kvstore = LocalMedium.kvstore
     database_to_read = LocalMedium.database_to_read
     database_to_write = LocalMedium.database_to_write
 
@@ -51,9 +53,29 @@ def folder_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         return FolderBucket(path) if path.is_relative_to(folder) else of(path)
 
     def copy(source: Any, target: Any, names: Any = None) -> None:
-        shutil.copytree(source, target)
+        shutil.copytree(source, target, dirs_exist_ok=True)
 
     monkeypatch.setattr(medium, "of", of_kind)
     monkeypatch.setattr(bucket, "remove", lambda path: fsync.remove(Path(path)))
     monkeypatch.setattr(bucket, "copy", copy)
     return folder
+
+
+@pytest.fixture(params=["path", "bucket"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """Where the mirror is: on a disk, or where all is objects."""
+    if request.param == "bucket":
+        return Path(request.getfixturevalue("folder_bucket")) / "mirror"
+    return tmp_path / "mirror"
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy to a mirror that fails is tried again at once."""
+    monkeypatch.setattr(mirroring, "_RETRY_SECS", 0.02)
+    monkeypatch.setattr(mirroring, "_LAST_PAUSE_SECS", 0.02)
+
+
+@pytest.fixture
+def mirror(tmp_path: Path) -> Path:
+    return tmp_path / "mirror"

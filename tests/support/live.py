@@ -31,19 +31,24 @@ DEADLINE_SECS = 240
 
 
 class Groups:
-    """The live groups of a test process, by the number of their processes."""
+    """The live groups of a test process, by the number of their processes.
 
-    def __init__(self) -> None:
+    ``is_new``: each program gets a new group, in which nothing ran before it.
+    """
+
+    def __init__(self, *, is_new: bool = False) -> None:
         self._groups: dict[int, Group] = {}
+        self._is_new = is_new
 
     def run(self, program: str | Path, count: int, *args: Any) -> list[list[Any]]:
         """Runs a program in a live group; returns the reports of each process."""
         group = self._groups.pop(count, None) or Group(count)
-        with contextlib.ExitStack() as failed:
-            failed.enter_context(group)
+        with contextlib.ExitStack() as ending:
+            ending.enter_context(group)
             reports = group.run(program, *args)
-            failed.pop_all()
-        self._groups[count] = group
+            if not self._is_new:
+                ending.pop_all()
+                self._groups[count] = group
         return reports
 
     def __enter__(self) -> Groups:

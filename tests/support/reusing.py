@@ -41,7 +41,7 @@ from torchax_ckpt.errors import CorruptCheckpointError, SaveError
 from torchax_ckpt.runtime.stages import Stage
 from torchax_ckpt.saving.reuse import known
 from torchax_ckpt.snapshot import snapshotter
-from torchax_ckpt.storage.writing import fetching
+from torchax_ckpt.storage.writing import array_writer
 
 # The leaves on the devices, and how each lies on a mesh of data x model. All but the head are
 # without gradients, and each save comes with another head. The layers are stored as a stack.
@@ -108,6 +108,7 @@ class Run:
         if is_proof:
             self._patch.setattr(known, "is_proof", lambda array: isinstance(array, jax.Array))
         self._damaged: set[int] = set()  # files
+        self._ends = contextlib.ExitStack()
         self._record = directory.with_suffix(".saved")
         self.saved: dict[int, dict[str, int]] = {}
         if self._record.exists():
@@ -281,6 +282,7 @@ class Run:
         path = data_file(self.directory, step)
         flip_bit(path, path.stat().st_size // 2)
         self._damaged.add(path.stat().st_ino)
+        self._ends.enter_context(path.open())  # so that no other file gets its number
 
     def back(self, step: int) -> None:
         """Goes back to a step, from which the run goes on."""
@@ -332,6 +334,7 @@ class Run:
     def __exit__(self, *_: object) -> None:
         self._patch.undo()
         self.end()
+        self._ends.close()
 
 
 def _key(tier: str, leaf: str) -> str:
@@ -351,7 +354,11 @@ def _steps(place: Path) -> list[int]:
 def _note_shapes(patch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shapes of the arrays that saves copy or fetch from the devices, a list that grows."""
     shapes: list[tuple[int, ...]] = []
-    execute, start, to_compare = snapshotter.execute, fetching.start, fetching.to_compare
+    execute, start, to_compare = (
+        snapshotter.execute,
+        array_writer._start_fetch,
+        array_writer.parts_to_compare,
+    )
 
     def copied(plan: Any, leaves: Any, **settings: Any) -> Any:
         shapes.extend(leaf.shape for leaf in leaves.values())
@@ -366,6 +373,6 @@ def _note_shapes(patch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         return to_compare(array)
 
     patch.setattr(snapshotter, "execute", copied)
-    patch.setattr(fetching, "start", fetched)
-    patch.setattr(fetching, "to_compare", compared)
+    patch.setattr(array_writer, "_start_fetch", fetched)
+    patch.setattr(array_writer, "parts_to_compare", compared)
     return shapes

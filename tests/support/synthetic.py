@@ -76,7 +76,8 @@ def run(
         cost = {"blocking_secs": draw.uniform(0.004, 0.006), "durable_secs": took}
         kept[step] = 1_490_000_000 + draw.randrange(1_000_000)
         sizes = {"num_bytes": kept[step], "total_bytes": sum(kept.values())}
-        events.append(Event("durable", now, step, {**cost, **sizes}))
+        metrics = {"loss": 4 / (1 + step / 400) + draw.uniform(0, 0.1)}
+        events.append(Event("durable", now, step, {**cost, **sizes, "metrics": metrics}))
         if len(kept) > 3:
             del kept[oldest := min(kept)]
             gone = {"steps": [oldest], "total_bytes": sum(kept.values())}

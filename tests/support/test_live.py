@@ -20,6 +20,11 @@ FAILING = {
         "import threading; threading.Thread(target=threading.Event().wait, name='t').start()",
         "leaves behind: thread t",
     ),
+    "a pool": (
+        "import sys; from concurrent.futures import ThreadPoolExecutor as Pool\n"
+        "sys.kept = Pool(); sys.kept.submit(int).result()",
+        "leaves behind: thread ThreadPoolExecutor",
+    ),
     "a name": (
         "from torchax_ckpt.runtime import stages; stages.stage = None",
         r"leaves behind: torchax_ckpt\.runtime\.stages\.stage",
@@ -54,6 +59,13 @@ def test_a_failure_and_what_is_left_behind_end_the_group_and_no_other_program(
     monkeypatch.undo()
     [[after]] = groups.run(PID, 1)
     assert after != first
+
+
+@pytest.mark.slow
+def test_each_program_gets_a_new_group_if_asked_for() -> None:
+    with Groups(is_new=True) as groups:
+        [[first]], [[second]] = groups.run(PID, 1), groups.run(PID, 1)
+    assert first != second
 
 
 @pytest.mark.slow

@@ -150,6 +150,18 @@ def test_lines_that_are_no_events_and_values_of_another_form_are_left_out() -> N
     odd = {"secs": float("inf"), "error": "x" * 5000, "other": {"a": []}}
     line = json.dumps({"at": 5, "event": "failed", "step": 2, **odd}).encode()
     assert Event.of_line(line) == Event("failed", 5.0, 2, {})
+    for metrics in (
+        [1],
+        {"a": "x"},
+        {"a": True},
+        {"a": 1e200},
+        {"x" * 101: 1},
+        {str(n): n for n in range(21)},
+    ):
+        line = json.dumps({"at": 5, "event": "durable", "metrics": metrics}).encode()
+        assert Event.of_line(line) == Event("durable", 5.0, None, {})
+    line = b'{"at":5,"event":"durable","metrics":{"a":-1.5}}'
+    assert Event.of_line(line) == Event("durable", 5.0, None, {"metrics": {"a": -1.5}})
     before = Event.of_line(b'{"at":5,"event":"restored","secs":2.5}')
     assert before == Event("restored", 5.0, None, {"restore_secs": 2.5})
 

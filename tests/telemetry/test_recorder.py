@@ -9,6 +9,7 @@ import logging
 import platform
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,22 @@ def test_everything_that_happens_is_told_and_written_in_its_order(
     assert thread.name == "events"
     assert not thread.is_alive()
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_a_durable_event_has_the_metrics_that_a_chart_can_show(directory: Path) -> None:
+    told: list[Event] = []
+    odd = {"nan": float("nan"), "inf": -float("inf"), "name": "x", "list": [1], "yes": True}
+    many = {f"m{number}": number for number in range(30)}
+    with TorchaxCheckpointer(directory, on_event=told.append) as ckpt:
+        ckpt.save(1, state=STATE, metrics={**odd, "loss": np.float32(0.5), "least": -2}, force=True)
+        ckpt.save(2, state=STATE, metrics={"x" * 101: 1.0, **many}, force=True)
+        ckpt.save(3, state=STATE, force=True)
+    (written,) = recorded(directory)
+    for events in (told, written):
+        durable = [event.values for event in events if event.name == "durable"]
+        assert durable[0]["metrics"] == {"loss": 0.5, "least": -2}
+        assert durable[1]["metrics"] == dict(list(many.items())[:20])
+        assert "metrics" not in durable[2]
 
 
 def test_restores_failures_and_branches_are_written_too(directory: Path) -> None:
@@ -240,7 +257,7 @@ def test_a_hook_may_ask_and_close(directory: Path) -> None:
     assert asked == [(1, [1])]
 
 
-def test_stats_count_and_give_quantiles(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stats_count_and_give_quantiles(directory: Path, preempt: Callable[[], None]) -> None:
     free_disk = fill_disk()
     with TorchaxCheckpointer(directory) as ckpt:
         ckpt.attach(mlp())
@@ -250,20 +267,20 @@ def test_stats_count_and_give_quantiles(directory: Path, monkeypatch: pytest.Mon
         with pytest.raises(SaveError):
             ckpt.wait_until_finished()
         free_disk()
-        for step in (4, 6, 9):
+        for step in (4, 6):
             ckpt.save(step, force=True)
             assert not ckpt.save(step)
             # A forced save of what is there counts as neither saved nor skipped.
             assert not ckpt.save(step, force=True)
             ckpt.wait_until_finished()
-        monkeypatch.setattr(ckpt._preemption, "decide", lambda step: True)
-        assert not ckpt.save(9)
-        monkeypatch.undo()
+        preempt()
+        assert ckpt.save(9)
+        assert not ckpt.save(9)  # which must be saved and is there
         ckpt.restore(9)
     stats = ckpt.stats()
     assert stats.num_saves == 4
     assert (stats.num_durable, stats.num_failed) == (3, 1)
-    assert stats.num_skipped == 3
+    assert stats.num_skipped == 2
     assert stats.interval_steps == Quantiles(p50=2, p90=2.8)
     assert stats.blocking_secs is not None
     assert stats.durable_secs is not None

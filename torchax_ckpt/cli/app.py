@@ -22,6 +22,8 @@ COMMANDS = {
     "export": ("convert.export", "Writes the weights of a step to files for other programs."),
     "import": ("convert.import_", "Writes weights of another program as step 0 of a new run."),
     "prune": ("prune.prune", "Lists or deletes the steps that no given rule keeps."),
+    "mirror": ("mirror.mirror", "Copies the newest step of a run to a mirror, again and again."),
+    "fetch": ("mirror.fetch", "Fetches the newest step of a mirror into a run's directory."),
     "copy": ("prune.copy", "Copies steps to another directory, and verifies each copy."),
 }
 
@@ -44,7 +46,7 @@ def _imported(name: str) -> Any:
     file, _, function = COMMANDS[name][0].partition(".")
     module = importlib.import_module(f"torchax_ckpt.cli.{file}")
     single = typer.Typer(add_completion=False, **_STYLE)
-    single.command(name, epilog=EPILOG)(with_exit_code(getattr(module, function)))
+    single.command(name)(with_exit_code(getattr(module, function)))
     return typer.main.get_command(single)
 
 

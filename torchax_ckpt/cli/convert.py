@@ -13,12 +13,11 @@ from torchax_ckpt.cli.exit_codes import OK, UsageError
 from torchax_ckpt.cli.step_arguments import (
     Json,
     RunOrStep,
+    chosen,
     local_path,
     output_path,
     parsed_size,
-    run_at,
     run_to_write,
-    step_named,
 )
 from torchax_ckpt.errors import DirectoryError
 from torchax_ckpt.formats.huggingface.model_folder import assets_of
@@ -63,8 +62,8 @@ def export(
         list[str],
         typer.Argument(
             metavar="[STEP] OUT",
-            help="STEP: its number, best:loss, or best:accuracy:max; default: the newest. OUT: a "
-            "file for pt; a directory for hf, peft and dcp; either for safetensors.",
+            help="STEP: its number, latest, best:loss, or best:accuracy:max; default: latest. "
+            "OUT: a file for pt; a directory for hf, peft and dcp; either for safetensors.",
         ),
     ],
     format: Annotated[
@@ -129,7 +128,7 @@ def export(
         )
     except ValueError as error:
         raise UsageError(f"export: --{error}") from error  # it begins with an argument's name
-    stored = StoredStep(step_named(run_at(directory), step[0] if step else None))
+    stored = StoredStep(chosen(directory, step[0] if step else None)[1])
     weights = form.weights_of(stored)
     has_config = None  # only folders for transformers can lack a config
     paths: Sequence[Path] = [out]

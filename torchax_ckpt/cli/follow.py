@@ -20,13 +20,13 @@ from torchax_ckpt.storage.medium import medium
 
 def follow(
     run: Annotated[
-        str, typer.Argument(metavar="RUN", help="A run's directory, or gs://bucket/prefix.")
+        str, typer.Argument(metavar="RUN", help="A run's directory, also gs:// or s3://.")
     ],
     out: Annotated[
         str,
         typer.Argument(
             metavar="OUT",
-            help="A folder, or gs://bucket/prefix: new, empty, or one that follow has written.",
+            help="A folder, also gs:// or s3://: new, empty, or one that follow has written.",
         ),
     ],
     format: Annotated[

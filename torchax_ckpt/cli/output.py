@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import calendar
 import json
+import math
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +19,8 @@ from torchax_ckpt.storage.directory.committed_step import CommittedStep, time_si
 
 # Width of a table that goes to a pipe or a file, so that nothing is cut to a terminal's width.
 _UNBOUNDED = 1_000_000
+_DAY = 86_400
+_ROUND_SECS = (15, 30, *(60 * n for n in (1, 2, 5, 10, 15, 30, 60, 120, 180, 360, 720)), _DAY)
 
 
 def is_watched() -> bool:
@@ -108,6 +111,19 @@ def duration(secs: float) -> str:
 
 def _short(amount: float) -> str:
     return f"{amount:.0f}" if amount >= 9.995 else f"{amount:.3g}"
+
+
+def round_number(least: float) -> float:
+    """Returns the smallest of 1, 2 and 5 times a power of ten that is at least ``least``."""
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(n * power for n in (1, 2, 5, 10, 20) if n * power >= 0.999999 * least)
+
+
+def round_secs(least: float) -> float:
+    """Returns the smallest round number of seconds, minutes, hours or days, at least ``least``."""
+    if least <= 10:
+        return round_number(least)
+    return next((secs for secs in _ROUND_SECS if secs >= least), _DAY * round_number(least / _DAY))
 
 
 def age(moment: str | None) -> str:

@@ -28,6 +28,7 @@ _CHIPS_PER_HOST = 4  # on most TPUs
 _HOST_MTBF_SECS = 365 * 86_400.0
 _TIMES, _CHIPS = "How often to save", "Before renting TPUs"
 # The options that --topology does not use.
+_FEW_PARAMS = 1000  # fewer are billions, whose letter was left out
 _OF_INTERVALS = ("params", "chips", "mtbf", "restart", "blocking", "durable", "slowdown")
 
 
@@ -115,7 +116,10 @@ def plan(
         )
     known = {} if run is None else _measured(run)
     if params is not None:
-        num_bytes = planning.state_bytes(parsed_count(params, "plan: --params")).total_bytes
+        count = parsed_count(params, "plan: --params")
+        if count < _FEW_PARAMS:
+            output.note(f"--params {params} is a model of {count} parameters; is {count}B meant?")
+        num_bytes = planning.state_bytes(count).total_bytes
     elif "num_bytes" in known:
         num_bytes = math.ceil(known["num_bytes"])
     else:

@@ -14,9 +14,10 @@ from torchax_ckpt.cli.step_arguments import (
     Json,
     existing,
     parsed_secs,
+    parted,
     run_at,
     run_to_write,
-    step_infos,
+    step_named,
 )
 from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError, PolicyError
 from torchax_ckpt.policies import preservation_rules
@@ -27,8 +28,8 @@ from torchax_ckpt.storage.directory import given_step
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.shared_files import Usage
-from torchax_ckpt.storage.medium import medium
 from torchax_ckpt.stored.copy import copy_steps
+from torchax_ckpt.stored.named_steps import step_infos
 
 
 def prune(
@@ -121,7 +122,7 @@ def _steps_to_delete(
     run: RunDirectory, steps: Sequence[CommittedStep], rules: Sequence[Mapping[str, Any]]
 ) -> list[CommittedStep]:
     """Returns the steps that neither a rule nor their verification keeps."""
-    infos = step_infos(run, steps)
+    infos = step_infos(steps, lambda committed: run)
     damaged = [run.verified.is_damaged(committed) for committed in steps]
     kept_by = [preservation_rules.kept_by(rule, infos, damaged) or () for rule in rules]
     for rule, kept in zip(rules, kept_by, strict=True):
@@ -148,18 +149,17 @@ def copy(
     Holds the lease of the target directory during the copy.
     """
     run = run_to_write(target)
-    given = run_at(source)
-    steps = given.candidates(None)
+    directory, name = parted(source)
+    given = run_at(directory)
+    steps = given.candidates(None) if name is None else [step_named(given, name)]
     if given.is_of_one_step and not given_step.tells_number(steps[0].path):
         raise UsageError(
             f"{source}: expected a folder whose name tells the number of the step, which the step "
             f"itself does not store; found {steps[0].path.name!r}. Rename it to this number"
         )
     usage = Usage(steps)
-    has_links = medium.of(run.path).has_links  # else the copies share nothing
-    total = usage.total_bytes if has_links else sum(map(usage.num_bytes, steps))
     left_out: list[CheckpointError] = []
-    with progress.bar("copying", lambda: total) as on_bytes:
+    with progress.bar("copying", lambda: usage.total_bytes) as on_bytes:
         copied = copy_steps(steps, run, on_bytes, left_out.append)
     for error in left_out:
         output.note(f"not copied: {error}")

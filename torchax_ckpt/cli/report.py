@@ -10,7 +10,9 @@ is drawn once.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,12 +31,15 @@ from torchax_ckpt.cli.step_arguments import Directory, Json, existing, output_pa
 from torchax_ckpt.errors import DirectoryError
 from torchax_ckpt.runtime.user_messages import counted
 from torchax_ckpt.storage.medium import fsync, permissions
+from torchax_ckpt.telemetry.events import drawable
 from torchax_ckpt.telemetry.journal import read_events
 from torchax_ckpt.telemetry.stats import Quantiles, Stats
 from torchax_ckpt.telemetry.timeline import (
     RecordedRun,
     SaveSpan,
+    busy_spans,
     bytes_over_time,
+    metrics_over_steps,
     numbers_of,
     runs_of,
     steps_over_time,
@@ -132,8 +137,9 @@ def page(
     figures += _figures_of_saves(saves, len(lost_saves), numbers)
     if any(run.lost_steps is not None for run in runs):
         lost = sum(run.lost_steps or 0 for run in runs)
+        note = "at least: a restart goes back to the newest step on storage"
         again = f"{lost:,} step{'s' * (lost != 1)}"
-        figures.append(("done again", again, "at least, after restarts"))
+        figures.append(("trained a second time", again, note))
     return (
         _environment()
         .get_template("report.html.jinja")
@@ -149,10 +155,29 @@ def page(
             timeline=timeline(runs, now_secs) if runs else None,
             histogram=histogram(numbers["interval_secs"]) if numbers["interval_secs"] else None,
             storage=storage(runs, curve, now_secs) if curve else None,
+            metrics=_metrics(runs, steps),
             lost_saves=lost_saves,
             max_rows=_MAX_ROWS,
         )
     )
+
+
+def _metrics(
+    runs: Sequence[RecordedRun], steps: Sequence[dict[str, Any]]
+) -> tuple[dict[str, Chart], int]:
+    """Returns name -> chart of the first metrics, and the number of the others.
+
+    Those by which the policy chooses steps are the first.
+    """
+    saved, there = metrics_over_steps(runs), dict[str, list[tuple[int, float]]]()
+    for step in steps:
+        for name, value in drawable(step["metrics"]).items():
+            there.setdefault(name, []).append((step["step"], value))
+    starts = [event for run in runs for event in run.named("started")]
+    ranked = [rule.get("metric") for start in starts for rule in start.values.get("keeps", ())]
+    names = sorted({**saved, **there}, key=lambda name: (name not in ranked, name))
+    charts = {n: metric_chart(n, saved.get(n, []), there.get(n, [])) for n in names[:_MAX_METRICS]}
+    return charts, len(names) - len(charts)
 
 
 def _environment() -> jinja2.Environment:
@@ -209,26 +234,33 @@ def _figures_of_saves(
     for metric in Stats.metrics().values():
         if metric.label and (found := measured.get(metric.name)):
             text = duration if metric.unit == "seconds" else _count
-            figures.append((metric.label, text(found.p50), f"p90 {text(found.p90)}"))
+            note = f"nine of ten: at most {text(found.p90)}"
+            figures.append((metric.label, text(found.p50), note))
     new, whole = measured["new_bytes"], measured["num_bytes"]
     if new is not None and whole is not None and new != whole:
-        figures.append(
-            ("new in a save", size(int(new.p50)), f"of {size(int(whole.p50))} in a step")
-        )
+        note = f"of {size(int(whole.p50))} in a step"
+        figures.append(("new in a save", size(int(new.p50)), note))
     return figures
 
 
 WIDTH = 640
-# The edges of the plot, and the height of a lane.
-_LEFT, _RIGHT, _TOP, _BOTTOM, _LANE = 96, WIDTH - 12, 14, 170, 26
+# The edges of the plot, the height of a lane, the distance of the labels below a plot, and the
+# width of a label's character on a phone.
+_LEFT, _RIGHT, _TOP, _BOTTOM, _LANE, _BELOW, _CHAR = 96, WIDTH - 12, 26, 182, 26, 22, 12
 # From top to bottom. A lane's name is also the class of its marks.
 _LANES = ("program", "saving", "durable", "deleted", "restored", "failed")
-_MAX_TITLED = 120
-_NUM_BINS = 16
+_MAX_TITLED, _MAX_METRICS = 120, 8
+_DAY = 86_400
+_BREAK_WIDTH = 18.0  # of time that is cut out; all breaks together take at most a fifth
 
-_count = "{:,.0f}".format
 _Place: TypeAlias = Callable[[float], float]  # of a value along an axis
+_Name: TypeAlias = Callable[[float], str]  # of a value at a grid line
 _Marks: TypeAlias = list[tuple[float, float, str]]  # begin, end, title
+_Curve: TypeAlias = Sequence[tuple[float, float]]
+
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}" if value < 1e6 or value % 1e4 else f"{value / 1e6:g}M"
 
 
 @dataclasses.dataclass
@@ -242,29 +274,71 @@ class Chart:
     texts: list[tuple[float, float, str, str]] = dataclasses.field(default_factory=list)
 
     def add_times(self, runs: Sequence[RecordedRun], now_secs: float, bottom: float) -> _Place:
-        """Adds vertical grid lines with their times at both ends and between; returns the axis."""
-        begin = min(run.began_secs for run in runs)
-        end = max(begin + 1, *(now_secs if run.is_running else run.ended_secs for run in runs))
-        across = _axis(begin, end, _LEFT, _RIGHT)
-        form = "%b %d %H:%M" if end - begin > 86_400 else "%H:%M:%S"
-        for secs in (begin, (begin + end) / 2, end):
-            self.shapes.append(("g", f"M{across(secs)} {_TOP}V{bottom}", ""))
-            self.add_below(across(secs), bottom, time.strftime(form, time.gmtime(secs)))
+        """Adds grid lines at round times, and bands where time is cut out; returns the axis."""
+        spans = busy_spans(runs, now_secs)
+        across = _cut_axis(spans)
+        tick_secs = max(1, output.round_secs(sum(end - begin for begin, end in spans) / 5))
+        ticks = [secs for begin, end in spans for secs in _multiples(begin, end, tick_secs)]
+        ticks = ticks or [spans[0][0], spans[-1][1]]
+        form = "%H:%M:%S" if tick_secs < 60 else "%H:%M" if tick_secs < _DAY else ""
+        day = first_day = time.strftime("%b %d", time.gmtime(ticks[0]))
+        for secs in ticks:
+            today = time.strftime("%b %d", time.gmtime(secs))
+            text = "" if today == day and form else today
+            text = f"{text} {time.strftime(form, time.gmtime(secs))}".strip()
+            if self.add_below(across(secs), bottom, text):
+                day = today
+        if form:
+            self.texts.append((_LEFT - 8, bottom + _BELOW, "end", first_day))
+        breaks: _Marks = []
+        for (_, end), (begin, _) in itertools.pairwise(spans):
+            left, right, length = across(end), across(begin), duration(begin - end)
+            before = runs[bisect.bisect_left(runs, begin, key=lambda run: run.began_secs) - 1]
+            kind, title = "idle", f"no program ran for {length}"
+            if not before.ended:
+                kind, title = "gap", f"no event for {length}; the program may have run on"
+            self.add_label((left + right) / 2, _TOP - 13, f"{kind} {length}")
+            breaks.append((left, right, title))
+        self.add_marks("idle", breaks, _TOP, bottom)
         return across
 
-    def add_below(self, x: float, bottom: float, text: str) -> None:
-        """Adds a label below the plot."""
-        anchor = "end" if x > _RIGHT - 30 else "start" if x < _LEFT + 30 else "middle"
-        self.texts.append((x, bottom + 18, anchor, text))
+    def add_below(self, x: float, bottom: float, text: str) -> bool:
+        """Adds a vertical grid line, and a label below it if there is room; returns whether."""
+        self.shapes.append(("g", f"M{x} {_TOP}V{bottom}", ""))
+        return self.add_label(x, bottom + _BELOW, text)
 
-    def add_values(self, most: int, name: Callable[[int], str]) -> _Place:
-        """Adds horizontal grid lines with values, the last at least ``most``; returns the axis."""
-        most = max(2, most + most % 2)  # so that half of it is a whole number too
-        up = _axis(0, most, _BOTTOM, _TOP)
-        for value in (0, most // 2, most):
+    def add_label(self, x: float, y: float, text: str) -> bool:
+        """Adds a label, unless it would touch the last one in its row; returns whether it did."""
+        half = len(text) * _CHAR / 2
+        x = min(max(x, _LEFT + half), WIDTH - half)
+        last_x, last_y, _, last = self.texts[-1] if self.texts else (0.0, 0.0, "", "")
+        if y == last_y and x - half < last_x + len(last) * _CHAR / 2:
+            return False
+        self.texts.append((x, y, "middle", text))
+        return True
+
+    def add_values(self, least: float, most: float, name: _Name, finest: float = 1) -> _Place:
+        """Adds grid lines at round values, at least ``finest`` apart; returns the axis."""
+        step = output.round_number(max(finest, (most - least) / 3))
+        first, last = math.floor(round(least / step, 6)), math.ceil(round(most / step, 6))
+        up = _axis(first * step, last * step, _BOTTOM, _TOP)
+        for value in (index * step for index in range(first, last + 1)):
             self.shapes.append(("g", f"M{_LEFT} {up(value)}H{_RIGHT}", ""))
             self.texts.append((_LEFT - 8, up(value), "end", name(value)))
         return up
+
+    def add_marks(self, name: str, marks: _Marks, top: float, bottom: float) -> None:
+        """Adds boxes of a class; many as one shape, in which what is at one place is drawn once."""
+        if len(marks) > _MAX_TITLED:
+            different = sorted({(round(begin), round(end)) for begin, end, _ in marks})
+            path = "".join(_box(begin, end, top, bottom) for begin, end in different)
+            self.shapes.append((name, path, f"{len(marks):,} of them, too close to tell apart"))
+        else:
+            self.shapes += [(name, _box(a, b, top, bottom), title) for a, b, title in marks]
+
+
+def _box(left: float, right: float, top: float, bottom: float) -> str:
+    return f"M{left:g} {top:g}H{max(right, left + 1.5):g}V{bottom:g}H{left:g}Z"
 
 
 def _axis(least: float, most: float, begin: float, end: float) -> _Place:
@@ -277,32 +351,47 @@ def _axis(least: float, most: float, begin: float, end: float) -> _Place:
     return place
 
 
+def _cut_axis(spans: _Curve) -> _Place:
+    """Returns the axis of times that has these spans only, and narrow breaks between them."""
+    width = min(_BREAK_WIDTH, (_RIGHT - _LEFT) / 5 / len(spans))
+    room = _RIGHT - _LEFT - width * (len(spans) - 1)
+    scale = room / sum(end - begin for begin, end in spans)
+    lengths = [(end - begin) * scale + width for begin, end in spans]
+    lefts = [*itertools.accumulate(lengths, initial=float(_LEFT))]
+
+    def place(secs: float) -> float:
+        index = max(0, bisect.bisect(spans, (secs, math.inf)) - 1)
+        begin, end = spans[index]
+        return round(lefts[index] + (min(max(secs, begin), end) - begin) * scale, 1)
+
+    return place
+
+
+def _multiples(least: float, most: float, step: float) -> list[float]:
+    return [n * step for n in range(math.ceil(least / step), math.floor(most / step) + 1)]
+
+
 def timeline(runs: Sequence[RecordedRun], now_secs: float) -> Chart:
     """Draws the training step over time and, below this curve, a lane for each kind of event."""
     lanes = _lanes(runs)
     chart = Chart(
-        _BOTTOM + 44 + len(lanes) * _LANE,
+        _BOTTOM + 48 + len(lanes) * _LANE,
         f"Timeline: {counted(len(runs), 'program')}, {counted(len(lanes['saving']), 'save')}, "
         f"{len(lanes['durable'])} durable, {len(lanes['failed'])} failed or cut off",
     )
     across = chart.add_times(runs, now_secs, _BOTTOM + len(lanes) * _LANE + 6)
     curves = [steps_over_time(run) for run in runs]
-    up = chart.add_values(max((step for c in curves for _, step in c), default=1), _count)
+    up = chart.add_values(0, max((step for c in curves for _, step in c), default=1) or 1, _count)
     for curve in curves:
         if points := _thinned((across(secs), up(step)) for secs, step in curve):
-            path = "L".join(f"{x} {y}" for x, y in points)
-            chart.shapes.append(("line", f"M{path}h0", ""))  # the cap of its end shows one point
+            # The cap of its end shows a curve of one point.
+            chart.shapes.append(("line", f"{_line(points)}h0", ""))
     for index, (name, marks) in enumerate(lanes.items()):
         y = _BOTTOM + 14 + (index + 0.5) * _LANE
         chart.texts.append((_LEFT - 8, y, "end", name))
         chart.shapes.append(("g", f"M{_LEFT} {y}H{_RIGHT}", ""))
         placed = [(across(begin), across(end), title) for begin, end, title in marks]
-        if len(placed) > _MAX_TITLED:
-            different = sorted({(round(begin), round(end)) for begin, end, _ in placed})
-            path = "".join(_mark(begin, end, y) for begin, end in different)
-            chart.shapes.append((name, path, f"{len(marks):,} of them, too close to tell apart"))
-        else:
-            chart.shapes += [(name, _mark(a, b, y), title) for a, b, title in placed]
+        chart.add_marks(name, placed, y - 6, y + 6)
     return chart
 
 
@@ -312,12 +401,31 @@ def storage(
     """Draws a curve (seconds since the epoch, bytes) of what all steps take on storage."""
     most = max(nbytes for _, nbytes in curve)
     label = f"Storage over time: at most {size(most)}, now {size(curve[-1][1])}"
-    chart = Chart(_BOTTOM + 30, label)
+    chart = Chart(_BOTTOM + 36, label)
     across = chart.add_times(runs, now_secs, _BOTTOM)
-    up = chart.add_values(most, size)
+    up = chart.add_values(0, most or 1, lambda nbytes: size(int(nbytes)))
     points = _thinned((across(secs), up(nbytes)) for secs, nbytes in curve)
     path = "".join(f"H{x}V{y}" for x, y in points)
     chart.shapes.append(("area", f"M{points[0][0]} {_BOTTOM}{path}V{_BOTTOM}Z", ""))
+    return chart
+
+
+def metric_chart(name: str, saved: _Curve, there: _Curve) -> Chart:
+    """Draws a metric over steps: a dot for each that was saved, a large one if it is there now."""
+    steps, values = zip(*saved, *there, strict=True)
+    first, last, least, most = min(steps), max(steps), min(values), max(values)
+    chart = Chart(_BOTTOM + 36, f"{name}: from {number(least)} to {number(most)}")
+    across = _axis(first, last, _LEFT, _RIGHT)
+    for step in _multiples(first, last, output.round_number(max(1, (last - first) / 5))):
+        chart.add_below(across(step), _BOTTOM, _count(step))
+    finest = max(abs(least), abs(most), 1e-290) * 1e-5  # so that the labels differ
+    up = chart.add_values(least, most, lambda value: number(float(value)), finest)
+    points = _thinned((across(step), up(value)) for step, value in saved)
+    dots = _thinned((across(step), up(value)) for step, value in there)
+    if points:
+        chart.shapes.append(("line", _line(points), ""))
+    for kind, at in (("saved", points), ("kept", dots)):
+        chart.shapes.append((kind, "".join(f"M{x} {y}h0" for x, y in at), kind))
     return chart
 
 
@@ -326,29 +434,32 @@ def histogram(values: Sequence[float]) -> Chart:
     ordered = sorted(values)
     median = duration(ordered[len(ordered) // 2])
     label = f"Seconds between snapshots: {counted(len(values), 'interval')}, half below {median}"
-    chart = Chart(_BOTTOM + 30, label)
+    chart = Chart(_BOTTOM + 36, label)
     p95 = ordered[min(len(ordered) - 1, math.ceil(0.95 * len(ordered)))]
     has_rest = ordered[-1] > 1.5 * p95
     most = max(1e-9, p95 if has_rest else ordered[-1])  # floats underflow near 0
-    counts = [0] * (_NUM_BINS + has_rest)
+    tick_secs = output.round_secs(most / 4)
+    bin_secs = tick_secs / 4
+    num_bins = max(1, math.ceil(most / bin_secs))
+    counts = [0] * (num_bins + has_rest)
     for value in ordered:
-        counts[min(len(counts) - 1, int(value / most * _NUM_BINS))] += 1
-    up, across = chart.add_values(max(counts), _count), _axis(0, len(counts), _LEFT, _RIGHT)
-    edges = [duration(most * index / _NUM_BINS) for index in range(_NUM_BINS + 1)]
+        counts[min(len(counts) - 1, int(value / bin_secs))] += 1
+    up, across = chart.add_values(0, max(counts), _count), _axis(0, len(counts), _LEFT, _RIGHT)
+    edges = [duration(bin_secs * index) if index else "0" for index in range(num_bins + 1)]
     for index, count in enumerate(counts):
-        is_rest = index == _NUM_BINS
+        is_rest = index == num_bins
         title = f"over {edges[-1]}" if is_rest else f"{edges[index]} to {edges[index + 1]}"
-        left, right = across(index) + 1, across(index + 1) - 1
-        path = f"M{left:g} {_BOTTOM}V{up(count)}H{right:g}V{_BOTTOM}Z"
+        path = _box(across(index) + 1, across(index + 1) - 1, up(count), _BOTTOM)
         chart.shapes.append(("rest" if is_rest else "bar", path, f"{title}: {count}"))
-    for index in range(0, _NUM_BINS, _NUM_BINS // 4):
-        chart.add_below(across(index), _BOTTOM, edges[index] if index else "0")
-    chart.add_below(across(len(counts)), _BOTTOM, f"> {edges[-1]}" if has_rest else edges[-1])
+    for index in range(0, num_bins + 1 - 3 * has_rest, 4):
+        chart.add_below(across(index), _BOTTOM, edges[index])
+    if has_rest:
+        chart.add_label(across(len(counts)), _BOTTOM + _BELOW, f"> {edges[-1]}")
     return chart
 
 
-def _mark(begin: float, end: float, y: float) -> str:
-    return f"M{begin} {y - 6}H{max(end, begin + 1.5):g}V{y + 6}H{begin}Z"
+def _line(points: Sequence[tuple[float, float]]) -> str:
+    return "M" + "L".join(f"{x} {y}" for x, y in points)
 
 
 def _lanes(runs: Sequence[RecordedRun]) -> dict[str, _Marks]:

@@ -24,7 +24,7 @@ from torchax_ckpt.cli.step_arguments import (
     Step,
     chosen,
     existing,
-    step_infos,
+    step_named,
 )
 from torchax_ckpt.errors import CheckpointError, CorruptCheckpointError, StepNotFoundError
 from torchax_ckpt.layout import names
@@ -33,14 +33,21 @@ from torchax_ckpt.policies.preservation import with_newest
 from torchax_ckpt.runtime import progress
 from torchax_ckpt.runtime.user_messages import counted
 from torchax_ckpt.storage.directory import commit_record, lease, run_identity, shared_files
-from torchax_ckpt.storage.directory.committed_step import ASSETS, VERIFIED, CommittedStep
+from torchax_ckpt.storage.directory.committed_step import (
+    ASSETS,
+    VERIFIED,
+    CommittedStep,
+    time_since,
+)
 from torchax_ckpt.storage.directory.lease import LeaseHolder
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.directory.shared_files import Usage
 from torchax_ckpt.storage.medium import medium
 from torchax_ckpt.stored.compare import Difference, compare, plain_values
+from torchax_ckpt.stored.named_steps import step_infos
 from torchax_ckpt.stored.stored_step import StoredStep
-from torchax_ckpt.telemetry.journal import latest_start
+from torchax_ckpt.telemetry.events import Event
+from torchax_ckpt.telemetry.journal import latest_mirrored, latest_start
 
 _MAX_NAMES = 5  # in a line
 _MAX_TEXT = 100  # characters of a value that differs
@@ -73,13 +80,14 @@ def list_steps(
     if as_json:
         steps, total_bytes = steps_of(run)
         aside = run.abandoned()
-        usage = Usage(aside)
+        usage, mirrored = Usage(aside), latest_mirrored(run.path)
         content = {
             "directory": str(run.path),
             "size_bytes": total_bytes,
             "steps": steps,
             "abandoned": {s.path.name: usage.num_bytes(s) for s in aside},
             "runs": {} if steps else _runs_in(run),
+            "mirrored": mirrored.values["mirrored_step"] if mirrored else None,
             "writer": _as_json(writer_of(run)),
         }
         output.print_json(content)
@@ -138,11 +146,20 @@ def _listing(run: RunDirectory, height: int | None = None) -> RenderableType:
         folders = ", ".join(committed.path.name for committed in aside[-_MAX_NAMES:])
         text = f"{counted(len(aside), 'abandoned step')}, {held}: {folders}"
         parts.append(_line(f"{text}; see torchax-ckpt prune {run.path} --abandoned"))
+    if mirrored := latest_mirrored(run.path):
+        step = mirrored.values["mirrored_step"]
+        parts.append(_line(f"newest step in the mirror: {step}, {_age_of(mirrored)} old"))
     if (writer := writer_of(run)) is not None:
         holder, is_running = writer
         text = "a program writes here" if is_running else "the last program did not close the run"
         parts.append(_line(f"{text}: {holder.describe(time.time())}"))
     return Group(*parts)
+
+
+def _age_of(mirrored: Event) -> str:
+    """Returns the time since the step that an event names was committed, as text."""
+    age_secs = mirrored.values.get("mirrored_age_secs", 0.0)
+    return time_since(mirrored.time_secs - age_secs)
 
 
 def _runs_in(run: RunDirectory) -> dict[str, int]:
@@ -206,7 +223,7 @@ def _kept_by(run: RunDirectory, steps: Sequence[CommittedStep]) -> list[list[str
     started = latest_start(run.path)
     if started is None or "keeps" not in started.values or not steps:
         return None
-    infos = step_infos(run, steps)
+    infos = step_infos(steps, lambda committed: run)
     damaged = [run.verified.is_damaged(committed) for committed in steps]
     kept: list[tuple[str, Sequence[bool]]] = []
     for rule in started.values["keeps"]:
@@ -303,25 +320,31 @@ _HOST_KINDS = frozenset({"torch", "numpy", "numpy_scalar"})
 
 def verify(
     directory: RunOrStep,
-    step: Step = None,
+    step: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[STEP]...", help="Numbers, latest, best:loss; default: latest."),
+    ] = None,
     verify_all: Annotated[bool, typer.Option("--all", help="Verify every step.")] = False,
     read_only: Annotated[
         bool, typer.Option("--read-only", help="Do not mark intact steps as verified.")
     ] = False,
     as_json: Json = False,
 ) -> int:
-    """Reads a whole step and compares every byte with the digests of the save.
+    """Reads whole steps and compares every byte with the digests of the save.
 
     Marks an intact step as verified, unless --read-only is given. No preservation rule deletes the
     newest step that is marked.
     """
-    if verify_all and step is not None:
-        raise UsageError("verify: expected a step or --all, not both; omit one of them")
+    if verify_all and step:
+        raise UsageError("verify: expected steps or --all, not both; omit one of them")
     if verify_all:
         run = existing(directory, read_only=read_only)
         steps = run.candidates(None)
+    elif step:
+        run = existing(directory, read_only=read_only)
+        steps = [*dict.fromkeys(step_named(run, text) for text in step)]
     else:
-        run, committed = chosen(directory, step, read_only=read_only)
+        run, committed = chosen(directory, read_only=read_only)
         steps = [committed]
     results: list[dict[str, Any]] = []
     codes: set[int] = set()

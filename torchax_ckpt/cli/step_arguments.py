@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -14,27 +14,33 @@ from etils import epath
 
 from torchax_ckpt.cli.exit_codes import UsageError
 from torchax_ckpt.errors import DirectoryError
-from torchax_ckpt.policies.preservation import ranking
-from torchax_ckpt.policies.preservation_rules import StepInfo
+from torchax_ckpt.runtime.step_numbers import is_name
 from torchax_ckpt.storage.directory import given_step
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import location, medium
+from torchax_ckpt.stored import named_steps
 
 Directory = Annotated[
-    str, typer.Argument(metavar="DIRECTORY", help="A run's directory, or gs://bucket/prefix.")
+    str, typer.Argument(metavar="DIRECTORY", help="A run's directory, also gs:// or s3://.")
 ]
 RunOrStep = Annotated[
     str,
     typer.Argument(
-        metavar="DIRECTORY", help="A run's directory, or gs://bucket/prefix; or DIRECTORY/STEP."
+        metavar="DIRECTORY", help="A run's directory, also gs:// or s3://; or DIRECTORY/STEP."
     ),
 ]
 Step = Annotated[
-    int | None, typer.Argument(metavar="STEP", min=0, help="Number of the step; default: newest.")
+    str | None,
+    typer.Argument(
+        metavar="STEP", help="Number, latest, best:loss, or best:accuracy:max; default: latest."
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
+# A step's number; and a directory with the name of a step after it, which a metric may end.
+_DIGITS = re.compile("[0-9]{1,19}")
+_NAMED = re.compile("(.+?)/+(latest|best:.+)")
 _NUMBER = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?(?:e[0-9]{1,2})?) ?([a-z]*)", re.IGNORECASE)
 _SIZES = {
     f"{prefix}{binary}{unit}": (1024 if binary else 1000) ** power
@@ -63,33 +69,35 @@ def run_to_write(directory: str) -> RunDirectory:
 
 
 def chosen(
-    directory: str, step: int | None = None, *, read_only: bool = True
+    directory: str, step: str | None = None, *, read_only: bool = True
 ) -> tuple[RunDirectory, CommittedStep]:
-    """Returns the run and step that arguments name: ``runs/a 20``, ``runs/a/20``, or the newest."""
+    """Returns the run and step that arguments name: ``runs/a 20``, ``runs/a/20``, or the newest.
+
+    In place of 20 there may be ``latest``, ``best:loss`` or ``best:loss:max``.
+    """
+    if step is None:
+        directory, step = parted(directory)
     run = (run_at if step is None else existing)(directory, read_only=read_only)
-    return run, run.candidates(step)[-1]
+    return run, step_named(run, step)
+
+
+def parted(text: str) -> tuple[str, str | None]:
+    """Returns ``runs/a`` and ``best:loss`` for ``runs/a/best:loss``; else the text and None."""
+    named = _NAMED.fullmatch(text)
+    if named is None or path_of(text, as_mirror=True).exists():  # also a run may be called latest
+        return text, None
+    return named[1], named[2]
 
 
 def step_named(run: RunDirectory, text: str | None) -> CommittedStep:
-    """Returns the step that a number, ``best:loss`` or ``best:loss:max`` names; or the newest."""
-    if text is None or text.isdecimal():
+    """Returns the step that a number, ``latest`` or ``best:loss`` names; or the newest."""
+    if text is None or _DIGITS.fullmatch(text):
         return run.candidates(None if text is None else int(text))[-1]
-    kind, _, rest = text.partition(":")
-    rule = ranking(rest) if kind == "best" else None
-    if rule is None:
+    if not is_name(text):
         raise UsageError(
-            f"STEP: expected a number, best:METRIC or best:METRIC:max, found {text!r:.80}"
+            f"STEP: expected a number, latest, best:METRIC or best:METRIC:max, found {text!r:.80}"
         )
-    sound = {s.step: s for s in run.candidates(None) if not run.verified.is_damaged(s)}
-    ranked = rule.ranked(step_infos(run, sound.values()))
-    if not ranked:
-        raise UsageError(f"{run.path}: no step has the metric {rule.metric!r:.80}")
-    return sound[ranked[0].step]
-
-
-def step_infos(run: RunDirectory, steps: Iterable[CommittedStep]) -> list[StepInfo]:
-    """Returns the facts about steps that rules see."""
-    return [StepInfo(s.step, s.commit_timestamp_nsecs / 1e9, run.metrics(s)) for s in steps]
+    return named_steps.candidates(run, text)[-1]
 
 
 @contextlib.contextmanager
@@ -101,15 +109,15 @@ def as_usage_error() -> Iterator[None]:
         raise UsageError(str(error)) from error
 
 
-def path_of(text: str) -> epath.Path:
+def path_of(text: str, *, as_mirror: bool = False) -> epath.Path:
     """Returns the path or URL that an argument names; UsageError if it names none."""
     with as_usage_error():
-        return location.resolve(text)
+        return location.resolve(text, as_mirror=as_mirror)
 
 
-def folder_path(text: str) -> epath.Path:
+def folder_path(text: str, *, as_mirror: bool = False) -> epath.Path:
     """Returns the path or URL of a folder, which need not exist; UsageError for a file."""
-    path = path_of(text)
+    path = path_of(text, as_mirror=as_mirror)
     if os.path.lexists(path) and not os.path.isdir(path):
         raise UsageError(f"{text}: is not a directory")
     return path
@@ -132,17 +140,14 @@ def output_path(text: str) -> Path:
 
 def local_path(text: str) -> Path:
     """Returns the path on this host that an argument names, as it was given; else UsageError."""
-    if location.is_url(path_of(text)):
-        raise UsageError(
-            f"{text}: expected a local path, found a URL: files for or of other programs are read "
-            "and written locally only. Give a path on this host"
-        )
-    return Path(text).expanduser()
+    with as_usage_error():
+        reason = "files for or of other programs are read and written locally only"
+        return location.on_this_host("PATH", text, reason)
 
 
 def run_at(directory: str, *, read_only: bool = True, reads_step: bool = True) -> RunDirectory:
     """Returns the run at a path, or, at the path of a step, its run with this step only."""
-    path = folder_path(directory)
+    path = folder_path(directory, as_mirror=True)
     run = RunDirectory(path, read_only=read_only, reads_step=reads_step)
     if not run.is_of_one_step and medium.of(path).is_missing(path):
         raise UsageError(f"{directory}: no such directory")

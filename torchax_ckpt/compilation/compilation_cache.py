@@ -54,10 +54,11 @@ def compilation_cache(
     Args:
       folder: a local path; it is created if it does not exist, with mode 0700. The default is
         ``torchax_ckpt/programs`` in ``XDG_CACHE_HOME``, or in ``~/.cache``.
-      travels_with: one file, a path on another disk or ``gs://bucket/name``, for a machine whose
-        disk ends with the session. Its programs, at most 1 GiB, are fetched now, which takes at
-        most a minute. After a durable save, a thread adds what was compiled since; machines that
-        write at the same time add to each other's. Failures are logged as warnings.
+      travels_with: one file, a path on another disk, or ``gs://bucket/name`` or
+        ``s3://bucket/name``, for a machine whose disk ends with the session. Its programs, at most
+        1 GiB, are fetched now, which takes at most a minute. After a durable save, a thread adds
+        what was compiled since; machines that write at the same time add to each other's. Failures
+        are logged as warnings.
       max_bytes: above this size, JAX deletes the programs that were not used for the longest time.
 
     Returns:
@@ -66,13 +67,14 @@ def compilation_cache(
     Raises:
       DirectoryError: the folder is a URL, a link, or no folder; it belongs to somebody else, or
         others may enter it; or it cannot be created. ``travels_with`` is no path, and no
-        ``gs://`` URL with a name.
+        ``gs://`` or ``s3://`` URL with a name.
     """
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     url = str(travels_with).rstrip("/")
-    if url.startswith("gs://") and "/" not in url.removeprefix("gs://"):
+    scheme, _, name = url.partition("://")
+    if name and "/" not in name:
         raise DirectoryError(
-            f"compilation_cache: travels_with: expected gs://bucket/name, found {url}, which "
+            f"compilation_cache: travels_with: expected {scheme}://bucket/name, found {url}, which "
             "names no file. Give a name in the bucket",
             path=travels_with,
         )
@@ -104,23 +106,22 @@ def _begin_to_travel(place: epath.Path) -> None:
     used = getattr(jax.config, _FOLDER)
     if not used:  # an empty JAX_COMPILATION_CACHE_DIR turns the cache off
         logger.warning("JAX's cache of compiled programs is off, so none travel with %s", place)
-    elif location.is_url(used):
-        text = "JAX keeps compiled programs in %s, not on this machine, so none travel with %s"
-        logger.warning(text, used, place)
+        return
+    try:
+        folder = location.on_this_host(_FOLDER, used)
+    except DirectoryError as error:
+        logger.warning("no compiled programs travel with %s: %s", place, error)
     else:
-        packed_programs.travel(Path(used), place)
+        packed_programs.travel(folder, place)
 
 
 def _private(folder: str | os.PathLike[str]) -> Path:
     """Creates a folder unless it exists; raises DirectoryError if it is not the user's alone."""
-    if "://" in os.fspath(folder):
-        raise DirectoryError(
-            f"compilation_cache: expected a local path, found {os.fspath(folder)!r}. JAX reads one "
-            "program after the other, each with a request, which takes longer than to compile "
-            "small programs.",
-            path=folder,
-        )
-    path = Path(os.path.abspath(folder))
+    reason = (
+        "JAX reads one program after the other, each by a request to a bucket, which takes longer "
+        "than to compile small programs"
+    )
+    path = Path(os.path.abspath(location.on_this_host("compilation_cache", folder, reason)))
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = path.lstat()

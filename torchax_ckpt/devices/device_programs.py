@@ -49,7 +49,7 @@ class Program:
             return self.jitted.lower(*arrays)
 
 
-Run = Callable[..., Any]
+Runner = Callable[..., Any]
 """A program and its arguments -> its outputs, or abstract arrays that stand for them.
 
 A save runs its programs with ``Program.__call__``; a prediction of its memory only compiles them.
@@ -150,7 +150,7 @@ def sliced(array: jax.Array, within: tuple[slice, ...]) -> jax.Array:
 
 
 def run_by_sharding(
-    build: Callable[[Sharding], Program], arrays: Mapping[K, Any], run: Run
+    build: Callable[[Sharding], Program], arrays: Mapping[K, Any], run: Runner
 ) -> dict[K, Any]:
     """Runs the programs that ``build`` returns for the arrays' shardings; returns key -> output."""
     groups: dict[tuple[Sharding, bool], list[K]] = collections.defaultdict(list)

@@ -21,7 +21,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from torchax_ckpt.devices.device_programs import (
     MAX_ARGUMENTS,
     Program,
-    Run,
+    Runner,
     in_chunks,
     zeros_program,
 )
@@ -94,7 +94,7 @@ class Needed:
         return self.pinned_bytes + self.ordinary_bytes
 
 
-def needed_by(compute: Callable[[Run], object], ordinary_bytes: int = 0) -> Needed:
+def needed_by(compute: Callable[[Runner], object], ordinary_bytes: int = 0) -> Needed:
     """Returns what a computation needs; compiles its programs, which JAX keeps, but runs nothing.
 
     All outputs may exist at the same time, also those that later programs take as inputs. Programs

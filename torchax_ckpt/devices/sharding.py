@@ -40,7 +40,7 @@ def replicated_like(placement: Placement) -> Placement:
     return placement
 
 
-def stacked(sharding: Sharding) -> Sharding | None:
+def sharding_of_stack(sharding: Sharding) -> Sharding | None:
     """Returns the sharding of a stack of arrays with this sharding; None if they cannot be stacked.
 
     The leading axis is not sharded, so stacking moves nothing between devices.

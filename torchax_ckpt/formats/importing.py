@@ -32,12 +32,12 @@ from torchax_ckpt.state.leaf import Spec
 from torchax_ckpt.state.stored_entries import StoredOptimizer
 from torchax_ckpt.storage.directory import step_folder
 from torchax_ckpt.storage.directory.abandonment import SUMMARY_FIELD
+from torchax_ckpt.storage.directory.assets import Assets
 from torchax_ckpt.storage.directory.committed_step import (
     STATE,
     CommittedStep,
 )
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
-from torchax_ckpt.storage.medium.assets import Assets
 from torchax_ckpt.storage.writing import array_writer, step_writer
 
 

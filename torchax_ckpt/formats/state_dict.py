@@ -28,6 +28,7 @@ from torchax_ckpt.runtime.user_messages import brief
 from torchax_ckpt.storage.arrays import read_arrays
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import permissions
+from torchax_ckpt.stored import named_steps
 from torchax_ckpt.stored.stored_step import StoredLeaf, StoredStep
 
 _ALIGNMENT = 64
@@ -38,7 +39,7 @@ Allocate = Callable[[tuple[int, ...], np.dtype[Any]], np.ndarray]
 @brief
 def load_torch_state_dict(
     directory: str | os.PathLike[str],
-    step: int | None = None,
+    step: int | str | None = None,
     *,
     at: str | None = None,
     options: CheckpointOptions | None = None,
@@ -50,8 +51,9 @@ def load_torch_state_dict(
     result does not contain the extra state of modules (``get_extra_state``).
 
     Args:
-      directory: that of the run or of one of its steps, or ``gs://bucket/prefix``.
-      step: completed optimizer steps of the checkpoint; None for the newest checkpoint.
+      directory: that of the run or of one of its steps, also ``gs://...`` or ``s3://...``.
+      step: completed optimizer steps of the checkpoint, or a name, as for ``torchax_ckpt.load``;
+        None for the newest checkpoint.
       at: key path of the weights: ``model/generator`` if several models were attached, or
         ``state/params`` for functional state, whose keys are joined with ``.``. None for the one
         attached model.
@@ -69,7 +71,7 @@ def load_torch_state_dict(
     """
     run = RunDirectory(directory, read_only=True, reads_step=True)
     options = require_kind("options", options, CheckpointOptions)
-    stored = StoredStep(run.candidates(step)[-1], options)
+    stored = StoredStep(named_steps.candidates(run, step)[-1], options)
     weights = weights_at(stored, at)
     return named_weights(weights, read_tensors(stored, weights.leaves.values()))
 

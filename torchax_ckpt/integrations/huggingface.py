@@ -47,9 +47,9 @@ class Publisher:
     Args:
       run: the checkpointer, or the directory of the run. With a directory, open the Publisher
         before the checkpointer: it is then closed later, and publishes the last step.
-      out: a folder, or ``gs://bucket/prefix``: new, empty, or one to which steps of this run were
-        published before, in this format. It gets the folders ``step-N``, and the text file
-        ``latest``, which names the newest.
+      out: a folder, ``gs://bucket/prefix`` or ``s3://bucket/prefix``: new, empty, or one to which
+        steps of this run were published before, in this format. It gets the folders ``step-N``,
+        and the text file ``latest``, which names the newest.
       format: "hf" for folders that transformers and vLLM load, with the config and the tokenizer
         that the steps store; "peft" for folders of adapters; "safetensors" for weights alone.
       every: publish the multiples of this number; where a multiple was not saved or is not kept,
@@ -90,8 +90,8 @@ class Publisher:
             keep=keep,
         )
         if self._checkpointer is not None:
-            stats = self._checkpointer.stats
-            self._follower.listen_to(lambda: stats().num_durable)
+            history = self._checkpointer._run.durable.tier.history
+            self._follower.listen_to(lambda: history.branches.committed[-1:])
         self._task: Task | None = None
         if jax.process_index() == 0:
             self._task = Task("publisher", self._run)

@@ -27,10 +27,10 @@ class PrometheusMetrics:
             ...
 
     Counts of ``Stats`` are exported as counters (``torchax_ckpt_saves_total``), quantiles as
-    histograms (``torchax_ckpt_blocking_seconds``), and other attributes as gauges. The age of the
-    newest durable step is its age at the scrape. Until a step is known, the age counts from the
-    construction of this object. One object may serve the checkpointers of a program, one after
-    another.
+    histograms (``torchax_ckpt_blocking_seconds``), and other attributes as gauges. The ages of the
+    newest durable step and of the newest in the mirror are those at the scrape. Until a step is
+    known, its age counts from the construction of this object. One object may serve the
+    checkpointers of a program, one after another.
 
     Args:
       registry: where the metrics are registered; default: what ``start_http_server`` serves.
@@ -40,7 +40,6 @@ class PrometheusMetrics:
     """
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
-        self._committed_at = time.time()
         self._metrics = []
         collectors: list[Counter | Gauge | Histogram] = []
         for metric in Stats.metrics().values():
@@ -61,8 +60,9 @@ class PrometheusMetrics:
                 collectors.append(gauge := Gauge(*name_and_help, registry=None))
                 take = gauge.set
                 if metric.kind == "age":
-                    gauge.set_function(self._age_secs)
-                    take = self._committed
+                    age = _Age()
+                    gauge.set_function(age.secs)
+                    take = age.begin
             self._metrics.append((metric, take))
         with contextlib.ExitStack() as undo:  # all or none
             for collector in collectors:
@@ -76,8 +76,15 @@ class PrometheusMetrics:
             if (number := event.number(metric)) is not None:
                 take(number)
 
-    def _committed(self, at_secs: float) -> None:
-        self._committed_at = at_secs
 
-    def _age_secs(self) -> float:
-        return max(0.0, time.time() - self._committed_at)
+class _Age:
+    """The age of a step, which grows until a newer one is known."""
+
+    def __init__(self) -> None:
+        self.begin(time.time())
+
+    def begin(self, at_secs: float) -> None:
+        self._began_secs = at_secs
+
+    def secs(self) -> float:
+        return max(0.0, time.time() - self._began_secs)

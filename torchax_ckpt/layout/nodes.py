@@ -128,6 +128,37 @@ def nodes_by_path(root: Node) -> dict[tuple[str, ...], Node]:
     return by_path
 
 
+def selected(
+    node: Node, path: tuple[str, ...], takes: Callable[[str], bool]
+) -> tuple[Node] | tuple[()]:
+    """Returns the part of a node that ``takes`` selects by name, or () if it selects nothing.
+
+    A value has the name of its path, an array that of its leaf too. A list without arrays and
+    dicts, such as the betas of an optimizer, is one value. Dicts lack what is not selected; other
+    lists and tuples have None in its place, so that the others keep their positions.
+    """
+    tag = next(iter(node), None) if isinstance(node, dict) else None
+    if tag == "array":
+        return (node,) if takes(node["array"]) or takes(names.join(path)) else ()
+    if tag in _PAIRS:
+        keys = names.key_texts(_key(key) for key, _ in node[tag])
+        pairs = [
+            [key, part]
+            for text, (key, child) in zip(keys, node[tag], strict=True)
+            for part in selected(child, (*path, text), takes)
+        ]
+        factory = {key: node[key] for key in ("factory",) if key in node}
+        return ({tag: pairs, **factory},) if pairs else ()
+    children = node if isinstance(node, list) else node["tuple"] if tag == "tuple" else []
+    if any(isinstance(child, dict | list) for child in children):
+        parts = [selected(child, (*path, str(i)), takes) for i, child in enumerate(children)]
+        if not any(parts):
+            return ()
+        found = [part[0] if part else None for part in parts]
+        return (found if isinstance(node, list) else {"tuple": found},)
+    return (node,) if takes(names.join(path)) else ()
+
+
 def is_leaf(node: Node) -> bool:
     """Returns whether a node is an array or a plain value; None counts as no value."""
     if isinstance(node, dict):

@@ -9,16 +9,21 @@ Source: Orbax v1, ``training.preservation_policies``.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
-from torchax_ckpt.errors import PolicyError
+from torchax_ckpt.errors import ArgumentError, PolicyError, StepError
 from torchax_ckpt.layout import names
 from torchax_ckpt.runtime.lazily import orbax, root_logger_left_alone
+from torchax_ckpt.runtime.step_numbers import as_step
 from torchax_ckpt.runtime.user_messages import counted
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,12 +69,17 @@ class BestN:
         return value
 
 
-def ranking(text: Any) -> BestN | None:
-    """Returns the rule that ``METRIC``, ``METRIC:min`` or ``METRIC:max`` means; else None."""
-    metric, _, mode = text.partition(":") if isinstance(text, str) else ("", "", "")
-    if not metric or mode not in ("", "min", "max"):
+def ranking(text: Any, known: Iterable[BestN] = ()) -> BestN | None:
+    """Returns the rule that ``METRIC``, ``METRIC:min`` or ``METRIC:max`` means; else None.
+
+    ``METRIC`` alone is ranked as the first rule of ``known`` does that has it, else by min.
+    """
+    metric, colon, wanted = text.partition(":") if isinstance(text, str) else ("", "", "")
+    if not metric or (colon and wanted not in ("min", "max")):
         return None
-    return BestN(metric=metric, mode="max" if mode == "max" else "min")
+    if wanted:
+        return BestN(metric=metric, mode="max" if wanted == "max" else "min")
+    return next((rule for rule in known if rule.metric == metric), BestN(metric=metric))
 
 
 # Method -> the argument that takes such policies, the policy to suggest in place of a number, and
@@ -141,6 +151,82 @@ def require_policy(argument: str, policy: Any, method: str) -> None:
         f"{argument}: expected an object with the method {method}(), found {policy!r:.100}; "
         f"give {advice}"
     )
+
+
+# For those who want no step deleted.
+_KEEP_ALL = "; to keep all steps, preservation_policy=policies.PreserveAll()"
+
+
+def in_full(
+    save_every: Any, keep: Any, save_decision_policy: Any, preservation_policy: Any
+) -> tuple[Any, Any]:
+    """Returns the policies that ``save_every`` and ``keep`` stand for, or that were given.
+
+    The save decision policy may be None; the preservation policy is ``LatestN(3)`` by default.
+    Raises PolicyError for a short form that is no positive int, or beside the policy it stands for.
+    """
+    given = {
+        "save_decision_policy": save_decision_policy,
+        "preservation_policy": preservation_policy,
+    }
+    training = orbax.v1.training
+    for name, value, argument, make in (
+        (
+            "save_every",
+            save_every,
+            "save_decision_policy",
+            training.save_decision_policies.FixedIntervalPolicy,
+        ),
+        ("keep", keep, "preservation_policy", training.preservation_policies.LatestN),
+    ):
+        if value is None:
+            continue
+        try:
+            number = as_step(value)
+        except StepError:
+            number = 0
+        if number < 1:
+            raise PolicyError(
+                f"{name}: expected a number of steps, a positive int, found {value!r:.80}"
+                f"{_KEEP_ALL * (name == 'keep')}"
+            )
+        if given[argument] is not None:
+            raise PolicyError(
+                f"expected {name} or {argument}, found both: {name}={number} is short for "
+                f"{argument}=policies.{make.__name__}({number}). Leave one of them out"
+            )
+        given[argument] = make(number)
+    if given["preservation_policy"] is None:
+        given["preservation_policy"] = training.preservation_policies.LatestN(3)
+    return given["save_decision_policy"], given["preservation_policy"]
+
+
+# What Orbax and transformers call the arguments that are ``save_every`` and ``keep`` here.
+_OURS = {
+    "save_interval_steps": "save_every",
+    "save_steps": "save_every",
+    "max_to_keep": "keep",
+    "save_total_limit": "keep",
+}
+
+
+def naming_ours(init: Callable[P, R]) -> Callable[P, R]:
+    """Decorates a constructor: for arguments as other libraries call them, the error names ours."""
+
+    @functools.wraps(init)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        if theirs := [name for name in _OURS if name in kwargs]:
+            values = {_OURS[name]: kwargs[name] for name in theirs}
+            # To both libraries, None means to keep all.
+            keeps_all = "keep" in values and values["keep"] is None
+            ours = ", ".join(f"{k}={v!r:.80}" for k, v in values.items() if v is not None)
+            raise ArgumentError(
+                f"{', '.join(theirs)}: expected arguments of this library, found those of another; "
+                f"give {ours or 'none'}{_KEEP_ALL * keeps_all}"
+            )
+        return init(*args, **kwargs)
+
+    return called
 
 
 def with_children(policy: Any) -> Iterator[Any]:

@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 _PUBLISHED = 16
 _REMEMBERED = 64
 _REFUSED = 16
+_READS = 10_000  # texts of reads, such as of every step of a long run
 _CALLS, _DIFFERENCE = "calls", "difference"
 _END_OF_RUN = (
     " This checkpointer makes no more calls: close it, and start all processes again, or open a "
@@ -60,6 +61,10 @@ class Kind(enum.StrEnum):
     END = enum.auto()
 
 
+Place = tuple[tuple[int, int], tuple[int, int]]
+"""``Call.turn`` and ``Call.after`` of a call."""
+
+
 class Order(NamedTuple):
     """The place of a call among all calls of its training thread; later calls are greater."""
 
@@ -76,7 +81,8 @@ class Call:
     text: str  # as in a program: ``save(12)``
     order: Order
     turn: tuple[int, int] = dataclasses.field(compare=False)  # see ``CallLog.turn``
-    after: int = dataclasses.field(compare=False)  # the step of the save before; -1 without one
+    # The step of the save before, or -1, and the number of saves that were refused since.
+    after: tuple[int, int] = dataclasses.field(compare=False)
     where: str = dataclasses.field(compare=False)  # file and line of the user's program
 
     @functools.cached_property
@@ -89,11 +95,21 @@ class Call:
         """Whether it reads on another thread than the training thread."""
         return self.order.num_calls < 0
 
+    def is_at(self, place: Place) -> bool:
+        """Whether this call has the place of a call of another process.
+
+        After a process has left out a declined save, their numbers of saves differ, but the step
+        before is the same.
+        """
+        (num_calls, num_saves), after = place
+        is_after = (num_calls, num_saves > 0) == (self.turn[0], self.turn[1] > 0)
+        return self.turn == (num_calls, num_saves) or (is_after and self.after == after)
+
     def __str__(self) -> str:
         return f"{self.text} at {self.where}"
 
 
-_START = Call("", Order(0, False, -1, 0), (0, 0), -1, "")
+_START = Call("", Order(0, False, -1, 0), (0, 0), (-1, 0), "")
 
 
 class _Present(threading.local):
@@ -116,6 +132,7 @@ class CallLog:
         # How many calls of kind ``CALL`` this process has made, and how many saves since the newest
         # of them, with those that were declined or refused.
         self.turn = 0, 0
+        self.num_restores = 0  # by all processes together, from a step or without one
         # The newest step that was saved, asked about or restored, and the one before it.
         self._step = self._step_before = -1
         self._lock = threading.RLock()
@@ -123,7 +140,7 @@ class CallLog:
         self._refused = collections.deque[Call]([], _REFUSED)
         # The newest save that was not begun, made after this process had left out another one.
         self._passing = collections.deque[Call]([], 1)
-        self._num_reads = collections.Counter[str]()
+        self._num_reads = dict[str, int]()  # how often each text was read, the newest last
         self._present = _Present()
         self._difference = ""
 
@@ -173,6 +190,7 @@ class CallLog:
     def go_on_from(self, step: int | None) -> None:
         """Notes that all processes have restored a step, or that the run begins without one."""
         self._step = self._step_before = -1 if step is None else step
+        self.num_restores += 1
 
     def publish(self) -> Call | None:
         """Publishes the call of this thread, unless that is done; None outside of calls."""
@@ -191,28 +209,42 @@ class CallLog:
         """Publishes the save of this thread, which may be declined, after one that was left out."""
         self._add(self._passing, self._call())
 
-    def has_left_out(self, step: int, num_calls: int, num_saves: int) -> bool:
-        """Whether this process, in a save, has left out one that another made, at this ``turn``."""
+    @property
+    def place(self) -> Place:
+        """The place of the save of this thread."""
+        return self.turn, self._after(self._step_before)
+
+    def has_left_out(self, step: int, place: Sequence[Sequence[int]]) -> bool:
+        """Whether this process, in a save, has left out one that another made at this ``place``."""
+        (num_calls, num_saves), (before, since) = place
         is_past = num_calls < self.turn[0] or step <= self._step_before
-        is_refused = self._has_refused((num_calls, num_saves))
+        is_refused = self._has_refused(((num_calls, num_saves), (before, since)))
         return not (self._channel is None or is_past or is_refused)
 
-    def _has_refused(self, turn: tuple[int, int]) -> bool:
-        return any(call.turn == turn for call in [*self._refused])
+    def _has_refused(self, place: Place) -> bool:
+        return any(call.is_at(place) for call in [*self._refused])
+
+    def _after(self, step: int) -> tuple[int, int]:
+        """Returns a step, and how many saves this process has refused since."""
+        since = [c for c in [*self._refused] if (c.turn[0], c.after[0]) == (self.turn[0], step)]
+        return step, len(since)
 
     def _call(self) -> Call:
         """Returns the call of this thread."""
         here, newest = self._present, self._made[-1]
         text = f"{here.name}({'' if here.argument is None else f'{here.argument!r:.40}'})"
         if here.kind is Kind.READ:
-            self._num_reads[text] += 1
-            order = Order(-1, True, -1, self._num_reads[text])
+            number = self._num_reads.pop(text, 0) + 1
+            self._num_reads[text] = number
+            if len(self._num_reads) > _READS:
+                del self._num_reads[next(iter(self._num_reads))]
+            order = Order(-1, True, -1, number)
         else:
             is_again = newest.text == text and newest.turn[0] == here.turn[0]
             # A process that asks about a step does not save it yet.
             number = here.is_awaited + (newest.order.number if is_again else 0)
             order = Order(here.turn[0], here.kind is not Kind.SAVE, here.step, number)
-        return Call(text, order, here.turn, here.after, user_line())
+        return Call(text, order, here.turn, self._after(here.after), user_line())
 
     def _add(self, calls: collections.deque[Call], call: Call) -> None:
         """Adds a call to those that were made, refused or passing, and publishes all of them."""
@@ -270,7 +302,7 @@ class CallLog:
                     continue
                 have_all_begun = False
                 for call in refused:
-                    if call.turn == mine.turn:
+                    if call.is_at((mine.turn, mine.after)):
                         return _different(channel.index, mine, index, str(call))
                 if (other := self._instead(mine, made, passing)) is not None:
                     return self.differ(index, str(other))
@@ -296,25 +328,33 @@ class CallLog:
         The process has made the calls ``made``, of which the first comes before ``mine``.
         """
         own = [*self._made]
-        past = next((call for call in (*made, *passing) if call.order >= mine.order), None)
+        # A save that passes by and is of the same step may yet become ``mine``.
+        passed = [call for call in passing if call.order[:3] > mine.order[:3]]
+        past = next((call for call in (*made, *passed) if call.order >= mine.order), None)
         if past is not None:
             # If it has asked for the step of ``mine``, the decision on this step is on its way.
-            is_decided = mine not in own and past.after >= mine.order.step
+            is_decided = mine not in own and past.after[0] >= mine.order.step
             return None if is_decided else past
         newest = made[-1]
         is_late = newest in own or newest.order < own[0].order
-        return None if is_late or self._has_refused(newest.turn) else newest
+        return None if is_late or self._has_refused((newest.turn, newest.after)) else newest
 
 
 def _from_json(calls: Sequence[Sequence[Any]]) -> list[Call]:
-    return [Call(text, Order(*order), (n, k), *more) for text, order, (n, k), *more in calls]
+    return [
+        Call(text, Order(*order), (n, k), (step, since), where)
+        for text, order, (n, k), (step, since), where in calls
+    ]
 
 
 def _different(index: int, mine: Call, other_index: int, other: str, end: str = "") -> ProcessError:
     """Returns the error that names two calls of two processes; ``end`` follows."""
     first, second = sorted([(index, str(mine)), (other_index, other)])
+    before = ""
+    if first[1] == second[1]:
+        before = ", after another call that only one of them made, and that perhaps was refused"
     return ProcessError(
         f"{OTHER_CALLS}: process {first[0]} called {first[1]}, but process {second[0]} called "
-        f"{second[1]}. Every process must make the same calls of attach, save, restore, load, "
-        f"delete and verify, at the same steps.{end}"
+        f"{second[1]}{before}. Every process must make the same calls of attach, save, restore, "
+        f"load, delete and verify, at the same steps.{end}"
     )

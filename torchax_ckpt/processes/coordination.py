@@ -30,6 +30,7 @@ from torchax_ckpt.processes import liveness
 from torchax_ckpt.processes.call_log import Call, CallLog, Kind
 from torchax_ckpt.processes.liveness import Liveness
 from torchax_ckpt.processes.messages import POLL_SECS, Messages, from_json, to_json
+from torchax_ckpt.runtime.background import Task
 from torchax_ckpt.runtime.lazily import jax
 from torchax_ckpt.runtime.stages import stage
 
@@ -312,6 +313,27 @@ class Processes(Messages):
         value = action()
         self.share(json.dumps(value).encode())
         return value
+
+    def first_at_length(self, action: Callable[[], None]) -> None:
+        """Runs an action on process 0 that may take longer than others wait for a message."""
+        if self.count == 1:
+            return action()
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                action()
+            except BaseException as error:  # raised again below
+                errors.append(error)
+
+        task = Task("at length", run)
+        if self.is_first:
+            task.start()
+        while not self.first(lambda: task.ended.wait(self.timeout_secs / 2)):
+            pass
+        if errors:
+            raise errors.pop()
+        return None
 
     # --- messages ---
 

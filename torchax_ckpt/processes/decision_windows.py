@@ -45,14 +45,14 @@ class _Window(NamedTuple):
 
     If process 0 could not decide, ``error`` is its error, as JSON, which every process raises. If
     it has not predicted the steps, ``where`` is the line of the user's program that asked for the
-    only step, and ``turn`` is ``CallLog.turn`` at that time.
+    only step, and ``place`` is ``CallLog.place`` at that time.
     """
 
     bounds: Sequence[int]  # first step, end, stride
     saved: Sequence[int] = ()
     error: str = ""
     where: str = ""
-    turn: Sequence[int] = (0, 0)
+    place: Sequence[Sequence[int]] = ()
 
     @property
     def steps(self) -> range:
@@ -70,6 +70,7 @@ class DecisionWindows:
         self._decide = decide
         self._background = Executor(1, "decisions")
         self._asked = -1  # the newest step
+        self._begun = (0, -1)  # the newest save: the number of restores before it, and its step
         self._stride: int | None = None
         self._window = _Window((0, 0, 1))
         self._error: Exception | None = None  # why process 0 could not decide
@@ -103,6 +104,9 @@ class DecisionWindows:
                 f"step {step}: the processes cannot agree whether to save it, because this "
                 "checkpointer is closed; call save before close()"
             )
+        if self._begun == (self._processes.log.num_restores, step):
+            # Whether that save has failed is not known to all at the same time.
+            return False
         left, before = self._window, self._asked
         if step < before or step not in left.steps:
             self._go_on(step, is_due=is_due, looks_ahead=looks_ahead)
@@ -115,6 +119,10 @@ class DecisionWindows:
             raise self._error or from_json(error.encode())
         self._asked = step
         return step in self._window.saved
+
+    def begun(self, step: int) -> None:
+        """Notes that all processes save a step now, so that ``ask`` returns False for it."""
+        self._begun = self._processes.log.num_restores, step
 
     def close(self) -> None:
         """Waits until all messages to other processes are sent; then ends the background thread."""
@@ -155,7 +163,7 @@ class DecisionWindows:
         first = window.steps[0]
         # A process may have left out a step that is not saved.
         matters = window.where and (window.saved or first > step)
-        if matters and log.has_left_out(first, *window.turn):
+        if matters and log.has_left_out(first, window.place):
             raise log.differ(0, f"save({first}) at {window.where}")
         return False
 
@@ -176,7 +184,7 @@ class DecisionWindows:
             return self._background.submit(self._look_up, number)
         window = self._decided(steps, coming, is_due=is_due)
         if not is_predicted:
-            window = window._replace(where=user_line(), turn=self._processes.log.turn)
+            window = window._replace(where=user_line(), place=self._processes.log.place)
         self._unsent.append((str(number), json.dumps(window).encode()))
         self._sending = self._background.submit(self._send)
         known: Future[_Window] = Future()

@@ -6,9 +6,13 @@ import collections
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 from torchax_ckpt.processes.coordination import Outcome, Processes
+from torchax_ckpt.runtime.stages import stage
+
+Part = TypeVar("Part")
 
 # How many other processes keep a copy of a message.
 NUM_KEEPERS = 3
@@ -48,6 +52,24 @@ class PerHostProcesses(Processes):
     def meet(self) -> None:
         """Waits until all processes have called ``meet``."""
         self._processes.meet()
+
+
+@stage("commit a part")
+def commit_part(
+    hosts: Processes, commit: Callable[[], Part], delete: Callable[[Part], object]
+) -> Part:
+    """Commits this host's part of a step; deletes it if another host reports a failure."""
+    try:
+        part = commit()
+    except Exception:
+        with contextlib.suppress(Exception):  # the failed commit is the error to report
+            hosts.any(flag=True)
+        raise
+    # Raises if a host died before it reported: that one may have committed, so the part stays.
+    if hosts.any(flag=False):  # another host has failed
+        delete(part)  # later cleanups would not find this part
+        hosts.meet()  # raises the other host's error
+    return part
 
 
 class Keepers:

@@ -29,17 +29,15 @@ from torchax_ckpt.runtime.background import Flag
 from torchax_ckpt.saving import run_history
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
-from torchax_ckpt.storage.medium import location, medium
+from torchax_ckpt.storage.medium import location
 from torchax_ckpt.stored.stored_step import StoredStep
 
 logger = logging.getLogger(__name__)
 
 # From one look at a run to the next, if nothing shows before that there is a new step.
 POLL_SECS = 10.0
-# From one look at the run's folder, whose time changes with each commit, to the next.
+# From one look at the time of the run's folder, which each commit changes, to the next.
 _NOTICE_SECS = 0.03
-# From one question to a checkpointer, which may save to a bucket, to the next.
-_LISTEN_SECS = 0.5
 # How long a folder stays after it was replaced: a reader has this time to open its files.
 GRACE_SECS = 600.0
 # Errors of one step, after which another step may be published.
@@ -82,31 +80,27 @@ class Follower:
         self._keep = _at_least_one("keep", keep)
         self._path = location.resolve(run)
         self.out = location.resolve(out)
-        self._answers_at_once = medium.of(self._path).answers_at_once
-        if self._answers_at_once:  # else the first look finds out
-            RunDirectory(self._path, read_only=True).require_run()
         if location.is_within(self.out, self._path):
             raise ValueError(
                 f"out: expected a folder outside of the run's directory, found {self.out}; "
                 "nothing but the run itself writes there"
             )
+        self._run = RunDirectory(self._path, read_only=True)
+        self._run.require_run()
         self._form = form
         self.stopped, self.aborted = Flag(), Flag()
-        self._told: Callable[[], object] = self._changed_nsecs
-        self._told_secs = _NOTICE_SECS  # from one question to the next
+        self._told: Callable[[], object] = lambda: None
         self._noticed: object = None
         self._folders = PublishedFolders(
             self.out, str(location.real(self._path)), form.format, self._wrote
         )
-        self._run: RunDirectory | None = None
         # With their paths: a step that was renamed while it was read can be read again.
         self._skipped: set[CommittedStep] = set()
         self._has_warned = False
 
     def listen_to(self, told: Callable[[], object]) -> None:
-        """Has ``told`` say that there may be a new step, where a look at the run is a request."""
-        if not self._answers_at_once:
-            self._told, self._told_secs = told, _LISTEN_SECS
+        """Has a change of what ``told`` returns show, too, that there may be a new step."""
+        self._told = told
 
     def follow(
         self, *passing: type[Exception], publishes_last: bool = False
@@ -168,8 +162,8 @@ class Follower:
     def _waited(self) -> bool:
         """Waits until there may be a new step, or ``stopped`` is set; returns whether it is."""
         end = time.monotonic() + POLL_SECS
-        while not (is_stopped := self.stopped.wait(min(self._told_secs, POLL_SECS))):
-            before, self._noticed = self._noticed, self._told()
+        while not (is_stopped := self.stopped.wait(min(_NOTICE_SECS, POLL_SECS))):
+            before, self._noticed = self._noticed, (self._changed_nsecs(), self._told())
             if self._noticed != before or time.monotonic() >= end:
                 break
         return is_stopped
@@ -181,9 +175,6 @@ class Follower:
         return None
 
     def _due(self, every: int) -> CommittedStep | None:
-        if self._run is None:
-            self._run = RunDirectory(self._path, read_only=True)
-            self._run.require_run()
         found = self._run.steps()
         self._skipped &= set(found)
         steps = [s for s in found if not s.has_lost_record and s not in self._skipped]
@@ -222,7 +213,6 @@ class Follower:
         ]
 
     def _publish(self, committed: CommittedStep) -> Published:
-        assert self._run is not None
         metrics, stored = self._run.metrics(committed), StoredStep(committed)
         try:
             weights = self._form.weights_of(stored)

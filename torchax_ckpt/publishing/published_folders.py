@@ -1,7 +1,8 @@
 """The folders that were published from a run, on a disk or in a bucket.
 
     OUT/step-1000/              a published folder, which never changes; step-1000-2 if another
-                                step 1000 was published before, on a branch that the run left
+                                step 1000 was published before, on a branch that the run left;
+                                in a bucket of S3 always with a number, so that no name recurs
     OUT/latest                  a text file with the name of the folder that was published last
     OUT/.publishing/record.json the run, the format, the published folders, in order, and since when
                                 each is replaced; the folders that are unfinished
@@ -41,7 +42,6 @@ from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.lease import Lease
 from torchax_ckpt.storage.medium import medium, permissions, seals, storage_errors
 from torchax_ckpt.storage.medium.compare_and_swap import Conflict
-from torchax_ckpt.storage.medium.stored_file import first_free
 from torchax_ckpt.stored import copy
 
 logger = logging.getLogger(__name__)
@@ -121,7 +121,8 @@ class PublishedFolders:
                     self._lease.hold()
                     return
                 self._medium.use(self)
-                self._medium.require_usable(for_writing=True)
+                # Below OUT, so that nothing that a failed check leaves is taken for a user's file.
+                medium.of(self._control).require_usable(for_writing=True)
                 self._medium.refuse_unsafe()
                 self._require_ours()
                 self._medium.make_folder(self._control)
@@ -180,7 +181,14 @@ class PublishedFolders:
         if self._unfinished:
             self._lease.hold()  # they may be another program's by now
         for name in self._unfinished:
-            self._medium.remove_folder(self.path / name, self._control / f"deleting-{name}")
+            doomed = self._control / f"deleting-{name}"
+            if not self._medium.remove_folder(self.path / name, doomed, digests.FILE):
+                logger.warning(
+                    "%s: not deleted, because it has no %s, so it may be somebody else's folder. "
+                    "Delete it if nobody needs it",
+                    self.path / name,
+                    digests.FILE,
+                )
         self._unfinished = ()
 
     def retire(self, keep: int, grace_secs: float) -> None:
@@ -261,7 +269,9 @@ class PublishedFolders:
     def _point_to_newest(self) -> None:
         path = self.path / LATEST
         if not self.published:
-            path.unlink(missing_ok=True)
+            with contextlib.closing(self._medium.record(path)) as record:
+                if (seen := record.read()) is not None:
+                    record.remove(seen)  # no later content, if a service carries it out late
             return
         content = f"{self.published[-1].path.name}\n".encode()
         with contextlib.suppress(FileNotFoundError):
@@ -280,4 +290,4 @@ class PublishedFolders:
 
     def _new_path(self, step: int) -> epath.Path:
         used_names = {folder.path.name for folder in self.published}
-        return first_free(self.path, (f"step-{step}",), but=used_names)
+        return self._medium.unused(self.path, f"step-{step}", but=used_names)

@@ -33,7 +33,8 @@ class Reader:
     It opens whole publications only, compares each tensor with its digest, and unpickles nothing.
 
     Args:
-      out: the folder or ``gs://`` URL to which steps are published; it need not exist yet.
+      out: the folder, or the ``gs://`` or ``s3://`` URL, to which steps are published; it need
+        not exist yet.
 
     Attributes:
       step: the step of the publication that was read last; None before the first.

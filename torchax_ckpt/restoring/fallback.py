@@ -17,6 +17,7 @@ from torchax_ckpt.errors import (
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.runtime import user_messages
 from torchax_ckpt.storage.directory import shared_files
+from torchax_ckpt.storage.directory.abandonment import Key
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.stored.stored_step import still_there
@@ -25,16 +26,35 @@ T = TypeVar("T")
 
 
 def newest_readable(
-    candidates: Sequence[CommittedStep],
+    find: Callable[[], Sequence[CommittedStep]],
     attempt: Callable[[CommittedStep], T],
     is_spare: Callable[[CommittedStep], bool] = lambda committed: False,
 ) -> tuple[T, tuple[int, ...]]:
     """Returns ``attempt``'s result for the newest readable step, and the numbers of skipped steps.
 
-    Skips damaged steps, and those of a local tier (``is_spare``) that cannot be read now. Each
-    skipped step is a UserWarning; older ones are tried even if a filter makes it an error. If none
-    can be read, raises the newest one's error, but UnusableStateError if state is lost.
+    Tries the steps that ``find`` returns, the last one first. Skips damaged steps, and those of a
+    local tier (``is_spare``) that cannot be read now. Each skipped step is a UserWarning; older
+    ones are tried even if a filter makes it an error. If none can be read, raises the first one's
+    error, but UnusableStateError if state is lost. If the program that writes there has deleted
+    them meanwhile, finds its steps again.
     """
+    candidates, gone = find(), set[Key]()
+    while True:
+        try:
+            return _newest_of(candidates, attempt, is_spare)
+        except StepNotFoundError:
+            gone |= {committed.key for committed in candidates}
+            with contextlib.suppress(StepNotFoundError):
+                candidates = find()
+            if candidates[-1].key in gone:
+                raise
+
+
+def _newest_of(
+    candidates: Sequence[CommittedStep],
+    attempt: Callable[[CommittedStep], T],
+    is_spare: Callable[[CommittedStep], bool],
+) -> tuple[T, tuple[int, ...]]:
     first_error: CheckpointError | None = None
     skipped: list[int] = []
     for left, committed in reversed(list(enumerate(candidates))):

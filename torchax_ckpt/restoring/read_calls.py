@@ -1,4 +1,4 @@
-"""Implements ``restore``, ``load`` and ``verify``: checks the arguments, finds and reads steps."""
+"""Implements ``attach``, ``restore``, ``load`` and ``verify``: checks arguments, reads steps."""
 
 from __future__ import annotations
 
@@ -10,25 +10,34 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from torchax_ckpt.errors import CorruptCheckpointError, ForeignCheckpointError
+from torchax_ckpt import torchax_backend
+from torchax_ckpt.errors import (
+    AttachError,
+    CheckpointError,
+    CorruptCheckpointError,
+    ForeignCheckpointError,
+    StepNotFoundError,
+    UnusableStateError,
+)
 from torchax_ckpt.layout.selection import Selection
 from torchax_ckpt.options import CheckpointOptions, TierName
-from torchax_ckpt.processes.coordination import Processes
-from torchax_ckpt.restoring.fallback import newest_readable, reading
+from torchax_ckpt.policies import preservation
+from torchax_ckpt.restoring import loading
+from torchax_ckpt.restoring.fallback import is_damage, newest_readable, reading
 from torchax_ckpt.restoring.local_tier import HostSteps
 from torchax_ckpt.restoring.restorable_step import RestorableStep
 from torchax_ckpt.restoring.restore import restore_attached
-from torchax_ckpt.runtime import progress
-from torchax_ckpt.runtime.call_guard import as_step
+from torchax_ckpt.runtime import progress, user_messages
+from torchax_ckpt.runtime.step_numbers import as_given
 from torchax_ckpt.runtime.user_messages import fields
 from torchax_ckpt.saving.run import Run
 from torchax_ckpt.saving.tier import Tier
-from torchax_ckpt.state import functional, per_process_state
-from torchax_ckpt.state.findings import Findings, RestoreReport
-from torchax_ckpt.state.training_state import FUNCTIONAL, TrainingState
+from torchax_ckpt.state.findings import RestoreReport
+from torchax_ckpt.state.training_state import TrainingState
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
+from torchax_ckpt.stored import named_steps
 from torchax_ckpt.stored.foreign_step import ForeignStep
-from torchax_ckpt.stored.stored_step import StoredStep, about
+from torchax_ckpt.stored.stored_step import StoredStep
 
 logger = logging.getLogger(__name__)
 
@@ -37,21 +46,61 @@ class ReadCalls:
     """Implements the methods that read steps; what can fail on one process alone is in a round."""
 
     def __init__(self, run: Run, options: CheckpointOptions) -> None:
-        self._run = run
+        self._run, self._tiers = run, run.tiers
         self._options = options
 
-    def resume(self, attached: TrainingState) -> int | None:
+    def attach(
+        self, make: Callable[[], TrainingState], *, is_attached: bool, resume: bool
+    ) -> tuple[TrainingState, int | None]:
+        """Makes and fills the state to attach; returns it, and the restored step if there is one.
+
+        See ``TorchaxCheckpointer.attach``.
+        """
+        run, options = self._run, self._options
+        with run.processes.round("beginning"):
+            torchax_backend.check_internals()
+            if is_attached:
+                raise AttachError(
+                    "attach was called before on this checkpointer; attach everything in one call, "
+                    "or use a second checkpointer with another directory"
+                )
+            run.wait()
+            run.close_others()
+            if not options.read_only:
+                run.require_writable()
+            attached = make()
+        run.join_mirror(resumes=resume)
+        step = self._resume(attached) if resume else None
+        if step is None:
+            with run.processes.round("starting anew"):
+                fresh = attached.prepare_fresh()
+                fresh.require_filled()
+                fresh.apply({}, run.processes.meet)
+            if resume:
+                run.announce_new()
+            else:
+                path = run.durable.path
+                text = "new run in %s: attach was told not to resume"
+                logger.info(text, path, extra=fields(step=0, path=path))
+        return attached, step
+
+    def _resume(self, attached: TrainingState) -> int | None:
         """Restores the newest readable step; returns its number, or None without steps."""
-        if not (candidates := self._run.steps()):
+        listed = [self._tiers.steps()]
+        if not listed[0]:
             return None
+
+        def find() -> list[CommittedStep]:
+            return listed.pop() if listed else self._tiers.candidates()
+
         report, _ = newest_readable(
-            candidates, lambda s: self._restore(s, attached, strict=True), self._is_spare
+            find, lambda s: self._restore(s, attached, True, or_older=True), self._is_spare
         )
         return report.step
 
     def restore(
         self,
-        step: int | None,
+        step: int | str | None,
         require_attached: Callable[[], TrainingState],
         *,
         strict: bool,
@@ -66,48 +115,63 @@ class ReadCalls:
             self._run.wait()
             selection = functools.partial(Selection, _listed(include), _listed(exclude), rename)
             selection()  # raises for what is no pattern
-            number = self._checked(step, tier)
+            checked = self._checked(step, tier)
         report, skipped = newest_readable(
-            self._run.candidates(number, tier),
+            lambda: self._candidates(checked, tier),
             lambda s: self._restore(s, attached, strict, selection()),
             self._is_spare,
         )
         return dataclasses.replace(report, skipped_steps=skipped)
 
-    def load(self, step: int | None, abstract_state: Any, tier: TierName | None) -> Any:
+    def load(
+        self, step: int | str | None, abstract_state: Any, filter: str | None, tier: TierName | None
+    ) -> Any:
         """Returns the content of a step; see ``TorchaxCheckpointer.load``."""
         with self._run.processes.round("beginning"):
-            number = self._checked(step, tier)
-        candidates = self._run.candidates(number, tier)
+            loading.require_filter(filter, abstract_state)
+            checked = self._checked(step, tier)
         state, _ = newest_readable(
-            candidates, lambda s: self._load(s, abstract_state), self._is_spare
+            lambda: self._candidates(checked, tier),
+            lambda s: self._load(s, abstract_state, filter),
+            self._is_spare,
         )
         return state
 
-    def verify(self, step: int | None, tier: TierName | None) -> int:
+    def verify(self, step: int | str | None, tier: TierName | None) -> int:
         """Compares a step with its digests; see ``TorchaxCheckpointer.verify``."""
         with self._run.processes.round("beginning"):
-            number = self._checked(step, tier)
-        found = self._run.candidates(number, tier)
+            checked = self._checked(step, tier)
+        found = self._candidates(checked, tier)
         newest = found[-1].step
         for committed in [s for s in found if s.step == newest]:
-            self._verify(committed, self._run.holding(committed))
+            self._verify(committed, self._tiers.holding(committed))
         return newest
+
+    def best_step(self) -> int | None:
+        """Returns the durable, intact step that ranks first; see ``TorchaxCheckpointer``."""
+        tier = self._run.durable.tier
+        rule, directory = preservation.best_rule(tier.preserving.policy), tier.directory
+        if not (steps := directory.steps()):
+            return None
+        try:
+            return named_steps.ranked(rule, steps, lambda committed: directory)[-1].step
+        except StepNotFoundError:
+            return None
 
     def _verify(self, committed: CommittedStep, tier: Tier) -> None:
         """Compares a step, or a share of it, with its digests; process 0 marks the result in it."""
         # In a local tier another host may have a step that this host lacks.
-        is_here = not tier.calls.is_per_host or committed.path.exists()
+        is_here = not tier.calls_channel.is_per_host or committed.path.exists()
         verified = tier.directory.verified
-        marks = tier.calls.is_first and not self._options.read_only
+        marks = tier.calls_channel.is_first and not self._options.read_only
         try:
-            with reading(committed, tier.directory, tier.calls):
+            with reading(committed, tier.directory, tier.calls_channel):
                 if is_here:
                     with verified.noting_damage(committed):
                         stored = StoredStep(committed, self._options, allow_part=True)
                         name, total = f"step {committed.step}", stored.stored_bytes
                         with progress.bar(name, lambda: total) as on_bytes:
-                            stored.verify(tier.calls, on_bytes)
+                            stored.verify(tier.calls_channel, on_bytes)
             if is_here:
                 verified.note(committed, is_sound=True)
         except CorruptCheckpointError:
@@ -121,11 +185,27 @@ class ReadCalls:
 
     def _is_spare(self, committed: CommittedStep) -> bool:
         """Returns whether a step is one in a local tier, of which the durable tier has others."""
-        return self._run.holding(committed).is_local
+        return self._tiers.holding(committed).is_local
 
-    def _checked(self, step: int | None, tier: TierName | None) -> int | None:
-        self._run.named(tier)
-        return None if step is None else as_step(step)
+    def _checked(self, step: int | str | None, tier: TierName | None) -> int | str | None:
+        self._tiers.named(tier)
+        return as_given(step)
+
+    def _candidates(self, step: int | str | None, tier: TierName | None) -> list[CommittedStep]:
+        """Returns the steps that a checked argument means, the one to try first last."""
+        if not isinstance(step, str):
+            return self._tiers.candidates(step, tier)
+        found = self._tiers.candidates(None, tier)
+
+        def places() -> list[int]:
+            rules = preservation.best_rules(self._run.durable.tier.preserving.policy)
+            named = named_steps.named(
+                step, found, lambda s: self._tiers.holding(s).directory, rules
+            )
+            return [found.index(committed) for committed in named]
+
+        with self._run.processes.round("choosing the step"):  # process 0 ranks them
+            return [found[i] for i in self._run.processes.first(places)]
 
     def _restore(
         self,
@@ -133,10 +213,46 @@ class ReadCalls:
         attached: TrainingState,
         strict: bool,
         selection: Selection | None = None,
+        *,
+        or_older: bool = False,
+    ) -> RestoreReport:
+        """Restores a step; if it is damaged, what ``Run.fetch_again`` fetches from a mirror."""
+        try:
+            return self._restore_as_is(committed, attached, strict, selection)
+        except (CorruptCheckpointError, UnusableStateError) as error:
+            again = self._fetched_again(committed, error, or_older=or_older)
+            if again is None:
+                raise
+        return self._restore_as_is(again, attached, strict, selection)
+
+    def _fetched_again(
+        self, committed: CommittedStep, error: CheckpointError, *, or_older: bool
+    ) -> CommittedStep | None:
+        """Returns what a mirror gives in place of a step that failed to be read, if it does."""
+        if not is_damage(error):
+            return None
+        try:
+            again = self._run.fetch_again(committed, or_older=or_older)
+        except CheckpointError as problem:
+            if not isinstance(error, UnusableStateError):
+                raise
+            # Without an older step, the attached objects hold no state, which is worse.
+            logger.warning("step %d is not fetched again: %s", committed.step, problem)
+            return None
+        if again is not None and again.key != committed.key:
+            user_messages.warn(f"skipping an unreadable checkpoint: {error}", stacklevel=8)
+        return again
+
+    def _restore_as_is(
+        self,
+        committed: CommittedStep,
+        attached: TrainingState,
+        strict: bool,
+        selection: Selection | None,
     ) -> RestoreReport:
         began = time.perf_counter()
-        tier = self._run.holding(committed)
-        with reading(committed, tier.directory, tier.calls):
+        tier = self._tiers.holding(committed)
+        with reading(committed, tier.directory, tier.calls_channel):
             source = self._opened(committed, tier)
             report = restore_attached(
                 source, attached, strict, self._options, self._run.processes, selection
@@ -152,27 +268,29 @@ class ReadCalls:
         text = f"{verb} step {report.step} of {where}{which}{age}{replaced}"
         about = fields(step=report.step, path=where, secs=secs, age_secs=committed.age_secs)
         logger.info("%s", text, extra=about)
+        durable = self._run.durable.tier
         values = {"restore_secs": secs, "is_verified": report.is_verified}
-        self._run.durable.tier.telemetry.restored(committed, tier.name, **values)
+        values |= durable.mirroring.values
+        durable.telemetry.restored(committed, tier.name, **values)
         if report.is_verified:
             tier.directory.verified.note(committed, is_sound=True)
         tier.reuse.restored(committed, source.compared)
         return dataclasses.replace(report, tier=tier.name)
 
-    def _load(self, committed: CommittedStep, abstract_state: Any) -> Any:
-        tier, processes = self._run.holding(committed), self._run.processes
-        with reading(committed, tier.directory, tier.calls):
+    def _load(self, committed: CommittedStep, abstract_state: Any, filter: str | None) -> Any:
+        tier, processes = self._tiers.holding(committed), self._run.processes
+        with reading(committed, tier.directory, tier.calls_channel):
             source: RestorableStep | HostSteps | None = None
             with contextlib.suppress(ForeignCheckpointError):
                 source = self._opened(committed, tier)
             if source is None:
                 source = RestorableStep(ForeignStep(committed, self._options), processes.meet)
-            state = load_state(source, abstract_state, processes)
+            state = loading.load_state(source, abstract_state, filter, processes)
         tier.reuse.loaded(committed, source.compared)
         return state
 
     def _opened(self, committed: CommittedStep, tier: Tier) -> RestorableStep | HostSteps:
-        options, hosts = self._options, tier.calls.hosts
+        options, hosts = self._options, tier.calls_channel.hosts
         if hosts is not None:
             axis, verified = self._run.replica_axis, tier.directory.verified
             return HostSteps(committed, options, hosts, axis, verified)
@@ -182,30 +300,3 @@ class ReadCalls:
 def _listed(patterns: str | Iterable[str] | None) -> str | Iterable[str] | None:
     """Returns patterns that can be read more than once, because each attempt reads them."""
     return tuple(patterns) if isinstance(patterns, Iterator) else patterns
-
-
-def load_state(
-    source: RestorableStep | HostSteps, abstract_state: Any, processes: Processes
-) -> Any:
-    """Returns a step's functional state, or the states of the components in ``abstract_state``."""
-    committed = source.committed
-    findings = Findings()
-    prefix: tuple[str, ...] = ()
-    is_foreign = isinstance(source, RestorableStep) and isinstance(source.stored, ForeignStep)
-    if FUNCTIONAL in source.document:
-        root = source.document[FUNCTIONAL]
-        prefix = () if is_foreign else (FUNCTIONAL,)
-    else:
-        components = abstract_state.keys() if isinstance(abstract_state, Mapping) else None
-        document = per_process_state.document_of(
-            source.document, processes.index, processes.count, f"step {committed.step}"
-        )
-        root = {
-            "dict": [[n, d] for n, d in document.items() if components is None or n in components]
-        }
-    with about(committed):
-        request = functional.Request(root, abstract_state, prefix, findings, is_foreign=is_foreign)
-        if findings:
-            raise findings.error(committed.step, str(committed.path), "load")
-        source.require_plausible(request.reads)
-        return request.build(source.read_leaves(request.reads))

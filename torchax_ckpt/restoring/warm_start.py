@@ -26,7 +26,7 @@ from torchax_ckpt.restoring.fallback import newest_readable, reading
 from torchax_ckpt.restoring.file_weights import FileWeights
 from torchax_ckpt.restoring.restorable_step import RestorableStep
 from torchax_ckpt.restoring.restore import carry_out
-from torchax_ckpt.runtime.call_guard import as_step
+from torchax_ckpt.runtime.step_numbers import as_given
 from torchax_ckpt.runtime.user_messages import brief
 from torchax_ckpt.saving.run_history import RunHistory
 from torchax_ckpt.state.findings import RestoreReport
@@ -37,6 +37,7 @@ from torchax_ckpt.state.training_state import as_rule, require_callable, require
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import location
+from torchax_ckpt.stored import named_steps
 from torchax_ckpt.stored.stored_step import StoredStep, about
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ def warm_start(
     model: Any,
     source: str | os.PathLike[str],
     *,
-    step: int | None = None,
+    step: int | str | None = None,
     at: str | None = None,
     include: str | Iterable[str] | None = None,
     exclude: str | Iterable[str] | None = None,
@@ -97,10 +98,11 @@ def warm_start(
 
     Args:
       model: an ``nn.Module`` on ``"jax"`` or on ``"meta"``, or a ``JittableModule``.
-      source: a run's directory or a step's, ``gs://`` too; a safetensors file; a directory or index
-        in Hugging Face's format; a file written by ``torch.save``; or a directory written by
+      source: a run's directory or a step's, also in a bucket; a safetensors file; a directory or
+        index in Hugging Face's format; a file written by ``torch.save``; or a directory written by
         ``torch.distributed.checkpoint``.
-      step: the number of the step to read from a run's directory; None for the newest readable.
+      step: the step to read from a run's directory: its number, or a name, as for ``load``; None
+        for the newest readable.
       at: the place of the weights in the source, unless they are those of a single attached model.
         Examples are ``model/generator`` for one of several models, ``state/params`` for functional
         state, and ``app/model`` for files written by torch.
@@ -139,9 +141,9 @@ def warm_start(
             require_module(model, (MODEL,))
             require_callable("init", init)
             if not isinstance(source, (str, os.PathLike)):
-                raise ArgumentError(f"source: expected a path or a gs:// URL, found {source!r:.80}")
+                raise ArgumentError(f"source: expected a path or a URL, found {source!r:.80}")
             component = ModuleComponent(model, (MODEL,), as_rule(shardings), init)
-            number = None if step is None else as_step(step)
+            given = as_given(step)
             path = Path(location.resolve(source))
             is_file = importing.is_known(path)
             if is_file and step is not None:
@@ -191,15 +193,18 @@ def warm_start(
                 )
                 return start(restorable, module, str(committed.path), committed.step)
 
-        if number is not None or run.is_of_one_step:
-            return start_from(*history.found(lambda: [run.candidates(number)[-1]]))
-        if not (steps := history.found(run.steps)):
+        def find() -> list[CommittedStep]:
+            return history.found(lambda: named_steps.candidates(run, given))
+
+        if isinstance(given, int) or run.is_of_one_step:
+            return start_from(find()[-1])
+        if not history.found(run.steps):
             raise StepNotFoundError(
                 f"{run.path}: expected a run's directory with checkpoints, safetensors files, or "
                 "files written by torch.save or torch.distributed.checkpoint; found none of them",
                 path=run.path,
             )
-        report, skipped = newest_readable(steps, start_from)
+        report, skipped = newest_readable(find, start_from)
         return dataclasses.replace(report, skipped_steps=skipped)
 
 

@@ -125,6 +125,8 @@ class Executor(ThreadPoolExecutor):
         super().__init__(max_workers, name)  # asyncio accepts no other class
         self._name = name
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        # Has an entry for each function that has not ended, which each need a thread.
+        self._open: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._tasks: list[Task] = []
         self._is_shut = False
 
@@ -140,8 +142,10 @@ class Executor(ThreadPoolExecutor):
                     future.set_result(fn(*args, **kwargs))
                 except BaseException as error:
                     future.set_exception(error)
+            self._open.get()
 
-        if len(self._tasks) < self._max_workers:
+        self._open.put(None)
+        if len(self._tasks) < min(self._open.qsize(), self._max_workers):
             task = Task(self._name, self._work)
             try:
                 task.start()

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import operator
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -21,8 +20,9 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import jax
 
-from torchax_ckpt.errors import CallError, StepError, StepTypeError
+from torchax_ckpt.errors import CallError
 from torchax_ckpt.runtime import jax_versions
+from torchax_ckpt.runtime.step_numbers import as_given, as_step, is_name
 from torchax_ckpt.runtime.user_messages import brief
 
 P = ParamSpec("P")
@@ -131,7 +131,10 @@ def guarded(
 
     def decorate(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
         name = getattr(method, "__name__", "a method")
-        has_step = "step" in inspect.signature(method).parameters
+        parameter = inspect.signature(method).parameters.get("step")
+        has_step = parameter is not None
+        takes_names = parameter is not None and "str" in str(parameter.annotation)
+        number_of: Callable[[Any], Any] = as_given if takes_names else as_step
 
         @brief
         @functools.wraps(method)
@@ -142,33 +145,13 @@ def guarded(
                 step = args[0] if args and has_step else kwargs.get("step")
                 log: Any = self._call_log
                 with log.calling(name, kind(self) if callable(kind) else kind, step):
-                    if step is not None:
-                        log.at(as_step(step))  # an invalid step raises before any process waits
+                    if step is not None and (type(step) is int or not is_name(step)):
+                        log.at(number_of(step))  # an invalid step raises before any process waits
                     return method(self, *args, **kwargs)
 
         return checked
 
     return decorate
-
-
-def as_step(step: Any) -> int:
-    """Returns the step as an int; ``step`` may be an integer array or tensor without dims.
-
-    Raises:
-      StepTypeError: the step is not an integer, such as a bool or an array with dims.
-      StepError: the step is negative.
-    """
-    # operator.index alone takes True, tensor(True) and tensor([3]).
-    kind = str(getattr(step, "dtype", type(step).__name__)).removeprefix("torch.")
-    try:
-        if kind.startswith("bool") or getattr(step, "shape", ()) != ():
-            raise TypeError
-        number = operator.index(step)
-    except TypeError:
-        raise StepTypeError(f"step: expected an int, found {step!r:.80}") from None
-    if number < 0:
-        raise StepError(f"step: expected 0 or more, found {number}", step=number)
-    return number
 
 
 def _name(thread: threading.Thread) -> str:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import os
 import select
 import signal
@@ -81,6 +82,13 @@ class Preemption:
             else:
                 self._reached = self.grace_secs is not None and _watch.noticed_at is not None
         return self._reached
+
+    @property
+    def left_secs(self) -> float:
+        """Seconds until a SIGTERM that came ends the process; infinite without one."""
+        if self.grace_secs is None or _watch.noticed_at is None:
+            return math.inf
+        return _watch.noticed_at + self.grace_secs - time.monotonic()
 
     def decide(self, step: int) -> bool:
         """Returns ``reached(step)``, and fixes it, so that no loop ends at an unsaved step."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
 import threading
 import time
@@ -59,17 +58,21 @@ def bar(label: str, total_bytes: Callable[[], int]) -> Iterator[Callable[[int], 
         yield on_bytes
 
 
-def wait(ended: Flag, timeout_secs: float | None, stage: Callable[[], str]) -> None:
-    """Waits until ``ended`` is set, or the time is over; meanwhile shows the stage of the work."""
-    if not is_watched():
-        ended.wait(timeout_secs)
-        return
-    deadline = math.inf if timeout_secs is None else time.monotonic() + timeout_secs
-    ended.wait(_DELAY_SECS if timeout_secs is None else min(_DELAY_SECS, timeout_secs))
-    with _Bar(bar_format="{desc}", leave=False, dynamic_ncols=True, file=sys.stderr) as shown:
-        while not ended.is_set and time.monotonic() < deadline:
-            shown.set_description_str(stage())
-            ended.wait(_REFRESH_SECS)
+def wait(ended: Flag, left_secs: Callable[[], float], stage: Callable[[], str]) -> None:
+    """Waits until ``ended`` is set, or no time is left; meanwhile shows the stage of the work.
+
+    Asks ``left_secs`` again and again, because a SIGTERM may end the time early.
+    """
+    ended.wait(min(_DELAY_SECS, left_secs()))
+    is_shown = is_watched() and not ended.is_set
+    showing: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if is_shown:
+        showing = _Bar(bar_format="{desc}", leave=False, dynamic_ncols=True, file=sys.stderr)
+    with showing as shown:
+        while not ended.is_set and (left := left_secs()) > 0:
+            if is_shown:
+                shown.set_description_str(stage())
+            ended.wait(min(left, _REFRESH_SECS if is_shown else _POLL_SECS))
 
 
 class Pace:

@@ -25,6 +25,7 @@ Stage = Literal[
     "check the lease",
     # of a save, in their order
     "take the snapshot",
+    "stack the arrays",
     "link unchanged arrays",
     "write the arrays",
     "complete the step",
@@ -38,6 +39,9 @@ Stage = Literal[
     "settle a step",
     "set steps aside",
     "delete a step",
+    # of a mirror
+    "copy to the mirror",
+    "fetch from the mirror",
     # of a restore
     "read the arrays",
     "change the objects",

@@ -12,7 +12,7 @@ from torchax_ckpt.saving.reuse.frozen_leaves import Frozen
 from torchax_ckpt.saving.reuse.known import SameObjects
 from torchax_ckpt.snapshot.snapshotter import Snapshot, require_alive
 from torchax_ckpt.state.per_process_state import PerProcessState
-from torchax_ckpt.storage.medium.assets import Assets
+from torchax_ckpt.storage.directory.assets import Assets
 
 
 @dataclasses.dataclass(frozen=True)

@@ -101,9 +101,10 @@ class Closing:
         parts: list[Saver | DecisionWindows | Deadline] = [*self._savers, *self._windows]
         return self._pid == os.getpid() and any(part.has_begun for part in parts)
 
-    def running_saves(self) -> list[str]:
-        """Returns a text for each save in flight that names its step and directory."""
-        return [f"step {s.saving_step} of {s.path}" for s in self._savers if s.is_saving]
+    def running(self) -> list[str]:
+        """Returns a text for each save and copy in flight that names its step and directory."""
+        saves = [f"step {s.saving_step} of {s.path}" for s in self._savers if s.is_saving]
+        return [*saves, *filter(None, (s.tier.mirroring.in_flight for s in self._savers))]
 
     def finish_at_exit(self) -> None:
         """Closes all savers at program exit, but for saves beyond ``save_timeout_secs``."""
@@ -223,7 +224,7 @@ def _finish(closings: Sequence[Closing]) -> None:
             closing.finish_at_exit()
 
     def lost() -> str:
-        steps = [step for closing in unfinished for step in closing.running_saves()]
+        steps = [step for closing in unfinished for step in closing.running()]
         return ", ".join(steps) or "nothing: every save has ended"
 
     task = background.Task("exit", finish)

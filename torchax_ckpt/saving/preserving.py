@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torchax_ckpt.options import CheckpointOptions
@@ -24,7 +24,8 @@ _MANY_SAVES = 100
 class Preserving:
     """Decides, on process 0, which steps of a tier are kept.
 
-    A durable tier keeps its newest verified step besides those that the policy keeps.
+    A durable tier keeps its newest verified step besides those that the policy keeps. ``holds``
+    returns whether a step must stay for now, because it is being copied.
     """
 
     def __init__(
@@ -35,9 +36,10 @@ class Preserving:
         processes: Processes,
         *,
         is_local: bool,
+        holds: Callable[[CommittedStep], bool],
     ) -> None:
         self._directory = directory
-        self._policy = policy
+        self.policy = policy
         self._reads_back = options.read_back
         self.is_local = is_local
         self._is_per_host = processes.is_per_host
@@ -45,12 +47,13 @@ class Preserving:
         self._problem = ""  # if no step has a metric that a best-N rule ranks
         self._num_saves_without = 0
         self._has_warned = False
+        self._holds = holds
 
     def warn_of_sharing(self) -> None:
         """Warns if one damaged file, which many steps share, could leave no step."""
         if self._reads_back or self.is_local or not self._is_first:
             return
-        if preservation.keeps_one(self._policy):
+        if preservation.keeps_one(self.policy):
             logger.warning(
                 "%s: the preservation policy keeps one step, and saves reuse files of earlier "
                 "steps unread: one damaged file can leave no step to resume from. "
@@ -62,12 +65,13 @@ class Preserving:
     def kept(self, steps: Sequence[CommittedStep]) -> list[bool]:
         """Returns for each step, oldest first, whether it is kept; raises as ``preserved`` does."""
         infos = checkpoint_infos(self._directory, steps)
-        rules, metrics = preservation.best_rules(self._policy), [i.metrics or {} for i in infos]
+        rules, metrics = preservation.best_rules(self.policy), [i.metrics or {} for i in infos]
         self._problem, is_misspelled = preservation.why_unranked(rules, metrics)
         self._num_saves_without = self._num_saves_without + 1 if self._problem else 0
         if is_misspelled or self._num_saves_without == _MANY_SAVES:
             self.warn_of_metrics()
-        return self._spared(steps, preserved(self._policy, infos, self._damaged(steps)))
+        kept = self._spared(steps, preserved(self.policy, infos, self._damaged(steps)))
+        return [keep or self._holds(step) for keep, step in zip(kept, steps, strict=True)]
 
     def warn_of_metrics(self) -> None:
         """Warns, once, if no step has a metric that a best-N rule ranks."""
@@ -88,7 +92,7 @@ class Preserving:
         try:
             known = checkpoint_infos(self._directory, steps)
             infos = [*known, checkpoint_info(new, dict(metrics))]
-            keep = preserved(self._policy, infos, [*self._damaged(steps), False])[:-1]
+            keep = preserved(self.policy, infos, [*self._damaged(steps), False])[:-1]
             keep = keep if self._reads_back else self._spared(steps, keep)
         except Exception as error:  # the next call of ``kept`` raises it
             logger.debug("which steps will be kept is not known: %s", error)

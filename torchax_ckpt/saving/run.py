@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -17,28 +18,34 @@ from typing import Any
 from etils import epath
 
 from torchax_ckpt import policies
-from torchax_ckpt.errors import ArgumentError, CheckpointError, TierError
+from torchax_ckpt.errors import ArgumentError, CheckpointError, MirrorError, TierError
 from torchax_ckpt.layout import names
-from torchax_ckpt.options import CheckpointOptions, LocalTier, TierName
+from torchax_ckpt.options import CheckpointOptions, LocalTier, Mirror, TierName
 from torchax_ckpt.policies import preservation, preservation_rules
 from torchax_ckpt.processes.coordination import Processes, open_channel
 from torchax_ckpt.processes.per_host import PerHostProcesses
 from torchax_ckpt.runtime.call_guard import Calls
+from torchax_ckpt.runtime.preemption import Preemption
 from torchax_ckpt.runtime.user_messages import fields, tell
 from torchax_ckpt.saving.claim import Claim
 from torchax_ckpt.saving.closing import Closing, close_others
 from torchax_ckpt.saving.failures import Failures
+from torchax_ckpt.saving.mirroring import resuming
+from torchax_ckpt.saving.mirroring.mirror_directory import mirror_settings
+from torchax_ckpt.saving.mirroring.mirroring import Mirroring
 from torchax_ckpt.saving.preserving import Preserving
 from torchax_ckpt.saving.reuse.frozen_leaves import FrozenLeaves
 from torchax_ckpt.saving.reuse.reuse import Reuse
 from torchax_ckpt.saving.run_history import RunHistory
 from torchax_ckpt.saving.saver import Saver
 from torchax_ckpt.saving.tier import Tier
+from torchax_ckpt.saving.tiers import Tiers
 from torchax_ckpt.saving.training_loop.deadline import Deadline
 from torchax_ckpt.snapshot.snapshotter import Snapshotter
 from torchax_ckpt.storage.directory import commit_record, committed_step
 from torchax_ckpt.storage.directory.abandonment import Key
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
+from torchax_ckpt.storage.directory.lineage import Branch, Start
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import location, medium
 from torchax_ckpt.telemetry.events import Event
@@ -56,17 +63,22 @@ class Run:
     def __init__(
         self,
         directory: Any,
-        save_decision_policy: Any,
-        preservation_policy: Any,
+        rules: tuple[Any, Any],
         local: LocalTier | None,
+        mirror: str | os.PathLike[str] | Mirror | None,
         options: CheckpointOptions,
         on_event: Callable[[Event], None] | None,
     ) -> None:
         self._options, self._on_event = options, on_event
+        self.preemption = Preemption(options.preemption_grace_secs)
         self.snapshotter = Snapshotter(options.snapshot, options.layout)
         durable = RunDirectory(directory, read_only=options.read_only)
         durable.require_run()
         path = durable.path
+        others = [path]
+        if local is not None:
+            others.append(epath.Path(location.on_this_host("LocalTier: path", local.path)))
+        self._mirror = mirror_settings(mirror, others, read_only=options.read_only)
         self.processes = open_channel(f"calls {path}", options.process_timeout_secs)
         self.call_log = self.processes.log
         self.processes.liveness.add(self.call_log)
@@ -76,10 +88,9 @@ class Run:
             self._connect(f"deadline {path}"),
             options.deadline,
             options.deadline_margin_secs,
-            lambda: self.durable.tier.costs.longest_secs,
+            self._longest_secs,
         )
         self._histories: list[RunHistory] = []
-        rules = save_decision_policy, preservation_policy
         tier = self._tier("durable", durable, *rules, self.processes, saves)
         self.durable = Saver(tier, self.deadline)
         self.local: Saver | None = None
@@ -87,6 +98,7 @@ class Run:
         self._is_open = self._is_named = self._is_announced = False
         if local is not None:
             self._add_local(local)
+        self.tiers = Tiers([saver.tier for saver in self._savers], self.processes)
 
     def _add_local(self, local: LocalTier) -> None:
         options, durable = self._options, self.durable.tier.directory
@@ -136,7 +148,21 @@ class Run:
             directory.abandoned,
         )
         options = self._options
-        preserving = Preserving(directory, keep_policy, options, saves, is_local=is_local)
+        mirroring = Mirroring(
+            None if is_local else self._mirror,
+            directory.path,
+            lambda: Branch(
+                history.on_storage(),
+                directory.lineage,
+                directory.left,
+                directory.verified.is_damaged,
+            ),
+            telemetry.emit,
+            self.preemption,
+        )
+        preserving = Preserving(
+            directory, keep_policy, options, saves, is_local=is_local, holds=mirroring.holds
+        )
         is_single = is_local and keep_policy.n == 1  # two copies would take more space
         reuse = Reuse(
             directory,
@@ -144,7 +170,7 @@ class Run:
             preserving,
             saves,
             self.frozen_leaves,
-            has_two_copies=not is_single and medium.of(directory.path).has_links,
+            has_two_copies=not is_single and medium.of(directory.path).num_copies > 1,
         )
         return Tier(
             name=name,
@@ -152,93 +178,29 @@ class Run:
             save_policy=save_policy,
             options=options,
             telemetry=telemetry,
-            calls=calls,
-            saves=saves,
-            decisions=self._connect(f"{name} decisions {self._histories[0].path}"),
+            calls_channel=calls,
+            saves_channel=saves,
+            decisions_channel=self._connect(f"{name} decisions {self._histories[0].path}"),
             history=history,
             claim=Claim(directory, history, telemetry, calls),
             preserving=preserving,
+            mirroring=mirroring,
             reuse=reuse,
             failures=Failures(directory.path, telemetry, is_local=is_local),
             on_donated=self.snapshotter.donated,
         )
 
+    def _longest_secs(self) -> float | None:
+        """Returns the longest time until a step was safe, in the mirror too if there is one."""
+        tier = self.durable.tier
+        longest = tier.costs.longest_secs
+        return None if longest is None else longest + tier.mirroring.copy_secs
+
     def __iter__(self) -> Iterator[Saver]:
         return iter(self._savers)
 
-    @property
-    def tiers(self) -> list[Tier]:
-        """The durable tier, then the local tier if there is one."""
-        return [saver.tier for saver in self._savers]
-
     def _connect(self, channel: str) -> Processes:
         return open_channel(channel, self._options.process_timeout_secs, self.call_log)
-
-    # --- finding steps ---
-
-    def candidates(
-        self, step: int | None = None, name: TierName | None = None
-    ) -> list[CommittedStep]:
-        """Returns all ``steps``, or those of one number; raises StepNotFoundError without any."""
-        paths = [tier.directory.path for tier in self.named(name)]
-        return committed_step.chosen(self.steps(name), step, paths)
-
-    def steps(self, name: TierName | None = None) -> list[CommittedStep]:
-        """Returns the steps of one tier or all, ascending; of equal steps, the local one last."""
-        tiers, (local_steps, _) = self.named(name), self._compare_local_steps()
-        found = []
-        for tier in tiers:
-            if tier.is_local and self.processes.count > 1:
-                found += [local_steps[key] for key in sorted(local_steps)]
-            else:
-                found += tier.history.found(tier.directory.steps)
-        return sorted(found, key=lambda s: s.step)  # stable: the local one stays last
-
-    def find(self, step: int) -> CommittedStep:
-        """Returns a step, preferably local, from readable directories, without messages."""
-        found: list[CommittedStep] = []
-        for tier in reversed(self.tiers):  # the other one need not be readable if this has it
-            found += tier.directory.steps()
-            if same := [s for s in found if s.step == step]:
-                return same[-1]
-        return committed_step.chosen(found, step, [tier.directory.path for tier in self.tiers])[-1]
-
-    def _compare_local_steps(self) -> tuple[dict[Key, CommittedStep], set[Key]]:
-        """Returns steps of any host's local tier, not abandoned; the keys that all hosts have."""
-        if self.local is None or self.processes.count == 1:
-            return {}, set()
-        directory = self.local.tier.directory
-        with self.processes.round("comparing local steps"):
-            here = {s.key: s for s in directory.steps()}
-            report = directory.abandonment.report(here.values())
-            joined = self.processes.combine(report, directory.abandonment.joined)
-        # The keys of the steps that all hosts have, and of those that any host has.
-        on_all, on_any = directory.abandonment.record(joined)
-        # A step that this host lacks gets a path that does not exist, because this host may have
-        # another step with the same number.
-        elsewhere = {
-            (step, at): CommittedStep(step, directory.path / f"{step}-on-another-host", at)
-            for step, at in on_any - here.keys()
-        }
-        return {key: here[key] for key in on_any & here.keys()} | elsewhere, on_all
-
-    def numbers(self, name: TierName | None = None) -> list[int]:
-        """Returns step numbers, ascending, from readable directories only, without messages."""
-        return sorted({s.step for tier in self.named(name) for s in tier.directory.steps()})
-
-    def holding(self, committed: CommittedStep) -> Tier:
-        """Returns the tier whose directory contains the given step."""
-        return next(t for t in self.tiers if t.directory.path == committed.path.parent)
-
-    def named(self, name: TierName | None) -> list[Tier]:
-        """Returns one tier or all; raises TierError if there is no tier of this name."""
-        tiers = [tier for tier in self.tiers if name in (None, tier.name)]
-        if not tiers:
-            raise TierError(
-                f"tier: expected one of {', '.join(t.name for t in self.tiers)}, found {name!r}; "
-                "a local tier is given as TorchaxCheckpointer(directory, local=LocalTier(path))"
-            )
-        return tiers
 
     # --- saving ---
 
@@ -254,9 +216,11 @@ class Run:
 
     def prepare(self, step: int) -> None:
         """Acquires leases and stores the run's name, unless done, on all processes or on none."""
+        self.join_mirror(resumes=True, may_fetch=False)
         if not all(tier.claim.is_held for tier in self.tiers):
             self._is_named = False
         self.claim(step)
+        self._start(step)
         if self._is_named:
             return
         # In both tiers: see ``storage/directory/run_identity.py``.
@@ -270,6 +234,84 @@ class Run:
                 self.processes.meet()
                 self.processes.first(lambda: durable.join([], name))
         self._is_named = True
+
+    # --- the mirror ---
+
+    def join_mirror(self, *, resumes: bool, may_fetch: bool = True) -> None:
+        """Takes the mirror's lease, and fetches its newest step if the run continues from it.
+
+        An ``attach`` that comes after another one has failed compares both again. Raises
+        LeaseError, and as ``resuming.join`` does.
+        """
+        mirroring, directory = self.durable.tier.mirroring, self.durable.tier.directory
+        if (mirror := self._mirror) is None or (mirroring.is_joined and not may_fetch):
+            return
+        with self.processes.round("taking the mirror"):
+            self.close_others()
+            self.processes.first(mirroring.mirror.claim)
+        self.claim()
+        here = self.tiers.branch()
+        with self.processes.round("joining the mirror"):
+            token = self.processes.first(lambda: directory.token)
+            if not directory.is_leased_by(token):
+                raise MirrorError(
+                    f"mirror: expected one directory that all processes share, found that process "
+                    f"{self.processes.index} has a {directory.path} of its own, of which process 0 "
+                    "would copy its part only. Give gs://bucket/prefix as the directory, and "
+                    "local=LocalTier(...) for frequent saves",
+                    path=directory.path,
+                )
+            if resumes:
+                places = here, mirroring.mirror.directory, directory
+                self.processes.first_at_length(
+                    lambda: resuming.join(*places, mirror.on_conflict, may_fetch=may_fetch)
+                )
+        mirroring.is_joined = True
+
+    def fetch_again(self, damaged: CommittedStep, *, or_older: bool) -> CommittedStep | None:
+        """Has a damaged step replaced by that of the mirror, if it is intact there; returns it.
+
+        Otherwise, with ``or_older``, fetches and returns a step of the mirror that led to it, if
+        one is newer than all sound steps here. Returns None without either.
+        """
+        tier = self.durable.tier
+        if not tier.mirroring.is_joined or self.tiers.holding(damaged) is not tier:
+            return None
+        directory, found = tier.directory, list[CommittedStep]()
+        here = self.tiers.branch() if or_older else None
+
+        def fetch() -> None:
+            there = tier.mirroring.mirror.directory
+            step = resuming.fetch_again(damaged, there, directory)
+            if step is None and here is not None:
+                step = resuming.fetch_before(damaged, there, directory, here)
+            found.extend([] if step is None else [step])
+
+        with self.processes.round("fetching a damaged step again"):
+            self.processes.first_at_length(fetch)
+            raw = self.processes.first(lambda: committed_step.to_json(found))
+        again = next(iter(committed_step.from_json(raw, directory.path)), None)
+        if again is not None and again.key == damaged.key and not self.processes.is_first:
+            directory.forget(damaged)  # as process 0 has
+        return again
+
+    def _start(self, step: int) -> None:
+        """Has the run's next steps, from ``step`` on, record what led to them."""
+        if self._histories[0].start.lineage:
+            return
+
+        def started() -> list[Any]:
+            steps = [s for tier in self.tiers for s in tier.history.branches.committed]
+            before = self.tiers.branch_of(s for s in steps if s.step < step)
+            mirroring = self.durable.tier.mirroring
+            there = mirroring.mirror.branch if mirroring.is_claimed else None
+            start = Start.after(before, step, there)
+            return [start.lineage, start.left]
+
+        with self.processes.round("naming the start"):
+            found = Start.from_json(self.processes.first(started))
+        for history in self._histories:
+            history.start = found
 
     def announce_new(self) -> None:
         """Says once, if the run has no steps, that it is new."""
@@ -298,7 +340,7 @@ class Run:
         """Lists the steps in the directory of each tier, unless the steps are listed already."""
         if not self._is_open:
             self.close_others()
-            _, on_all = self._compare_local_steps()
+            _, on_all = self.tiers.compare_local_steps()
             for tier in self.tiers:
                 tier.history.open()
             self._forget_what_others_lack(on_all)
@@ -307,12 +349,24 @@ class Run:
     def go_on_from(self, step: int | None) -> None:
         """Continues the run from ``step`` (None: from the start), and abandons all newer steps."""
         self.frozen_leaves.forget()
-        _, on_all = self._compare_local_steps()
+        _, on_all = self.tiers.compare_local_steps()
         self.call_log.go_on_from(step)
         for tier in self.tiers:
             tier.history.go_on_from(step)
+        leaving = {number for tier in self.tiers for number in tier.history.leaving}
+        if leaving and self.processes.is_first:
+            logger.info(
+                "%s: the run goes on from step %s; its next durable save abandons steps %s",
+                self.durable.path,
+                step or 0,
+                sorted(leaving),
+                extra=fields(step=step or 0, path=self.durable.path, steps=sorted(leaving)),
+            )
         self._forget_what_others_lack(on_all)
         self._is_open = True
+        for history in self._histories:
+            history.start = Start()
+        self.durable.tier.mirroring.wake()
 
     def _forget_what_others_lack(self, on_all: set[Key]) -> None:
         """Leaves out local steps that a host lacks, so that all hosts decide alike."""
@@ -320,8 +374,8 @@ class Run:
             self.local.tier.history.keep_only(on_all)
 
     def delete(self, step: int, name: TierName | None = None) -> None:
-        """Deletes a step from one tier or all; raises as ``candidates`` does."""
-        found = self.candidates(step, name)
+        """Deletes a step from one tier or all; raises as ``Tiers.candidates`` does."""
+        found = self.tiers.candidates(step, name)
         self.claim()  # after the search, so that a missing step does not create a directory
         for saver in self:
             if any(committed.path.parent == saver.path for committed in found):
@@ -345,7 +399,7 @@ class Run:
 
 
 def _require_apart(local: epath.Path, durable: epath.Path) -> None:
-    if location.is_within(local, durable) or location.is_within(durable, local):
+    if location.overlap(local, durable):
         raise TierError(
             f"LocalTier: path: expected a directory apart from the run's, {durable}, found "
             f"{local}: one is the other, or lies in it. Give the local tier a directory of its "

@@ -20,6 +20,7 @@ from torchax_ckpt.runtime.user_messages import fields
 from torchax_ckpt.storage.directory import committed_step
 from torchax_ckpt.storage.directory.abandonment import Branches, Key
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
+from torchax_ckpt.storage.directory.lineage import Start
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 
 logger = logging.getLogger(__name__)
@@ -81,6 +82,8 @@ class RunHistory:
         self._of_run.append(self)
         # A save to one tier may end while the training thread begins one to the other.
         self._changing = threading.RLock()
+        # What the run's next steps record for copies of them elsewhere.
+        self.start = Start()
         # Replaced as a whole: the training reads it at each step while a save's thread changes it.
         self._known = _Known()
 
@@ -88,6 +91,13 @@ class RunHistory:
     def branches(self) -> Branches:
         """The steps that this run builds on, and those to set aside once a new step is durable."""
         return self._known.branches
+
+    def on_storage(self) -> list[CommittedStep]:
+        """Returns the branch of the newest step; a run that goes back leaves it only by a save."""
+        known, is_damaged = self._known, self._directory.verified.is_damaged
+        leaving = [s for s in known.branches.abandoned if s.step in known.leaving]
+        steps = (*known.branches.committed, *(s for s in leaving if not is_damaged(s)))
+        return sorted(steps, key=lambda s: s.step)
 
     def open(self) -> None:
         """Lists the directory, unless this object has listed it before."""
@@ -128,6 +138,11 @@ class RunHistory:
         self.open()
         self._go_back(step)
 
+    @property
+    def leaving(self) -> tuple[int, ...]:
+        """The numbers of the steps that the next save abandons, until it has logged them."""
+        return self._known.leaving
+
     def keep_only(self, keys: set[Key]) -> None:
         """Marks as incomplete each step whose key is not in ``keys``, those that all hosts have."""
         with self._changing:
@@ -147,9 +162,10 @@ class RunHistory:
             self._known = dataclasses.replace(known, checkpoints=checkpoints, is_saving=True)
 
     def abandons(self) -> list[list[int]]:
-        """Returns [number, commit time] of each abandoned step of all tiers, for a summary."""
+        """Returns [number, commit time] of each step that the run leaves, here and in a mirror."""
         tiers = sorted(self._of_run, key=lambda history: history is not self)
-        return [list(s.key) for history in tiers for s in history.branches.abandoned]
+        here = [s.key for history in tiers for s in history.branches.abandoned]
+        return [list(key) for key in dict.fromkeys([*here, *self.start.left])]
 
     def succeed(self, durable: CommittedStep, summary: Mapping[str, Any]) -> None:
         """Ends a save that has succeeded on all processes."""

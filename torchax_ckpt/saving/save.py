@@ -3,40 +3,43 @@
 Each process writes the shards of its devices. Process 0 writes what is equal on all, names the
 folder, commits, and deletes a step that reads back damaged. In a local tier, each process does the
 work of process 0 in its own directory. A save succeeds on all processes or fails on all.
+CONTRIBUTING.md follows a parameter through these stages, with the files that they call.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import json
 import logging
+import sys
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from torchax_ckpt.devices.sharding import to_host_part
-from torchax_ckpt.errors import CorruptCheckpointError, SaveError
+from torchax_ckpt.errors import CorruptCheckpointError, SaveError, SaveTimeoutError
 from torchax_ckpt.layout.array_digests import Digests
 from torchax_ckpt.layout.manifest import Manifest, Node, installed_versions
 from torchax_ckpt.layout.storage_plan import Plan
+from torchax_ckpt.policies import preservation
 from torchax_ckpt.processes.call_log import Call
-from torchax_ckpt.processes.coordination import Processes
+from torchax_ckpt.processes.per_host import commit_part
 from torchax_ckpt.runtime import durable_steps
+from torchax_ckpt.runtime.background import Flag, Task
 from torchax_ckpt.runtime.stages import stage
 from torchax_ckpt.saving import host_parts
 from torchax_ckpt.saving.capture import Capture
 from torchax_ckpt.saving.reuse.reuse import Division, SaveReuse
-from torchax_ckpt.saving.save_in_flight import SaveInFlight, round_of
 from torchax_ckpt.saving.tier import Tier
 from torchax_ckpt.snapshot.planner import with_host_leaves
 from torchax_ckpt.snapshot.snapshotter import Stored
 from torchax_ckpt.state.per_process_state import joined
 from torchax_ckpt.storage.arrays import block_digests
-from torchax_ckpt.storage.directory import committed_step
+from torchax_ckpt.storage.directory import committed_step, lineage
 from torchax_ckpt.storage.directory.abandonment import SUMMARY_FIELD
 from torchax_ckpt.storage.directory.committed_step import STATE, CommittedStep
 from torchax_ckpt.storage.directory.step_folder import StepFolder
@@ -67,15 +70,73 @@ class _Draft:
     division: Division
 
 
-class Save(SaveInFlight):
+def round_of(step: int) -> str:
+    """Returns the work of the round in which the processes save a step."""
+    return f"saving step {step}"
+
+
+class Save(Task):
     """A save, which its thread carries out; holds nothing of the state once that has ended."""
 
     def __init__(self, tier: Tier, call: Call | None, capture: Capture) -> None:
         # By ``partial``, which has no frame: a frame of Python's that holds the state would stay
         # alive with the traceback of a stored error.
-        super().__init__(capture.step, capture.began, functools.partial(self.run, capture))
+        super().__init__(f"save-{capture.step}", functools.partial(self.run, capture))
+        self.step = capture.step
         self._tier, self._call = tier, call
         self._committed: CommittedStep | None = None  # although the save may still fail
+        self._began = capture.began  # a ``time.perf_counter()``
+        self.enter("starting its thread")
+        self.is_known_overdue = False  # whether a SaveTimeoutError for this save was raised
+        self.handed_over = Flag()  # set once the training thread continues
+        self.blocking_secs = 0.0  # from ``began`` until then
+        self.transferred = Flag()  # set once all arrays are on the host
+
+    # --- as the training thread sees it ---
+
+    @property
+    def age_secs(self) -> float:
+        """Seconds since the training thread began the save."""
+        return time.perf_counter() - self._began
+
+    def enter(self, phase: str) -> None:
+        """Records that the save begins the stage ``phase``."""
+        self._phase = phase, time.perf_counter()
+
+    def where(self) -> str:
+        """Returns a text that names the current stage of the save and the stage's age."""
+        phase, since = self._phase
+        return f"{phase}, for {time.perf_counter() - since:.1f} s"
+
+    def timeout_error(self, path: Any) -> SaveTimeoutError:
+        """Returns the error of a caller that has waited too long for this save to ``path``."""
+        return SaveTimeoutError(
+            f"the save of step {self.step} to {path} is still in flight after "
+            f"{self.age_secs:.2f} s. Current stage: {self.where()}. The save continues; earlier "
+            "steps are intact.",
+            step=self.step,
+            path=path,
+        )
+
+    def watch(self, limit_secs: float, path: Any) -> None:
+        """Has a thread log stage and call stack after 1, 2, 4, 8, ... times ``limit_secs``."""
+
+        def run() -> None:
+            secs = limit_secs
+            while not self.ended.wait(secs - self.age_secs):
+                if self.age_secs >= secs:
+                    frame = sys._current_frames().get(self.thread_id)
+                    stack = "".join(traceback.format_stack(frame)) if frame else "unknown"
+                    logger.error("%s Stack of its thread:\n%s", self.timeout_error(path), stack)
+                    secs *= 2
+
+        try:
+            Task(f"watch-save-{self.step}", run).start()
+        except RuntimeError as error:
+            text = "the save of step %d is not reported if it takes longer than %g s: %s"
+            logger.warning(text, self.step, limit_secs, error)
+
+    # --- on its own thread ---
 
     def run(self, capture: Capture) -> None:
         """Carries out the save. An error before the step is durable is the failure of the save."""
@@ -83,7 +144,7 @@ class Save(SaveInFlight):
             # If this thread took the interpreter lock now, save() would block longer.
             self.handed_over.wait(_HAND_OVER_SECS)
         self._tier.telemetry.saving(capture.step, capture.began)
-        self._tier.saves.log.resume(self._call)
+        self._tier.saves_channel.log.resume(self._call)
         try:
             durable, reused_bytes = self._make_durable(capture)
         except BaseException as error:  # the training thread must learn of any failure
@@ -100,7 +161,7 @@ class Save(SaveInFlight):
         """Returns the step once it counts on all processes, and the bytes that it reuses."""
         tier = self._tier
         with tier.reuse.saving(capture.frozen, capture.same) as reuse:
-            with tier.saves.round(round_of(self.step), is_met=False) as outcome:
+            with tier.saves_channel.round(round_of(self.step), is_met=False) as outcome:
                 outcome.value = self._write(capture, reuse)
             described, summary = outcome.value
             [durable] = committed_step.from_json(described, tier.directory.path)
@@ -117,13 +178,13 @@ class Save(SaveInFlight):
         began_nsecs = time.time_ns()
         metrics = self._fetch_metrics(capture)
         stored = self._stack(capture)
-        folder, candidate, states = self._agree(capture, metrics, reuse)
+        folder, candidate, states = self._begin_folder(capture, metrics, reuse)
         draft = self._divide(capture, stored, folder, candidate, states, reuse)
         del stored, states  # only what is written is held
         self._link(draft)
         digests = self._write_arrays(capture, draft)
         at_nsecs, metrics = self._agree_on_end(metrics)
-        is_first, summary = self._tier.saves.is_first, dict[str, Any]()
+        is_first, summary = self._tier.saves_channel.is_first, dict[str, Any]()
         if is_first:
             summary = self._complete(capture, draft, digests, metrics, (began_nsecs, at_nsecs))
         reuse.complete(draft.folder.path, draft.plan, draft.before_host_leaves, digests)
@@ -145,13 +206,13 @@ class Save(SaveInFlight):
     def _stack(self, capture: Capture) -> tuple[Plan, Mapping[str, Stored]]:
         """Returns the storage plan and what is stored, in the same order on all processes."""
         self.enter("stacking the arrays")
-        (plan, arrays), same = capture.snapshot.stored(), capture.same
+        (plan, arrays), same = capture.snapshot.to_store(), capture.same
         arrays = {**arrays, **{name: proof.form for name, proof in same.proofs.items()}}
-        if self._tier.saves.count > 1:  # some may leave out what others do not
+        if self._tier.saves_channel.count > 1:  # some may leave out what others do not
             arrays = dict(sorted(arrays.items()))
         return Plan({**plan.stacks, **same.stacks}, plan.empty), arrays
 
-    def _agree(
+    def _begin_folder(
         self, capture: Capture, metrics: Mapping[str, Any], reuse: SaveReuse
     ) -> tuple[StepFolder, list[Any], Sequence[bytes]]:
         """Has process 0 clean up, make the step's folder, and choose a step whose files to reuse.
@@ -160,8 +221,8 @@ class Save(SaveInFlight):
         """
         tier = self._tier
         # One message, because each one of all processes takes as long as the slowest of them.
-        mine = b"" if tier.saves.is_per_host else capture.state(capture.document)
-        states = tier.saves.gather(mine)
+        mine = b"" if tier.saves_channel.is_per_host else capture.state(capture.document)
+        states = tier.saves_channel.gather(mine)
         self.enter("cleaning up the directory")
 
         def begin() -> list[Any]:
@@ -170,7 +231,7 @@ class Save(SaveInFlight):
             candidate = reuse.candidate(self.step, metrics)
             return [StepFolder.begin(tier.directory, self.step).path.name, known, candidate]
 
-        name, known, candidate = tier.saves.first(begin)
+        name, known, candidate = tier.saves_channel.first(begin)
         tier.history.refresh(committed_step.from_json(known, tier.directory.path))
         folder = StepFolder(tier.directory, self.step, tier.directory.path / name)
         return folder, candidate, states
@@ -186,7 +247,7 @@ class Save(SaveInFlight):
     ) -> _Draft:
         """Finds what the save reuses, and what this process writes."""
         (plan, arrays), same, document = stored, capture.same, capture.document
-        if self._tier.saves.is_per_host:
+        if self._tier.saves_channel.is_per_host:
             document = host_parts.described(document, plan, arrays)
         here = self._arrays_here(arrays)
         if candidate[1] is not None:
@@ -200,7 +261,7 @@ class Save(SaveInFlight):
 
     def _arrays_here(self, arrays: Mapping[str, Stored]) -> dict[str, Stored]:
         """Returns the arrays that this process writes, given those over the devices of all."""
-        processes = self._tier.saves
+        processes = self._tier.saves_channel
         if processes.count == 1 and not processes.is_per_host:
             return dict(arrays)
         stored: dict[str, Stored] = {}
@@ -215,11 +276,11 @@ class Save(SaveInFlight):
         self, capture: Capture, document: Mapping[str, Node], states: Sequence[bytes]
     ) -> tuple[Mapping[str, Node], Mapping[str, np.ndarray]]:
         """Returns the nodes and leaves of the per-process states that this process stores."""
-        if (hosts := self._tier.saves.hosts) is not None:
+        if (hosts := self._tier.saves_channel.hosts) is not None:
             state, parts = capture.state(document), host_parts.parts(document)
             kept = self._tier.keepers.exchange(hosts, state, parts)
             return joined(state, kept, (hosts.count, hosts.index))
-        if capture.per_process is None or not self._tier.saves.is_first:
+        if capture.per_process is None or not self._tier.saves_channel.is_first:
             return {}, {}
         return joined(states[0], dict(enumerate(states[1:], start=1)))
 
@@ -230,7 +291,7 @@ class Save(SaveInFlight):
 
     def _write_arrays(self, capture: Capture, draft: _Draft) -> Mapping[str, Digests]:
         """Writes the other arrays; returns the digests of what all processes have written."""
-        options, processes, division = self._tier.options, self._tier.saves, draft.division
+        options, processes, division = self._tier.options, self._tier.saves_channel, draft.division
         self.enter("transferring the arrays from the devices")
         # The training waits for a transfer: if it may, that ends before anything is written.
         memories = [] if capture.snapshot.way == "transfer" else self._tier.memories
@@ -260,7 +321,7 @@ class Save(SaveInFlight):
     def _agree_on_end(self, metrics: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         """Returns the time at which all have written, and process 0's metrics, for the summary."""
         self.enter("writing and committing")
-        if (hosts := self._tier.saves.hosts) is None:
+        if (hosts := self._tier.saves_channel.hosts) is None:
             return time.time_ns(), metrics
         mine = json.dumps(metrics).encode() if hosts.is_first else b""
         agreed = hosts.combine(mine, lambda sent: b"%d %s" % (time.time_ns(), sent[0]))
@@ -276,11 +337,14 @@ class Save(SaveInFlight):
         times: tuple[int, int],
     ) -> dict[str, Any]:
         """Writes all but the arrays, which all processes have written; returns the summary."""
-        summary = {
+        summary: dict[str, Any] = {
             "metrics": metrics,
             SUMMARY_FIELD: self._tier.history.abandons(),
             **self._tier.directory.run_name.for_summary(),
+            **lineage.for_summary(self._tier.history.start.lineage),
         }
+        if rules := [*preservation.best_rules(self._tier.preserving.policy)]:
+            summary[committed_step.RANKS] = {rule.metric: rule.mode for rule in rules}
         manifest = Manifest(
             draft.document,
             draft.plan,
@@ -298,7 +362,7 @@ class Save(SaveInFlight):
             summary,
             began_nsecs=began_nsecs,
             at_nsecs=at_nsecs,
-            num_processes=self._tier.saves.count,
+            num_processes=self._tier.saves_channel.count,
             assets=capture.assets,
             texts=self._tier.texts,
         )
@@ -307,31 +371,20 @@ class Save(SaveInFlight):
     @stage("commit")
     def _commit(self, folder: StepFolder) -> CommittedStep:
         """Makes a complete step durable and visible."""
-        if (hosts := self._tier.saves.hosts) is not None:
-            return self._commit_part(hosts, folder)
-        self._committed = folder.commit()
-        return self._committed
 
-    @stage("commit a part")
-    def _commit_part(self, hosts: Processes, folder: StepFolder) -> CommittedStep:
-        """Commits this host's part of a step; deletes it if another host reports a failure."""
-        try:
-            self._committed = durable = folder.commit()
-        except Exception:
-            with contextlib.suppress(Exception):  # the failed commit is the error to report
-                hosts.any(flag=True)
-            raise
-        # Raises if a host died before it reported: that one may have committed, so the part stays.
-        if hosts.any(flag=False):  # another host has failed
-            self._tier.directory.delete(durable)  # later cleanups would not find this part
-            hosts.meet()  # raises the other host's error
-        return durable
+        def commit() -> CommittedStep:
+            self._committed = folder.commit()
+            return self._committed
+
+        if (hosts := self._tier.saves_channel.hosts) is None:
+            return commit()
+        return commit_part(hosts, commit, self._tier.directory.delete)
 
     def _read_back(self, durable: CommittedStep) -> None:
         """Reads the new step back, if the options say so, on all processes together."""
         if self._tier.options.read_back:
             self.enter("reading it back")
-            with self._tier.saves.round(f"reading back step {durable.step}"):
+            with self._tier.saves_channel.round(f"reading back step {durable.step}"):
                 self._read_share(durable)
 
     @stage("read back")
@@ -339,10 +392,11 @@ class Save(SaveInFlight):
         """Reads this process's share of the step; deletes the step if it is damaged."""
         directory = self._tier.directory
         try:
-            StoredStep(durable, self._tier.options, allow_part=True).verify(self._tier.saves)
-            self._tier.saves.meet()
+            channel = self._tier.saves_channel
+            StoredStep(durable, self._tier.options, allow_part=True).verify(channel)
+            channel.meet()
         except CorruptCheckpointError:  # after other errors, the step may be intact
-            if self._tier.saves.is_first:
+            if self._tier.saves_channel.is_first:
                 try:
                     directory.delete(durable)
                 except Exception as error:  # the damage is the error to raise
@@ -364,7 +418,9 @@ class Save(SaveInFlight):
         self.handed_over.wait(_HAND_OVER_SECS)
         cost = SaveCost(durable.step, self.blocking_secs, durable_secs)
         tier.costs.add(cost, tier.directory.path)
-        tier.telemetry.durable(cost, reused_bytes, tier.history.branches.committed)
+        metrics = tier.directory.metrics(durable)  # known, since _learn
+        tier.telemetry.durable(cost, reused_bytes, metrics, tier.history.branches.committed)
+        tier.mirroring.wake()
         for notify in durable_steps.listeners:
             notify()
 
@@ -376,9 +432,9 @@ class Save(SaveInFlight):
         self.enter("deleting what no rule keeps")
         tier, path = self._tier, self._tier.directory.path
         try:
-            what, is_met = f"tidying up after step {durable.step}", self._tier.saves.is_per_host
-            with self._tier.saves.round(what, is_met=is_met) as outcome:
-                outcome.value = self._tidied(durable) if self._tier.saves.is_first else None
+            what, channel = f"tidying up after step {durable.step}", tier.saves_channel
+            with channel.round(what, is_met=channel.is_per_host) as outcome:
+                outcome.value = self._tidied(durable) if channel.is_first else None
             tier.history.refresh(committed_step.from_json(outcome.value, path))
         except Exception as error:
             failure = SaveError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -15,8 +16,8 @@ from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.policies import preservation
 from torchax_ckpt.processes.call_log import Kind
 from torchax_ckpt.runtime import background
-from torchax_ckpt.runtime.call_guard import as_step
 from torchax_ckpt.runtime.preemption import Preemption
+from torchax_ckpt.runtime.step_numbers import as_step
 from torchax_ckpt.saving.capture import Capture
 from torchax_ckpt.saving.reuse import known
 from torchax_ckpt.saving.run import Run
@@ -25,8 +26,8 @@ from torchax_ckpt.saving.training_loop import step_metrics
 from torchax_ckpt.saving.training_loop.loop import Loop
 from torchax_ckpt.state import training_state
 from torchax_ckpt.state.training_state import TrainingState
+from torchax_ckpt.storage.directory.assets import Assets
 from torchax_ckpt.storage.medium import storage_errors
-from torchax_ckpt.storage.medium.assets import Assets
 
 logger = logging.getLogger(__name__)
 
@@ -148,10 +149,10 @@ class SaveCalls:
                 if not self._is_alone:
                     self._loop.position = number  # the processes that begin the save do the same
                     is_durable = self._durable in due
-                    self._run.frozen_leaves.refuse(error, is_durable=is_durable)
                     # At the last step, those processes save to the durable tier a second time.
                     again = [self._durable] if is_last else []
                     _abstain(number, [*due, *again], error)
+                    self._run.frozen_leaves.refuse(error, is_durable=is_durable)
                     if storage_errors.is_limit(error):
                         return False
                 raise
@@ -228,6 +229,9 @@ class SaveCalls:
         began: float,
     ) -> list[Capture]:
         """Captures the state for each tier; each reuses files of its own earlier steps."""
+        if isinstance(state, types.FunctionType | types.MethodType):
+            state = state()
+            _require_state(None, state, step)
         captured = attached.capture(state)
         names = list(chain.from_iterable(part.form.names for part in captured.values()))
         arrays = list(chain.from_iterable(part.arrays for part in captured.values()))
@@ -266,6 +270,7 @@ class SaveCalls:
     def _begin(self, captures: Sequence[Capture], savers: Sequence[Saver]) -> bool:
         has_begun = False
         for number, (saver, capture) in enumerate(zip(savers, captures, strict=True)):
+            saver.windows.begun(capture.step)
             try:
                 has_begun |= saver.begin(capture)
             except BaseException as error:
@@ -309,7 +314,7 @@ def _require_state(attached: TrainingState | None, state: Any, step: int) -> Non
     if state is None and (attached is None or attached.components.keys() <= {"rng"}):
         raise AttachError(
             "save was called before anything was attached; call attach(model, optimizer) or "
-            "give the state: save(step, state=...)",
+            "give the state: save(step, state=state), or steps(total, state=lambda: state)",
             step=step,
         )
 
@@ -317,4 +322,5 @@ def _require_state(attached: TrainingState | None, state: Any, step: int) -> Non
 def _abstain(step: int, savers: Sequence[Saver], error: BaseException) -> None:
     """Makes the save of a step, which the other processes begin, fail on all of them."""
     for saver in savers:
+        saver.windows.begun(step)
         saver.abstain(step, error)

@@ -8,6 +8,7 @@ error.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Sequence
 
@@ -18,8 +19,7 @@ from torchax_ckpt.runtime import background, progress
 from torchax_ckpt.runtime.lazily import root_logger_left_alone
 from torchax_ckpt.saving.capture import Capture
 from torchax_ckpt.saving.run_history import checkpoint_info
-from torchax_ckpt.saving.save import Save
-from torchax_ckpt.saving.save_in_flight import SaveInFlight, round_of
+from torchax_ckpt.saving.save import Save, round_of
 from torchax_ckpt.saving.tier import Tier
 from torchax_ckpt.saving.training_loop.deadline import Deadline
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
@@ -35,15 +35,15 @@ class Saver:
         self.tier = tier
         self.path = tier.directory.path
         self._deadline = deadline
-        self.windows = DecisionWindows(tier.decisions, self._ask)
+        self.windows = DecisionWindows(tier.decisions_channel, self._ask)
         self._observers = save_decision.observers(tier.save_policy)
-        self._in_flight: SaveInFlight | None = None
+        self._in_flight: Save | None = None
 
     # --- decisions ---
 
     def tell_preemption(self, step: int) -> None:
         """Tells the policy, on process 0, that a step is saved because of a preemption."""
-        if not self.tier.decisions.is_first:
+        if not self.tier.decisions_channel.is_first:
             return
         try:
             self._ask(step, reached_preemption=True)
@@ -98,7 +98,8 @@ class Saver:
     @property
     def has_begun(self) -> bool:
         """Whether ``close`` may have work to do: a lease to release, or threads to end."""
-        return self.tier.claim.was_tried or self.tier.telemetry.has_thread
+        tier = self.tier
+        return tier.claim.was_tried or tier.telemetry.has_thread or tier.mirroring.is_claimed
 
     def begin(self, capture: Capture) -> bool:
         """Waits for the save in flight, if any, then starts a thread that writes ``capture``.
@@ -106,7 +107,7 @@ class Saver:
         Returns False if the system refuses the thread: then the save has failed.
         """
         self.wait()
-        tier, save = self.tier, Save(self.tier, self.tier.saves.log.publish(), capture)
+        tier, save = self.tier, Save(self.tier, self.tier.saves_channel.log.publish(), capture)
         try:
             self._in_flight = save
             tier.history.begin(save.step)
@@ -142,7 +143,7 @@ class Saver:
             self.tier.fail(step, error)
 
     def _refuse(self, step: int, error: BaseException) -> None:
-        self.tier.saves.refuse(round_of(step), error)
+        self.tier.saves_channel.refuse(round_of(step), error)
 
     def wait(self, timeout_secs: float | None = None) -> None:
         """Waits for the save in flight; after a SaveTimeoutError, the save continues."""
@@ -172,16 +173,18 @@ class Saver:
         tier = self.tier
         if (in_flight := self._in_flight) is not None:
             what = f"finishing the save of step {in_flight.step}"
-            limit = self._remaining_secs(in_flight)
-            progress.wait(in_flight.ended, limit, lambda: f"{what}: {in_flight.where()}")
+            limit = self.tier.options.save_timeout_secs or math.inf
+            left_secs = lambda: limit - in_flight.age_secs  # noqa: E731
+            progress.wait(in_flight.ended, left_secs, lambda: f"{what}: {in_flight.where()}")
         self.wait()
         for memory in tier.memories:
             memory.free()
+        tier.mirroring.close()
         tier.preserving.warn_of_metrics()
         tier.telemetry.close()
         tier.claim.release()
 
-    def _remaining_secs(self, in_flight: SaveInFlight) -> float | None:
+    def _remaining_secs(self, in_flight: Save) -> float | None:
         """Returns the seconds until a save reaches ``save_timeout_secs``; None without a limit."""
         limit = self.tier.options.save_timeout_secs
         return None if limit is None else max(0.0, limit - in_flight.age_secs)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from torchax_ckpt import policies
 from torchax_ckpt.devices.host_array import Memory
@@ -13,19 +16,58 @@ from torchax_ckpt.errors import DonatedBufferError, LeaseError
 from torchax_ckpt.options import CheckpointOptions, TierName
 from torchax_ckpt.processes.coordination import Processes
 from torchax_ckpt.processes.per_host import Keepers
+from torchax_ckpt.runtime.user_messages import fields
 from torchax_ckpt.saving.claim import Claim
 from torchax_ckpt.saving.failures import Failures
+from torchax_ckpt.saving.mirroring.mirroring import Mirroring
 from torchax_ckpt.saving.preserving import Preserving
 from torchax_ckpt.saving.reuse.reuse import Reuse
 from torchax_ckpt.saving.run_history import RunHistory
-from torchax_ckpt.saving.save_in_flight import SaveCosts
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import seals
-from torchax_ckpt.storage.writing import fetching
+from torchax_ckpt.storage.writing import array_writer
+from torchax_ckpt.telemetry.events import SaveCost
 from torchax_ckpt.telemetry.recorder import Telemetry
 
 logger = logging.getLogger(__name__)
+
+_LOGGED_SAVES = 100  # in a line of the log at the level INFO
+
+
+class SaveCosts:
+    """The costs of a tier's durable saves, for its policy, its deadline and the log."""
+
+    def __init__(self) -> None:
+        self.longest_secs: float | None = None  # until a step was durable; None if none is
+        # Those that no policy has observed yet. A policy that observes none removes none.
+        self._unobserved: collections.deque[SaveCost] = collections.deque(maxlen=64)
+        self._unlogged: list[SaveCost] = []
+
+    def add(self, cost: SaveCost, path: Any) -> None:
+        """Adds, and logs, the cost of a save that has just become durable in ``path``."""
+        self.longest_secs = max(self.longest_secs or 0.0, cost.durable_secs)
+        self._unobserved.append(cost)
+        _log([cost], path, logging.DEBUG)
+        self._unlogged.append(cost)
+        if len(self._unlogged) == _LOGGED_SAVES:
+            _log(self._unlogged, path, logging.INFO)
+            self._unlogged.clear()
+
+    def observed(self) -> Iterator[SaveCost]:
+        """Yields, and forgets, the costs that were added since the last call."""
+        while self._unobserved:
+            yield self._unobserved.popleft()
+
+
+def _log(costs: list[SaveCost], path: Any, level: int) -> None:
+    """Logs the medians of the costs of saves; the step is that of the last one."""
+    columns = zip(*map(dataclasses.astuple, costs), strict=True)
+    _, blocking, durable = map(statistics.median, columns)
+    text = "%s: step %d is durable (median of %d: blocked %.4f s, durable after %.3f s)"
+    step = costs[-1].step
+    about = fields(step=step, path=path, blocking_secs=blocking, durable_secs=durable)
+    logger.log(level, text, path, step, len(costs), blocking, durable, extra=about)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,8 +75,8 @@ class Tier:
     """One tier of a run, with all that its saves and its reads need.
 
     It has three channels between the processes of the run, each for its own threads, so that no
-    thread waits for another one. In a local tier, each process does in ``calls`` and ``saves`` what
-    process 0 does in the durable tier.
+    thread waits for another one. In the channels of a local tier's calls and saves, each process
+    does what process 0 does in the durable tier.
     """
 
     name: TierName
@@ -42,12 +84,13 @@ class Tier:
     save_policy: policies.SaveDecisionPolicy
     options: CheckpointOptions
     telemetry: Telemetry
-    calls: Processes  # between training threads
-    saves: Processes  # between threads of saves
-    decisions: Processes  # for save decisions only
+    calls_channel: Processes  # between training threads
+    saves_channel: Processes  # between threads of saves
+    decisions_channel: Processes  # for save decisions only
     history: RunHistory
     claim: Claim
     preserving: Preserving
+    mirroring: Mirroring  # does nothing in a local tier
     reuse: Reuse
     failures: Failures
     on_donated: Callable[[], None]
@@ -76,7 +119,7 @@ class Tier:
             self.claim.lose()
             return
         try:
-            if self.saves.is_first:
+            if self.saves_channel.is_first:
                 self.directory.recover()  # now, because a full disk needs the space
         except Exception as problem:
             logger.debug("leftovers of the failed save stay until the next save: %s", problem)
@@ -92,7 +135,7 @@ class Tier:
     def memories(self) -> list[Memory]:
         """The memory in which stacks are made on the host."""
         num_memories = 1 if self.options.max_host_bytes else 2  # with a bound, batches wait
-        return [Memory(fetching.STACK_BYTES) for _ in range(num_memories)]
+        return [Memory(array_writer.STACK_BYTES) for _ in range(num_memories)]
 
     @functools.cached_property
     def keepers(self) -> Keepers:
@@ -102,4 +145,4 @@ class Tier:
     @functools.cached_property
     def texts(self) -> seals.Texts | None:
         """The texts of earlier manifests; None if each host describes its parts at each save."""
-        return None if self.saves.is_per_host else seals.Texts("document", "stacks")
+        return None if self.saves_channel.is_per_host else seals.Texts("document", "stacks")

@@ -26,16 +26,16 @@ from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from torchax_ckpt.devices.device_memory import DeviceMemory, is_exhausted
 from torchax_ckpt.devices.device_programs import (
     Program,
-    Run,
+    Runner,
     device_program,
     run_by_sharding,
     zeros_on,
 )
 from torchax_ckpt.devices.device_sizes import Needed, needed_by
 from torchax_ckpt.devices.host_array import HostArray, Memory, Offset, aligned, offset_of
-from torchax_ckpt.devices.sharding import replicas, shards_of, stacked
+from torchax_ckpt.devices.sharding import replicas, sharding_of_stack, shards_of
 from torchax_ckpt.layout.storage_plan import Plan
-from torchax_ckpt.snapshot.stacking import AnyArray, parts_of
+from torchax_ckpt.snapshot.stacking import MaybeAbstract, parts_of
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ PINNED = "pinned_host"
 _MIN_BYTES_TO_SELECT = 1 << 20
 
 
-def is_supported(arrays: Iterable[AnyArray]) -> bool:
+def is_supported(arrays: Iterable[MaybeAbstract]) -> bool:
     """Returns whether the devices of all arrays can copy to pinned memory."""
     on_devices = [array for array in arrays if not isinstance(array, np.ndarray)]
     shardings: set[Any] = {array.sharding for array in on_devices}
@@ -161,7 +161,7 @@ class Offloaded:
             for row, name in enumerate(group):
                 arrays[name] = self._copied(name, {at: b[row, ...] for at, b in buffers.items()})
             if stored in self._stacks:
-                target = stacked(form.sharding)
+                target = sharding_of_stack(form.sharding)
                 assert target is not None, "planned as a stack"
                 parts = {(0, *offset): buffer for offset, buffer in buffers.items()}
                 arrays[stored] = HostArray((len(group), *form.shape), form.dtype, target, parts)
@@ -193,7 +193,7 @@ def offload_program(sharding: Sharding) -> Any:
 
 
 def pinned(
-    leaves: Mapping[str, AnyArray], run: Run = Program.__call__
+    leaves: Mapping[str, MaybeAbstract], run: Runner = Program.__call__
 ) -> dict[str, list[tuple[Offset | None, Any]]]:
     """Runs the programs; returns for each leaf its sources, see ``_sources``, in pinned memory."""
     sources = {(n, offset): source for n, a in leaves.items() for offset, source in _sources(a)}

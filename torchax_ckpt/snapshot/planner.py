@@ -12,11 +12,11 @@ import numpy as np
 
 from torchax_ckpt.devices.device_memory import is_exhausted
 from torchax_ckpt.devices.device_sizes import Needed
-from torchax_ckpt.devices.sharding import stacked
+from torchax_ckpt.devices.sharding import sharding_of_stack
 from torchax_ckpt.layout.storage_plan import LeafSpec, Plan, plan_leaves
 from torchax_ckpt.options import Layout
 from torchax_ckpt.snapshot.offload import needed_to_offload
-from torchax_ckpt.snapshot.stacking import AnyArray, Array, execute, needed_to_execute
+from torchax_ckpt.snapshot.stacking import Array, MaybeAbstract, execute, needed_to_execute
 
 Way = Literal["reference", "copy", "offload", "transfer"]
 
@@ -29,7 +29,7 @@ class SnapshotPlan:
     plan: Plan
     _needed: dict[Way, Needed | None] = dataclasses.field(default_factory=dict)
 
-    def needed(self, way: Way, arrays: Sequence[AnyArray]) -> Needed | None:
+    def needed(self, way: Way, arrays: Sequence[MaybeAbstract]) -> Needed | None:
         """Returns the memory that a snapshot takes with its stacks; None if no device has so much.
 
         The first call for a way compiles the programs. ``arrays`` are the leaves, perhaps abstract.
@@ -88,7 +88,7 @@ class Planner:
 
 def plan_snapshot(
     names: Sequence[str],
-    arrays: Sequence[AnyArray],
+    arrays: Sequence[MaybeAbstract],
     layout: Layout,
     reserved: Collection[str] = (),
     frozen: Collection[str] = (),
@@ -102,7 +102,7 @@ def plan_snapshot(
             shape=tuple(array.shape),
             dtype=array.dtype.name,
             nbytes=math.prod(array.shape) * array.dtype.itemsize,
-            placement=True if isinstance(array, np.ndarray) else stacked(array.sharding),
+            placement=True if isinstance(array, np.ndarray) else sharding_of_stack(array.sharding),
             is_on_host=isinstance(array, np.ndarray),
             is_frozen=name in frozen,
         )

@@ -38,7 +38,7 @@ from torchax_ckpt.options import Layout, SnapshotMode
 from torchax_ckpt.runtime.stages import stage
 from torchax_ckpt.snapshot.offload import PINNED, Offloaded, is_supported
 from torchax_ckpt.snapshot.planner import Planner, SnapshotPlan, Way
-from torchax_ckpt.snapshot.stacking import AnyArray, Array, execute
+from torchax_ckpt.snapshot.stacking import Array, MaybeAbstract, await_on_cpus, execute
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,8 @@ class Snapshot:
     arrays: Sequence[Array]
     make: Callable[[], ToStore]
 
-    def stored(self) -> ToStore:
+    @stage("stack the arrays")
+    def to_store(self) -> ToStore:
         """Returns what to store, on any thread; DonatedBufferError if a reference was donated."""
         return self.make()
 
@@ -83,7 +84,9 @@ def stacks_on_host(arrays: Iterable[Array]) -> bool:
     return is_here and all(device.platform == "cpu" for device in devices)
 
 
-def way_if_donated(plan: SnapshotPlan, arrays: Sequence[AnyArray], memory: DeviceMemory) -> Way:
+def way_if_donated(
+    plan: SnapshotPlan, arrays: Sequence[MaybeAbstract], memory: DeviceMemory
+) -> Way:
     """Returns how "auto" takes a snapshot if the program donates; arrays may be abstract."""
     return next(way for way in _WAYS_IF_DONATED if _fits(way, plan, arrays, memory))
 
@@ -91,7 +94,9 @@ def way_if_donated(plan: SnapshotPlan, arrays: Sequence[AnyArray], memory: Devic
 _WAYS_IF_DONATED: tuple[Way, ...] = ("copy", "offload", "transfer")
 
 
-def _fits(way: Way, plan: SnapshotPlan, arrays: Sequence[AnyArray], memory: DeviceMemory) -> bool:
+def _fits(
+    way: Way, plan: SnapshotPlan, arrays: Sequence[MaybeAbstract], memory: DeviceMemory
+) -> bool:
     """Returns whether there is memory for a snapshot while the next step runs."""
     if way == "transfer":
         return True
@@ -124,7 +129,7 @@ class Snapshotter:
         reserved: Iterable[str] = (),
         frozen: frozenset[str] = frozenset(),
     ) -> Snapshot:
-        """Returns a snapshot of the leaves, without blocking.
+        """Returns a snapshot of the leaves, without blocking but for ``await_on_cpus``.
 
         No stack gets a ``reserved`` name, or has ``frozen`` leaves beside others. If the snapshot
         is taken by ``transfer``, ``Saver.begin`` later blocks the training thread. Raises
@@ -196,6 +201,7 @@ class Snapshotter:
         elif self._mode == "auto" and not _fits(way, plan, arrays, self._memory):
             return None
         leaves = dict(zip(plan.names, arrays, strict=True))
+        await_on_cpus(arrays)
         try:
             if way == "copy":
                 copies = execute(plan.plan, leaves, copy=True)

@@ -15,7 +15,7 @@ from torchax_ckpt.devices.bitcast import from_bits, is_small_float, to_bits
 from torchax_ckpt.devices.device_programs import (
     MAX_ARGUMENTS,
     Program,
-    Run,
+    Runner,
     copy_program,
     device_program,
     in_chunks,
@@ -23,11 +23,11 @@ from torchax_ckpt.devices.device_programs import (
 )
 from torchax_ckpt.devices.device_sizes import Needed, needed_by
 from torchax_ckpt.devices.host_array import HostArray
-from torchax_ckpt.devices.sharding import LateParts, shards_of, stacked
+from torchax_ckpt.devices.sharding import LateParts, sharding_of_stack, shards_of
 from torchax_ckpt.layout.storage_plan import Plan
 
 Array = jax.Array | np.ndarray
-AnyArray = Array | jax.ShapeDtypeStruct
+MaybeAbstract = Array | jax.ShapeDtypeStruct
 """An abstract array with a sharding may stand for an array on devices."""
 
 
@@ -37,7 +37,7 @@ def execute(
     *,
     copy: bool,
     on_host: bool = False,
-    run: Run = Program.__call__,
+    run: Runner = Program.__call__,
 ) -> dict[str, Any]:
     """Stacks leaves as the plan says, and perhaps copies the others; returns what to store.
 
@@ -58,7 +58,20 @@ def execute(
     return stored
 
 
-def needed_to_execute(plan: Plan, leaves: Mapping[str, AnyArray], *, copy: bool) -> Needed:
+def await_on_cpus(arrays: Sequence[Any]) -> None:
+    """Waits for the arrays if they lie on several CPU devices.
+
+    On CPU devices, a small program runs in a thread of XLA that blocks until its inputs are ready.
+    If these are the outputs of a step in flight, the collectives of the step may lack the threads
+    that wait for them, and both wait for ever.
+    """
+    first = next((array for array in arrays if isinstance(array, jax.Array)), None)
+    if first is not None and next(iter(first.devices())).platform == "cpu":
+        on_devices = [array for array in arrays if isinstance(array, jax.Array)]
+        jax.block_until_ready([a for a in on_devices if len(a.sharding.device_set) > 1])
+
+
+def needed_to_execute(plan: Plan, leaves: Mapping[str, MaybeAbstract], *, copy: bool) -> Needed:
     """Returns the memory of devices that ``execute`` takes; the leaves may be abstract."""
     on_devices = {n: array for n, array in leaves.items() if not isinstance(array, np.ndarray)}
     return needed_by(lambda run: execute(plan, on_devices, copy=copy, run=run))
@@ -66,12 +79,12 @@ def needed_to_execute(plan: Plan, leaves: Mapping[str, AnyArray], *, copy: bool)
 
 def stacked_sharding(sharding: Sharding) -> Sharding:
     """Returns the sharding of a stack that the plan has, of leaves with this sharding."""
-    target = stacked(sharding)
+    target = sharding_of_stack(sharding)
     assert target is not None, "planned as a stack"
     return target
 
 
-def _stack(arrays: list[Any], run: Run) -> Any:
+def _stack(arrays: list[Any], run: Runner) -> Any:
     first = arrays[0]
     if isinstance(first, np.ndarray):
         return np.stack(arrays)
@@ -84,7 +97,7 @@ def _stack(arrays: list[Any], run: Run) -> Any:
     return parts[0] if len(parts) == 1 else run(concatenate_program(target), *parts)
 
 
-def _copies(leaves: Mapping[str, Any], run: Run) -> dict[str, Any]:
+def _copies(leaves: Mapping[str, Any], run: Runner) -> dict[str, Any]:
     arrays = {name: array for name, array in leaves.items() if not isinstance(array, np.ndarray)}
     parts = {(n, i): part for n, array in arrays.items() for i, part in enumerate(parts_of(array))}
     by_name: dict[str, list[Any]] = collections.defaultdict(list)

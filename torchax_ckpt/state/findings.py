@@ -73,6 +73,7 @@ class Findings:
     has_other_scheduler: bool = False
     # modules and optimizers that a step with functional state lacks, which perhaps replaced them
     unrestored: list[str] = dataclasses.field(default_factory=list)
+    unattached: list[str] = dataclasses.field(default_factory=list)  # components of the step
     state: Node = None  # that of the functional state
     lacks_ties: bool = False  # the checkpoint ties weights that are separate in the model
 
@@ -108,7 +109,7 @@ class Findings:
             (f"different (expected: {ours}, found: in the {kind})", self.mismatched),
         ):
             lines += _section(title, found, self.mismatched if found is self.mismatched else {})
-        lines.append(self._remedy(call, step))
+        lines.append(self._remedy(call, step, path))
         return MismatchError(
             "\n".join(lines),
             missing=self.missing,
@@ -128,7 +129,7 @@ class Findings:
             f"optimizers: {reader} returns it."
         )
 
-    def _remedy(self, call: Call, step: int | None) -> str:
+    def _remedy(self, call: Call, step: int | None, path: str) -> str:
         """Returns what helps: the one thing if the cause is plain, else the choices of the call."""
         components = {name.partition("/")[0] for name in self.missing}
         if self.state is not None and components & {"model", "optimizer"}:
@@ -160,6 +161,18 @@ class Findings:
         if (rename := self._rename()) is not None:
             first = "call attach(resume=False), then restore" if call == "restore" else call
             return f"The model's names differ by a prefix: {first}(rename={rename})."
+        others = {name.partition("/")[0] for name in self.unexpected}.difference(self.unattached)
+        if (
+            self.unattached
+            and call == "restore"
+            and not (self.missing or self.mismatched or others)
+        ):
+            return (
+                f"The call of attach leaves out what the run trains too: "
+                f"{', '.join(self.unattached)}. Attach all of it to go on training. To read only "
+                f"the weights, call torchax_ckpt.warm_start(model, {path!r}), or, for the values, "
+                f"torchax_ckpt.load({path!r}, filter='model/*')."
+            )
         if self.has_other_optimizer:
             return (
                 "Attach an optimizer of the stored class. To go on with one of another class and "

@@ -27,7 +27,7 @@ from torchax_ckpt.state.component import (
     require_alive,
 )
 from torchax_ckpt.state.findings import Findings
-from torchax_ckpt.state.leaf import Spec, describe, freeze
+from torchax_ckpt.state.leaf import Spec, array_of, describe
 from torchax_ckpt.state.plans.restoration import Values
 from torchax_ckpt.state.pytree import Encoder, key_part, value_of
 
@@ -59,7 +59,7 @@ class PytreeCapture:
             device_array, chosen = _device_array(), [leaves[i] for i in self._order]
             with torchax_backend.native_torch():
                 arrays = [
-                    leaf if type(leaf) is device_array else freeze(leaf, self._where)
+                    leaf if type(leaf) is device_array else array_of(leaf, self._where)
                     for leaf in chosen
                 ]
             captured = Captured(self._form, arrays)

@@ -25,7 +25,7 @@ Array = jax.Array | np.ndarray
 DEVICE_KINDS = frozenset({"torchax", "jax", "key"})
 
 
-def freeze(value: Any, name: str) -> Array:
+def array_of(value: Any, name: str) -> Array:
     """Returns a leaf's device array, or a copy of its host array; call it in ``native_torch``."""
     if isinstance(value, jax.Array):
         if isinstance(value.dtype, np.dtype):  # quicker than the question below
@@ -45,7 +45,7 @@ def freeze(value: Any, name: str) -> Array:
     return np.array(value)
 
 
-def freeze_all(tensors: Sequence[torch.Tensor], name: str) -> list[Array]:
+def arrays_of(tensors: Sequence[torch.Tensor], name: str) -> list[Array]:
     """Returns the arrays to store for tensors; copies 0-d CPU tensors of one dtype at once."""
     with torchax_backend.native_torch():
         arrays: list[Any] = torchax_backend.buffers(tensors)
@@ -56,7 +56,7 @@ def freeze_all(tensors: Sequence[torch.Tensor], name: str) -> list[Array]:
             arrays[i] = copy
         for i in on_host:
             if arrays[i] is None:
-                arrays[i] = freeze(tensors[i], name)
+                arrays[i] = array_of(tensors[i], name)
     return arrays
 
 

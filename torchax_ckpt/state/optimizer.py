@@ -33,7 +33,7 @@ from torchax_ckpt.state.component import (
     require_alive,
 )
 from torchax_ckpt.state.findings import type_name
-from torchax_ckpt.state.leaf import DEVICE_KINDS, Spec, Specs, describe, freeze_all
+from torchax_ckpt.state.leaf import DEVICE_KINDS, Spec, Specs, arrays_of, describe
 from torchax_ckpt.state.modules.module_tensors import same_objects
 from torchax_ckpt.state.plans import matching
 from torchax_ckpt.state.plans.restoration import Restoration, Values
@@ -157,7 +157,7 @@ class OptimizerComponent:
         are_tensors = all(issubclass(kind, torch.Tensor) for kind in set(map(type, values)))
         if len(entries) < len(state) or not are_tensors:
             return self._encode_state()
-        arrays = freeze_all(values, names.join(self.key_path))
+        arrays = arrays_of(values, names.join(self.key_path))
         signature = [list(map(len, entries)), keys, Specs(values, arrays)]
         if signature == self._signature:
             self._signature = signature
@@ -238,7 +238,9 @@ class _Backend:
         self._plan, self._homes = plan, homes
 
     def fits(self, live: torch.Tensor, node: Node, name: str) -> bool:
-        return fits(describe(live, name), node, name, self._plan.findings)
+        is_leaf = isinstance(node, dict) and "array" in node
+        # Another value takes the place of a tensor as it was saved, in an optimizer of this class.
+        return not is_leaf or fits(describe(live, name), node, name, self._plan.findings)
 
     def add_read(self, leaf: Node, live: Any, owner: matching.Owner) -> None:
         parameter = owner.parameter
@@ -252,7 +254,7 @@ class _Backend:
             placement = placement_of(torchax_backend.buffer(live))
         add_read(self._plan.reads, leaf, placement)
 
-    def rebuilt(self, node: Node, live: Any, values: Values) -> Any:
+    def rebuilt(self, node: Node, live: Any, values: Values, owner: matching.Owner) -> Any:
         if isinstance(live, torch.Tensor) and isinstance(node, dict) and "array" in node:
             spec, value = Spec.of_node(node), values[node["array"]]
             if spec == describe(live, node["array"]):

@@ -22,7 +22,7 @@ from torchax_ckpt.layout.manifest import MAX_DEPTH, MAX_ELEMENTS, Node, array_no
 from torchax_ckpt.layout.nodes import FACTORIES, decode
 from torchax_ckpt.layout.storage_plan import MAX_RANK
 from torchax_ckpt.state import node_checks
-from torchax_ckpt.state.leaf import DEVICE_KINDS, Array, describe, freeze
+from torchax_ckpt.state.leaf import DEVICE_KINDS, Array, array_of, describe
 from torchax_ckpt.state.plans.restoration import Values
 
 _MAPPINGS: Mapping[type, str] = {
@@ -183,7 +183,7 @@ class Encoder:
             problem = "two leaves have this name"
         if problem:
             raise UnsupportedLeafError(f"{name}: {problem}", key_path=name)
-        self.leaves[name] = freeze(value, name)
+        self.leaves[name] = array_of(value, name)
         if isinstance(value, torch.nn.Parameter):
             self.note_change(value, "Tensor", path)
         return spec.node(name)

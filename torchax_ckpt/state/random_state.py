@@ -18,7 +18,7 @@ from torchax_ckpt.state.component import (
     add_read,
     encoded,
 )
-from torchax_ckpt.state.leaf import Spec, freeze
+from torchax_ckpt.state.leaf import Spec, array_of
 from torchax_ckpt.state.plans.restoration import Change, Restoration, leaf_names
 from torchax_ckpt.state.pytree import value_of
 
@@ -48,7 +48,7 @@ class RandomStateComponent:
             raise node_checks.corrupt(
                 "rng", f"the states {sorted(_TRIALS)}", f"{sorted(stored)!r:.80}"
             )
-        key_placement = placement_of(freeze(torchax_backend.prng_key(), "rng"))
+        key_placement = placement_of(array_of(torchax_backend.prng_key(), "rng"))
         for child in array_nodes(node):
             add_read(
                 plan.reads, child, key_placement if Spec.of_node(child).on_device else Local.HOST

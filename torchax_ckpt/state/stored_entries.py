@@ -46,6 +46,12 @@ class StoredModule:
         extra = node_checks.named(node["extra_state"], where) if "extra_state" in node else None
         return cls(node_checks.leaves(node, where), ties, extra)
 
+    def as_state_dict(self) -> Node:
+        """Returns the node of the dict that ``Module.state_dict()`` returned."""
+        tied = {alias: self.tensors[name] for alias, name in self.ties.items()}
+        extra = {extra_state_key(path): node for path, node in (self.extra_state or {}).items()}
+        return {"dict": [[k, v] for k, v in {**self.tensors, **tied, **extra}.items()]}
+
     def selected(self, selection: Selection, prefix: tuple[str, ...]) -> StoredModule:
         """Returns the selected entries, under their names in the program.
 
@@ -116,6 +122,15 @@ def _fqn(old: str, new: str, prefix: tuple[str, ...]) -> str:
         "another model's weights, use warm_start(at=...)",
         key_path=old,
     )
+
+
+def as_state_dict(node: Node, where: str) -> Node:
+    """Returns the state dict of a stored module, or of each of several; others unchanged."""
+    if isinstance(node, dict) and "ties" in node:
+        return StoredModule.of_node(node, where).as_state_dict()
+    if isinstance(node, dict) and node.get("group") is True:
+        return {"dict": [[name, as_state_dict(child, where)] for name, child in node["dict"]]}
+    return node
 
 
 def extra_state_key(path: str) -> str:

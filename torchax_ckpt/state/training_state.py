@@ -182,6 +182,7 @@ class TrainingState:
             if name == "rng" and not self._rng:
                 continue
             findings.unexpected += leaf_names(node) or [name]
+            findings.unattached.append(name)
         plan.selection.require_used()
         return plan
 
@@ -273,7 +274,8 @@ def as_rule(shardings: Any) -> Rule | None:
     if not callable(shardings):
         raise AttachError(
             "shardings: expected a callable from name and abstract leaf to a Sharding or "
-            f"PartitionSpec, or a torchax.mesh_util.Mesh, found {type_name(shardings)}"
+            "PartitionSpec, such as torchax_ckpt.shardings.fsdp(mesh), or a "
+            f"torchax.mesh_util.Mesh, found {type_name(shardings)}"
         )
     return functools.partial(resolve_rule, shardings, None)
 

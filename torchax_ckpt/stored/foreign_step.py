@@ -18,11 +18,11 @@ from torchax_ckpt.layout import names
 from torchax_ckpt.layout.manifest import STORABLE_DTYPES, Manifest, Node
 from torchax_ckpt.layout.storage_plan import Plan
 from torchax_ckpt.runtime import host_memory
-from torchax_ckpt.storage.arrays import array_checks, chunking
+from torchax_ckpt.storage.arrays import array_checks, chunking, tensorstore_context
 from torchax_ckpt.storage.arrays.assembly import Bounds
 from torchax_ckpt.storage.directory import step_files
 from torchax_ckpt.storage.directory.committed_step import STATE, CommittedStep
-from torchax_ckpt.storage.medium import containment, location, medium
+from torchax_ckpt.storage.medium import containment, medium
 from torchax_ckpt.stored.stored_step import Parts, StoredStep, still_there
 
 logger = logging.getLogger(__name__)
@@ -157,7 +157,7 @@ def _kinds(metadata: Mapping[str, Any]) -> dict[Path, str]:
 def _opened(
     tree: epath.Path, metadata: Mapping[str, Any], kinds: Mapping[Path, str]
 ) -> dict[Path, ts.TensorStore]:
-    base, context = location.kvstore(tree), location.reading_context()
+    base, context = medium.of(tree).kvstore(tree), tensorstore_context.reading_context()
     opening = {}
     for keys, kind in kinds.items():
         if kind not in _STORED:

@@ -7,6 +7,7 @@ out the invalid values of a valid event; it raises in neither case.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -18,6 +19,7 @@ _MAX_TEXT = 1000
 _MAX_STEPS = 1000
 _MAX_RULES = 50
 _MAX_NUMBER = 2**63
+_MAX_METRICS = 20
 _MAX_TIME = 253_402_300_800  # the year 10,000, which dates cannot express
 
 
@@ -38,9 +40,16 @@ def _are(is_valid: Callable[[Any], bool], most: int) -> Callable[[Any], bool]:
     return lambda v: isinstance(v, list) and len(v) <= most and all(map(is_valid, v))
 
 
+def drawable(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the metrics of a step that events record: finite numbers, at most 20 of them."""
+    are_numbers = {n: v for n, v in metrics.items() if type(v) in (int, float)}
+    finite = {n: v for n, v in are_numbers.items() if abs(v) < 1e100 and len(n) <= 100}
+    return dict(itertools.islice(finite.items(), _MAX_METRICS))
+
+
 _NAMES = {
     *("started", "restored", "reached", "saving", "durable", "failed"),
-    *("deleted", "set_aside", "closed"),
+    *("deleted", "set_aside", "mirrored", "mirror_failed", "closed"),
 }
 _METRICS = Stats.metrics()
 # Name of a value -> check of that value. Any event may lack any value.
@@ -51,6 +60,7 @@ _VALUES: Mapping[str, Callable[[Any], bool]] = {
     "is_verified": lambda value: isinstance(value, bool),
     "keeps": _are(lambda rule: isinstance(rule, dict), _MAX_RULES),
     "steps": _are(_is_count, _MAX_STEPS),
+    "metrics": lambda value: isinstance(value, dict) and value == drawable(value),
 }
 
 
@@ -75,12 +85,14 @@ class Event:
       name: ``started`` (the first save took the directory's lease), ``restored``, ``reached`` (the
         current step of training, recorded at most once a minute), ``saving`` (a save began),
         ``durable`` (a save was committed), ``failed`` (a save failed), ``deleted`` (steps were
-        deleted), ``set_aside`` (steps of an abandoned branch were renamed), ``closed`` (the
+        deleted), ``set_aside`` (steps of an abandoned branch were renamed), ``mirrored`` (a step
+        was copied to the mirror), ``mirror_failed`` (such a copy failed), ``closed`` (the
         checkpointer was closed).
       time_secs: when it happened, in seconds since the epoch.
       step: completed optimizer steps; None if the event concerns no single step.
       values: details of the event: text, lists, and numbers, which are named as the attributes of
-        ``Stats`` that are computed from them. Unknown values are left out.
+        ``Stats`` that are computed from them; of ``durable`` also ``metrics``, the finite numbers
+        among those saved with the step. Unknown values are left out.
     """
 
     name: str
@@ -133,7 +145,7 @@ class Event:
 
 
 def bounded(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns an event's values without None; long texts, and the list ``steps``, are cut."""
+    """Returns an event's values without None; long texts, ``steps`` and ``metrics`` are cut."""
     cut = {}
     for key, value in values.items():
         if value is None:
@@ -142,5 +154,7 @@ def bounded(values: Mapping[str, Any]) -> dict[str, Any]:
             value = value[: _MAX_TEXT - 3] + "..."
         elif key == "steps":
             value = [int(step) for step in value][-_MAX_STEPS:]
+        elif key == "metrics":
+            value = drawable(value)
         cut[key] = value
     return cut

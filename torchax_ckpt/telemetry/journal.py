@@ -110,6 +110,19 @@ def latest_start(directory: epath.Path) -> Event | None:
     return next((event for event in events if event and event.name == "started"), None)
 
 
+def latest_mirrored(directory: epath.Path) -> Event | None:
+    """Returns the last event with the newest step of a mirror, if the newest journal files have it.
+
+    Copies are rarer than saves, but there are many saves in so many files.
+    """
+    names = sorted(_names(directory / FOLDER), reverse=True)[:_CONCURRENT_READS]
+    for name in names:
+        events = map(Event.of_line, reversed(_read(directory / FOLDER, name).splitlines()))
+        if found := next((e for e in events if e and "mirrored_step" in e.values), None):
+            return found
+    return None
+
+
 def _run_of(name: str) -> str:
     return name.removesuffix(".jsonl").partition("-")[2]
 

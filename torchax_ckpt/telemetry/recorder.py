@@ -155,9 +155,12 @@ class Telemetry:
         self._step = max(step, self._step or 0)
         self._take("saving", step, values, ago_secs=time.perf_counter() - began)
 
-    def durable(self, cost: SaveCost, reused_bytes: int, steps: Sequence[CommittedStep]) -> None:
+    def durable(
+        self, cost: SaveCost, reused_bytes: int, metrics: Any, steps: Sequence[CommittedStep]
+    ) -> None:
         """Records that a step was committed; ``reused_bytes`` of it are in reused files."""
-        values = {"blocking_secs": cost.blocking_secs, "durable_secs": cost.durable_secs}
+        values: dict[str, Any] = {"metrics": metrics or None, "durable_secs": cost.durable_secs}
+        values["blocking_secs"] = cost.blocking_secs
         self._take("durable", cost.step, values, steps, reused_bytes)
 
     def steps_gone(self, name: str, gone: Sequence[int], steps: Sequence[CommittedStep]) -> None:
@@ -241,6 +244,15 @@ class Telemetry:
         """Returns the statistics of the events so far."""
         with self._lock:
             return self._tally.stats(self._num_skipped)
+
+    def log_end(self) -> None:
+        """Logs that the program has closed the run, and what its saves came to."""
+        stats = self.stats()
+        text = "closed %s: newest durable step %s; saves: %d durable, %d failed"
+        values = self._directory, stats.newest_step, stats.num_durable, stats.num_failed
+        medians = {name: getattr(value, "p50", value) for name, value in vars(stats).items()}
+        extra = fields(step=stats.newest_step, path=self._directory, **medians)
+        logger.info(text, *values, extra=extra)
 
     def _start(self) -> None:
         if self._task is not None or not self._has_thread or self._is_closed:

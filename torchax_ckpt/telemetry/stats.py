@@ -81,16 +81,16 @@ class Stats:
     num_skipped: int = _metric("saving", "calls of save() that the policy declined", kind="sum")
     num_restores: int = _metric("restored", "steps that were restored", kind="count")
     blocking_secs: Quantiles | None = _metric(
-        "durable", "seconds for which a durable save blocked the training thread", "save blocks"
+        "durable", "seconds for which a durable save blocked the training thread", "training waits"
     )
     durable_secs: Quantiles | None = _metric(
-        "durable", "seconds from the call of save() to the commit", "durable after"
+        "durable", "seconds from the call of save() to the commit", "complete on storage after"
     )
     interval_secs: Quantiles | None = _metric(
-        "saving", "seconds from one snapshot to the next", "between snapshots"
+        "saving", "seconds from one snapshot to the next", "time from save to save"
     )
     interval_steps: Quantiles | None = _metric(
-        "saving", "training steps from one snapshot to the next", "steps between"
+        "saving", "training steps from one snapshot to the next", "steps from save to save"
     )
     num_bytes: Quantiles | None = _metric("durable", "bytes that a step takes on storage")
     new_bytes: Quantiles | None = _metric("durable", "bytes of a step that its save wrote")
@@ -108,6 +108,19 @@ class Stats:
     newest_step: int | None = _metric("", "the newest durable step", kind="latest")
     newest_age_secs: float | None = _metric(
         "", "seconds since the newest durable step was committed", kind="age"
+    )
+
+    num_mirrored: int = _metric("mirrored", "steps that were copied to the mirror", kind="count")
+    num_mirror_failures: int = _metric(
+        "mirror_failed", "copies to the mirror that failed", kind="count"
+    )
+    mirror_secs: Quantiles | None = _metric("mirrored", "seconds that a copy to the mirror took")
+    sent_bytes: Quantiles | None = _metric(
+        "mirrored", "bytes of a step that were sent to the mirror"
+    )
+    mirrored_step: int | None = _metric("", "the newest step in the mirror", kind="latest")
+    mirrored_age_secs: float | None = _metric(
+        "", "seconds since the newest step in the mirror was committed", kind="age"
     )
 
     @classmethod

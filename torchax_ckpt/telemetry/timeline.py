@@ -158,3 +158,45 @@ def bytes_over_time(runs: Sequence[RecordedRun]) -> list[tuple[float, int]]:
         for event in events
         if "total_bytes" in event.values
     )
+
+
+def metrics_over_steps(runs: Sequence[RecordedRun]) -> dict[str, list[tuple[int, float]]]:
+    """Returns metric -> points (step, value) of the durable saves that led to the newest one.
+
+    Saves behind which the training went back are left out: their steps were trained again. A
+    restore alone leaves none out: after it, the program may only have evaluated or exported.
+    """
+    curves: dict[str, list[tuple[int, float]]] = {}
+    back_to = 0
+    for event in (event for run in runs for event in run.named("restored", "durable")):
+        if event.step is None:
+            continue
+        if event.name == "durable":
+            last_step = min(back_to, event.step - 1)
+            for curve in curves.values():
+                while curve and curve[-1][0] > last_step:
+                    curve.pop()
+            for name, value in event.values.get("metrics", {}).items():
+                curves.setdefault(name, []).append((event.step, value))
+        back_to = event.step
+    return {name: curve for name, curve in curves.items() if curve}
+
+
+def busy_spans(runs: Sequence[RecordedRun], now_secs: float) -> list[tuple[float, float]]:
+    """Returns when programs ran, as spans (begin, end) in seconds since the epoch, in order.
+
+    A program that was killed may have run longer: its span ends with its last event.
+    Two spans are one if the time between them is below a twentieth of all the time of programs.
+    """
+    spans = sorted(
+        (run.began_secs, max(run.began_secs + 1, now_secs if run.is_running else run.ended_secs))
+        for run in runs
+    )
+    least_secs = sum(end - begin for begin, end in spans) / 20
+    busy = spans[:1]
+    for begin, end in spans[1:]:
+        if begin - busy[-1][1] > least_secs:
+            busy.append((begin, end))
+        else:
+            busy[-1] = (busy[-1][0], max(busy[-1][1], end))
+    return busy

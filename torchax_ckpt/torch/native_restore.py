@@ -28,6 +28,7 @@ from torchax_ckpt.state.plans.restoration import Change, Restoration, Values
 from torchax_ckpt.state.stored_entries import EXTRA_STATE, SCHEDULER, takes
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
+from torchax_ckpt.stored import named_steps
 from torchax_ckpt.stored.stored_step import StoredStep, about
 from torchax_ckpt.torch.state_trees import WIDER, compare, revived, stand_in
 
@@ -43,7 +44,7 @@ def restore(
     lr_scheduler: Any = None,
     dataloader: Any = None,
     *,
-    step: int | None = None,
+    step: int | str | None = None,
     strict: bool = True,
 ) -> RestoreReport:
     """Restores a step of a run into modules, optimizers and other objects of plain PyTorch.
@@ -52,17 +53,18 @@ def restore(
     objects are changed in place, or none. What is left out of the call is neither compared nor
     read. The states of torch's (CPU), numpy's and Python's random generators are restored too, of
     several processes those of process 0; torchax's random key has no counterpart, and is in the
-    report's ``left_out``.
+    report's ``left_out``. A module gets its extra state by ``set_extra_state``, so its hooks of
+    ``load_state_dict`` do not run.
 
     Args:
-      run: the directory of the run or of one of its steps, or ``gs://bucket/prefix``.
+      run: the directory of the run or of one of its steps, also ``gs://...`` or ``s3://...``.
       model: an ``nn.Module``, or a mapping from the names that ``attach`` was given to modules.
       optimizer: a ``torch.optim.Optimizer`` over parameters of ``model``; state that it lacks is
         made on the devices of the parameters. Or a mapping, as for ``model``.
       lr_scheduler: an object with ``load_state_dict``, a list or a mapping of such objects.
       dataloader: an object with the methods that ``attach`` knows, or a mapping.
-      step: completed optimizer steps of the checkpoint; None for the newest that is readable. Each
-        newer one that is damaged is a UserWarning.
+      step: completed optimizer steps of the checkpoint, or a name, as for ``torchax_ckpt.load``;
+        None for the newest that is readable. Each newer one that is damaged is a UserWarning.
       strict: raise on any difference; otherwise restore what matches, and report the rest.
 
     Returns:
@@ -95,7 +97,7 @@ def restore(
         with about(committed), native_torch(), torch.inference_mode(False):
             return _restored(StoredStep(committed), objects, strict=strict)
 
-    report, skipped = newest_readable(directory.candidates(step), attempt)
+    report, skipped = newest_readable(lambda: named_steps.candidates(directory, step), attempt)
     return dataclasses.replace(report, skipped_steps=skipped)
 
 
@@ -121,7 +123,7 @@ def _restored(stored: StoredStep, objects: Mapping[str, Any], *, strict: bool) -
         matched.add_generators(node)
         left_out.append("rng/torchax")
     arrays = stored.read(plan.reads)
-    plan.apply({name: placed(arrays[name]) for name, placed in plan.reads.items()})
+    plan.apply({name: _placed(arrays[name], places) for name, places in plan.reads.items()})
     return findings.report(step, left_out, is_verified=stored.is_whole(plan.reads, 1))
 
 
@@ -173,15 +175,20 @@ class _Matched:
         """Plans a call that gives an object its state; it may fail: it runs the user's code."""
         for leaf in array_nodes(node):
             self.add_read(leaf)
-        before = copy.deepcopy(get())
+        before: list[Any] = []  # what ``get`` returns, which may draw, so not before all fits
 
         def take(state: Any) -> None:
+            before.append(copy.deepcopy(get()))
             load(state)
             get()  # torchdata's loader draws when it first uses a state: not later
             if (warning := per_process_state.end_of_epoch(where, owner, state)) is not None:
                 self._plan.changes.append(Change(lambda values: user_messages.warn(warning)))
 
-        self._plan.add_call(node, where, owner, take, lambda: load(before), _value_of)
+        def put_back() -> None:
+            for state in before:
+                load(state)
+
+        self._plan.add_call(node, where, owner, take, put_back, _value_of)
 
     def _add_module(self, module: torch.nn.Module, node: Node, key_path: tuple[str, ...]) -> None:
         findings = self._plan.findings
@@ -222,22 +229,33 @@ class _Matched:
             device = parameter.device if on_device else "cpu"
             return value.to(device, parameter.dtype if is_wider else value.dtype)
 
-        self._plan.reads[leaf["array"]] = placed
+        self._plan.reads.setdefault(leaf["array"], {})[owner] = placed
 
-    def rebuilt(self, node: Node, live: Any, values: Values) -> Any:
-        return _value_of(node, values)
+    def rebuilt(self, node: Node, live: Any, values: Values, owner: matching.Owner) -> Any:
+        return _value_of(node, values, owner)
 
     def release(self, live: Any) -> None:
         pass  # a restore in plain PyTorch has no memory budget
 
 
-def _value_of(node: Node, values: Values) -> Any:
-    return decode(node, lambda leaf: values[leaf["array"]])
+def _placed(
+    array: np.ndarray, places: Mapping[matching.Owner, Callable[[np.ndarray], Any]]
+) -> dict[matching.Owner, Any]:
+    """Returns a leaf's value for each of its owners, such as two groups with one learning rate.
+
+    Each has memory of its own, because schedulers change rates in place.
+    """
+    own = [array, *(array.copy() for _ in range(len(places) - 1))]
+    return {owner: place(a) for (owner, place), a in zip(places.items(), own, strict=True)}
+
+
+def _value_of(node: Node, values: Values, owner: matching.Owner = _NOBODY) -> Any:
+    return decode(node, lambda leaf: values[leaf["array"]][owner])
 
 
 def _fill(target: torch.Tensor, leaf: str, values: Values) -> None:
     with torch.inference_mode(target.is_inference()):  # which such a tensor's changes need
-        target.copy_(values[leaf])
+        target.copy_(values[leaf][_NOBODY])
 
 
 def _require_plain(name: str, tensor: torch.Tensor) -> None:

@@ -47,7 +47,7 @@ class StorageReader(dcp.StorageReader):
     them) or numpy arrays. The random state of torch, numpy and Python is under ``rng``.
 
     Args:
-      run: the directory of the run or of one of its steps, or ``gs://bucket/prefix``.
+      run: the directory of the run or of one of its steps, also ``gs://...`` or ``s3://...``.
       step: completed optimizer steps of the checkpoint; None for the newest that all ranks can
         read. Each newer one that is damaged is a UserWarning.
       prefix: the key below which all state stands in the program's state dict; or a mapping from
@@ -156,7 +156,7 @@ class StorageReader(dcp.StorageReader):
             return attempt(committed)
 
         left = [c for c in self._candidates if c.key not in self._unreadable]
-        result, _ = newest_readable(left, noted)
+        result, _ = newest_readable(lambda: left, noted)
         self._unreadable |= {*tried[:-1]}
         return result
 

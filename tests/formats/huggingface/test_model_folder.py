@@ -24,7 +24,7 @@ from torchax_ckpt.cli.app import app
 from torchax_ckpt.errors import AttachError, UnsupportedLeafError
 from torchax_ckpt.formats.huggingface.model_files import ModelFiles
 from torchax_ckpt.formats.huggingface.model_folder import adapter_names, names_in_file
-from torchax_ckpt.storage.medium import assets
+from torchax_ckpt.storage.directory import assets
 
 NAMES = ["m.q.base_layer.weight", "m.q.lora_A.default.weight", "m.q.lora_B.b.weight", "m.k.weight"]
 
@@ -119,9 +119,15 @@ def test_options_and_steps_that_do_not_fit_are_refused(directory: Path, tmp_path
         (("x.safetensors", "--format", "hf"), "expected the name of a directory"),
         ((out, "--format", "hf", "--optimizer"), "--optimizer needs --format pt or dcp"),
         (("1", "2", out), "expected [STEP] OUT, found 3 arguments"),
-        (("newest", out), "expected a number, best:METRIC or best:METRIC:max, found 'newest'"),
+        (
+            ("newest", out),
+            "expected a number, latest, best:METRIC or best:METRIC:max, found 'newest'",
+        ),
         (("best:accuracy", out), "no step has the metric 'accuracy'"),
-        (("best:loss:least", out), "STEP: expected a number"),
+        (
+            ("best:loss:least", out),
+            "expected best:METRIC, or best:METRIC:max if large values are good",
+        ),
         (("7", out), "step 7"),
         ((out, "--format", "peft"), "expected tensors of PEFT's adapters, found none"),
     ):

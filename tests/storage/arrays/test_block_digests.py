@@ -25,10 +25,17 @@ from support.training import P, fsdp_mesh, save_state
 
 from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
 from torchax_ckpt.errors import CorruptCheckpointError, SaveError
-from torchax_ckpt.storage.arrays import array_checks, assembly, block_digests, chunking, read_arrays
+from torchax_ckpt.storage.arrays import (
+    array_checks,
+    assembly,
+    block_digests,
+    chunking,
+    read_arrays,
+    tensorstore_context,
+)
 from torchax_ckpt.storage.arrays.assembly import Wanted
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
-from torchax_ckpt.storage.medium import location, seals
+from torchax_ckpt.storage.medium import seals
 from torchax_ckpt.stored.stored_step import parse_manifest
 
 NEVER = CheckpointOptions(verify="never")
@@ -121,7 +128,7 @@ def test_a_missing_part_of_an_array_is_not_read_as_zeros(directory: Path) -> Non
     state = state_on(fsdp_mesh(8, "x"), ("x",))
     save_state(directory, state)
     step = RunDirectory(directory).candidates(1)[-1]
-    context = location.reading_context()
+    context = tensorstore_context.reading_context()
     store = read_arrays.ts.KvStore.open(read_arrays._kvstore(step), context=context).result()
     key = next(key for key in store.list().result() if key.endswith(b"big/1.0"))
     store.delete_range(read_arrays.ts.KvStore.KeyRange(key, key + b"\0")).result()

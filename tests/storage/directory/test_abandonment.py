@@ -7,6 +7,7 @@ import itertools
 import json
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,10 @@ from unittest import mock
 import numpy as np
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from support.stages import at, fail_at
 
-from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
+from torchax_ckpt import LocalTier, TorchaxCheckpointer, policies
 from torchax_ckpt.errors import SaveError
-from torchax_ckpt.saving.save import Save
 from torchax_ckpt.storage.directory import committed_step
 from torchax_ckpt.storage.directory.abandonment import Key
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
@@ -54,7 +55,6 @@ class Run:
         self.goes_on: dict[str, list[Key]] | None = None
         self.times = (1 + count * 7919 % 997 for count in itertools.count())
         self.written: dict[str, Key] = {}
-        self.is_unreadable = False
         self.start()
 
     def start(self) -> None:
@@ -69,7 +69,6 @@ class Run:
             save_decision_policy=self.policies["durable"],
             preservation_policy=policies.PreserveAll(),
             local=local,
-            options=CheckpointOptions(read_back=True),
         )
         self.goes_on = None
 
@@ -90,14 +89,9 @@ class Run:
             number = int(path.name.split("-")[1])
             self.written[path.parent.name] = (number, at)
 
-        def read_back(*_: Any) -> None:
-            if self.is_unreadable:
-                raise OSError(5, "cannot be read now")
-
         with (
             mock.patch.object(array_writer, "write_arrays", return_value={}),
             mock.patch.object(step_writer, "complete", complete),
-            mock.patch.object(Save, "_read_back", read_back),
         ):
             yield
 
@@ -136,20 +130,21 @@ class Run:
     def save(self, step: int, where: tuple[str, ...], how: str) -> None:
         """Saves to some of the tiers; then all goes well, or the program is stopped at some point.
 
-        "unreadable": committed, but the save fails; "untidied": ends before it tidies up; "half":
+        "failed": committed, but the save fails; "untidied": ends before it tidies up; "half":
         ends after it set aside one of the steps.
         """
         goes_on = self.goes_on or {tier: list(keys) for tier, keys in self.counts.items()}
         due = [t for t in where if t in self.paths and step not in [n for n, _ in goes_on[t]]]
         if not due:
             return
-        if how == "unreadable":  # of two, one may abandon what the other has left already
+        if how == "failed":  # of two, one may abandon what the other has left already
             due = due[:1]
         for tier, policy in self.policies.items():
             policy.is_on = tier in due
-        self.is_unreadable = how == "unreadable"
         self.ckpt._loop.position = None  # any step may be saved next
         with contextlib.ExitStack() as stack:
+            if how == "failed":
+                stack.callback(fail_at("end a durable save", OSError(5, "failed")))
             if how in ("untidied", "half"):
                 self.stop_tidying(stack, how)
             assert self.ckpt.save(step, state={"w": np.zeros(2)})
@@ -159,7 +154,7 @@ class Run:
         self.counts = {tier: list(keys) for tier, keys in goes_on.items()}
         for tier in due:
             self.counts[tier].append(self.written[tier])
-            if how != "unreadable":
+            if how != "failed":
                 goes_on[tier].append(self.written[tier])
             if how == "well" and tier == "local":
                 self.counts[tier] = goes_on[tier] = goes_on[tier][-KEEP:]
@@ -170,20 +165,19 @@ class Run:
             self.restart()
 
     def stop_tidying(self, stack: contextlib.ExitStack, how: str) -> None:
-        tidy = Save._tidy
+        tidying, set_aside = set[int](), RunDirectory.set_aside
 
-        def only_while_tidying(save: Save, *args: Any) -> None:
-            directory = save._tier.directory
-            set_aside = directory.set_aside
+        def stopped(directory: RunDirectory, steps: Any) -> Any:
+            if threading.get_ident() not in tidying:
+                return set_aside(directory, steps)
+            set_aside(directory, list(steps)[: int(how == "half")])
+            raise OSError(5, "killed")
 
-            def stopped(steps: Any) -> None:
-                set_aside(list(steps)[: int(how == "half")])
-                raise OSError(5, "killed")
+        def learned() -> None:
+            tidying.add(threading.get_ident())
 
-            with mock.patch.object(directory, "set_aside", stopped):
-                tidy(save, *args)
-
-        stack.enter_context(mock.patch.object(Save, "_tidy", only_while_tidying))
+        stack.callback(at("end a durable save", learned, when="after"))
+        stack.enter_context(mock.patch.object(RunDirectory, "set_aside", stopped))
 
     # --- what is to be seen ---
 
@@ -204,7 +198,7 @@ SAVES = st.tuples(
     st.just("save"),
     NUMBERS,
     st.sampled_from([("durable",), ("local",), TIERS]),
-    st.sampled_from(["well", "well", "unreadable", "untidied", "half"]),
+    st.sampled_from(["well", "well", "failed", "untidied", "half"]),
 )
 EVENTS = st.one_of(
     SAVES,

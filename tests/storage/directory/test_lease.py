@@ -560,7 +560,7 @@ def test_a_writer_that_lost_its_lease_while_writing_commits_nothing_and_stops(
     assert written(directory).host == "tpu-vm-7"
 
 
-@pytest.mark.parametrize("moment", ["commit", "set_aside", "settle", "delete", "recover"])
+@pytest.mark.parametrize("moment", ["publish", "set_aside", "settle", "delete", "recover"])
 def test_nothing_is_committed_moved_or_removed_without_the_lease(
     moment: str, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -578,7 +578,7 @@ def test_nothing_is_committed_moved_or_removed_without_the_lease(
     before = entries(directory)
     with pytest.raises(LeaseError):
         {
-            "commit": lambda: steps.commit(8, steps.path / "writing-8-t"),
+            "publish": lambda: steps.publish(8, steps.path / "writing-8-t"),
             "set_aside": lambda: steps.set_aside([one]),
             "settle": lambda: steps.settle(incoming),
             "delete": lambda: steps.delete(one),

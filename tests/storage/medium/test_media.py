@@ -23,7 +23,7 @@ from torchax_ckpt.storage.medium.local_medium import LocalMedium
 pytest_plugins = ("support.folder_bucket",)
 
 # What both do by other methods, or in memory.
-COMMON = {"is_missing", "names_in", "keep", "take_back", "let_go"}
+COMMON = {"names_in", "keep", "let_go", "unused"}
 ALL = {"preservation_policy": policies.PreserveAll()}
 
 
@@ -91,6 +91,33 @@ def test_a_failed_save_is_no_step_and_its_name_is_not_used_again(
     assert [path.name for path in (place / "1").iterdir()] == [BEGUN]
     with TorchaxCheckpointer(place) as ckpt:
         assert ckpt.attach(rng=False) == 1
+
+
+def test_a_mark_whose_answer_was_lost_and_that_arrives_late_makes_no_step(place: Path) -> None:
+    mark = place / "1" / MARK
+
+    def lose() -> None:
+        content.append(mark.read_bytes())
+        mark.unlink()
+        raise OSError("no answer")
+
+    def arrive() -> None:
+        if content:
+            mark.write_bytes(content.pop())
+
+    content: list[bytes] = []
+    with TorchaxCheckpointer(place, **ALL) as ckpt:
+        at("mark the step", lose, when="after", number=1)
+        at("recover the directory", arrive)
+        with pytest.raises(SaveError):
+            save(ckpt, 1)
+        save(ckpt, 2)
+        assert ckpt.all_steps() == [2]
+    assert not content
+    assert not mark.exists()
+    with TorchaxCheckpointer(place) as ckpt:
+        assert ckpt.attach(rng=False) == 2
+        assert ckpt.all_steps() == [2]
 
 
 def test_an_abandoned_step_is_set_aside_and_a_deleted_one_is_gone(place: Path) -> None:

@@ -16,6 +16,7 @@ from unittest.mock import Mock
 import jax
 import numpy as np
 import pytest
+from etils import epath
 from support.commands import run
 from support.compare import entries
 from support.training import save_state
@@ -72,6 +73,20 @@ def refusal(path: str | Path) -> str | None:
         ("2 1 / /mnt/g fuse.s3fs bucket", "/mnt/g/a", "gs://bucket/prefix"),
         ("2 1 / /mnt/g fuse.rclone bucket", "/mnt/g/a", "gs://bucket/prefix"),
         ("2 1 / /mnt/g fuse.goofys bucket", "/mnt/g/a", "gs://bucket/prefix"),
+        ("2 1 / /mnt/g fuse.geesefs bucket", "/mnt/g/a", "gs://bucket/prefix"),
+        ("2 1 / /mnt/g fuse.ossfs ossfs", "/mnt/g/a", "gs://bucket/prefix"),
+        ("2 1 / /mnt/g fuse blobfuse2", "/mnt/g/a", "gs://bucket/prefix"),
+        ("2 1 / /mnt/g fuse mountpoint-s3", "/mnt/g/a", "gs://bucket/prefix"),
+        *(
+            (f"2 1 / /mnt/g {mount}", "/mnt/g/a", "gs://bucket/prefix")
+            for name in (
+                *("blobfuse", "blobfuse2", "mountpoint-s3", "mount-s3", "cosfs", "obsfs"),
+                *("ossfs2", "tigrisfs", "s3fs", "geesefs"),
+            )
+            for mount in (f"fuse.{name} b", f"fuse {name}", f"fuse.other {name}")
+        ),
+        ("2 1 / /mnt/g ext4 mountpoint-s3", "/mnt/g/a", None),
+        ("2 1 / /mnt/g nfs s3fs", "/mnt/g/a", None),
         ("2 1 / /jfs fuse.juicefs JuiceFS:myjfs", "/jfs/a", None),
         ("2 1 / /d fuse ", "/d/a", None),
     ],
@@ -256,11 +271,13 @@ def refusing(number: int) -> Callable[[Any], Any]:
         ("fuse", os, "link", refusing(errno.ENOSYS), "it has no hard links"),
         ("fuse", fcntl, "flock", refusing(errno.ENOLCK), r"it has no locks \(No locks available"),
         ("fuse", fcntl, "flock", lambda really: lambda *args: None, "its locks exclude nobody"),
+        ("fuse.new-bucket", os, "link", refusing(errno.ENOSYS), "it has no hard links"),
+        ("fuseblk", os, "link", refusing(errno.ENOSYS), None),
         ("ext4", os, "link", refusing(errno.ENOSYS), None),
         ("nfs4", os, "link", refusing(errno.ENOSYS), None),
     ],
 )
-def test_a_file_system_of_fuse_that_does_not_say_what_it_is_is_probed(
+def test_a_file_system_of_fuse_is_probed(
     kind: str,
     where: Any,
     name: str,
@@ -282,7 +299,7 @@ def test_a_file_system_of_fuse_that_does_not_say_what_it_is_is_probed(
     assert len(caught) == (expected is not None)
     if expected is not None:
         assert re.search(
-            f"type fuse, source my-bucket.*{expected}.*give gs://", str(caught[0].message)
+            f"type {kind}, source my-bucket.*{expected}.*give gs://", str(caught[0].message)
         )
 
 
@@ -293,3 +310,20 @@ def test_the_first_save_probes(directory: Path, mounted: Mounted) -> None:
         patch.setattr(os, "link", refusing(errno.EPERM)(os.link))
         with pytest.warns(UserWarning, match="it has no hard links"):
             ckpt.save(1, state=STATE)
+
+
+@pytest.mark.parametrize("mount", ["fuse my-bucket", "fuse.juicefs JuiceFS:jfs", "ext4 /dev/vda"])
+def test_what_lies_where_colab_puts_drive_is_what_its_mount_says(
+    mount: str, mounted: Mounted, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(os.path, "realpath", {tmp_path: "/content/drive/MyDrive"}.__getitem__)
+    mounted(f"2 1 / /content/drive {mount}")
+    monkeypatch.setattr(os, "link", refusing(errno.ENOSYS)(os.link))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        permissions.prove_writable(epath.Path(tmp_path))
+    texts = ["it has no hard links" in str(warning.message) for warning in caught]
+    assert texts == [True] * mount.startswith("fuse")
+    (tmp_path / "file").write_text("kept")
+    permissions.empty_for_trash(epath.Path(tmp_path))
+    assert (tmp_path / "file").read_text() == "kept"

@@ -47,6 +47,8 @@ MAY_PASS = [
     ValueError('PERMISSION_DENIED: Error opening "zarr3" driver: Permission denied'),
     ValueError("UNKNOWN: Failed to read [os_error_code='5']"),
     ValueError("ABORTED: All 32 retry attempts failed [http_response_code='503']"),
+    ValueError("INVALID_ARGUMENT: Error reading an object: HTTP 400 [http_response_code='400']"),
+    ValueError("FAILED_PRECONDITION: Error reading an object [http_response_code='412']"),
 ]
 DAMAGE = [
     FileNotFoundError(errno.ENOENT, "gone"),
@@ -54,6 +56,8 @@ DAMAGE = [
     ValueError("DATA_LOSS: Error decoding manifest"),
     ValueError("OUT_OF_RANGE: Requested byte range [0, 9) is not valid for value of size 5"),
     ValueError("NOT_FOUND: Error reading a file"),
+    ValueError("NOT_FOUND: Error reading an object [http_response_code='404']"),
+    ValueError("OUT_OF_RANGE: Error reading an object [http_response_code='416']"),
     ValueError("Unterminated string starting at: line 1 column 538"),
     UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid"),
 ]

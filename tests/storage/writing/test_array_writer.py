@@ -29,7 +29,7 @@ from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer
 from torchax_ckpt.errors import DonatedBufferError, SaveError
 from torchax_ckpt.options import Codec
 from torchax_ckpt.storage.arrays import array_checks
-from torchax_ckpt.storage.writing import array_writer, fetching
+from torchax_ckpt.storage.writing import array_writer
 
 ONE = 4 << 10
 STATUS = Path("/proc/self/status")
@@ -101,7 +101,7 @@ def test_a_batch_is_no_larger_than_the_bound_unless_an_array_is(
 def test_what_was_fetched_is_let_go_first(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[weakref.ref[jax.Array]] = []
     left: list[int] = []
-    unshared = fetching.unshared
+    unshared = array_writer.unshared
 
     def recorded(array: jax.Array) -> jax.Array:
         left.append(sum(ref() is not None for ref in made))
@@ -109,7 +109,7 @@ def test_what_was_fetched_is_let_go_first(directory: Path, monkeypatch: pytest.M
         made.append(weakref.ref(own))
         return own
 
-    monkeypatch.setattr(fetching, "unshared", recorded)
+    monkeypatch.setattr(array_writer, "unshared", recorded)
     with bounded(directory, 1) as ckpt:
         ckpt.save(1, state=state_of())
     assert len(left) >= 6
@@ -139,7 +139,7 @@ def test_stacks_on_cpus_are_made_in_batches(
     case: Any, directory: Path, batches: Batches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mode, max_bytes, num_stacks = case
-    monkeypatch.setattr(fetching, "STACK_BYTES", 8 << 20)
+    monkeypatch.setattr(array_writer, "STACK_BYTES", 8 << 20)
     state = layers("abc")
     options = CheckpointOptions(snapshot=mode, max_host_bytes=max_bytes)
     save_state(directory, state, options=options)
@@ -160,7 +160,7 @@ def test_a_batch_is_stacked_while_the_one_before_is_written_but_not_in_its_memor
 ) -> None:
     given: list[int] = []  # where each stack was made
     found: dict[str, list[int]] = {"made": [], "written": []}  # beside how many
-    stack = fetching.stack
+    stack = array_writer.stack
 
     def held() -> list[int]:
         """Where the stacks lie that are not yet durable; a batch has one, or none at the end."""
@@ -173,8 +173,8 @@ def test_a_batch_is_stacked_while_the_one_before_is_written_but_not_in_its_memor
         return stack(rows, out)
 
     batches.before = lambda: found["written"].append(len(held()))
-    monkeypatch.setattr(fetching, "STACK_BYTES", 4 << 20)
-    monkeypatch.setattr(fetching, "stack", recorded_stack)
+    monkeypatch.setattr(array_writer, "STACK_BYTES", 4 << 20)
+    monkeypatch.setattr(array_writer, "stack", recorded_stack)
     states = {step: layers("abcd", step) for step in (1, 2)}
     options = CheckpointOptions(snapshot="reference", max_host_bytes=max_bytes)
     with TorchaxCheckpointer(directory, options=options) as ckpt:
@@ -192,13 +192,13 @@ def test_small_stacks_do_not_lie_in_memory_that_is_used_again(
 ) -> None:
     """TensorStore may keep small values where they are, longer than a batch is written."""
     given: list[bool] = []
-    stack = fetching.stack
+    stack = array_writer.stack
 
     def recorded(rows: Any, out: Any) -> Any:
         given.append(out is not None)
         return stack(rows, out)
 
-    monkeypatch.setattr(fetching, "stack", recorded)
+    monkeypatch.setattr(array_writer, "stack", recorded)
     options = CheckpointOptions(snapshot="reference")
     with TorchaxCheckpointer(directory, options=options) as ckpt:
         for step, size in enumerate((200, 8191, 8192)):
@@ -210,7 +210,7 @@ def test_small_stacks_do_not_lie_in_memory_that_is_used_again(
 def test_a_batch_that_cannot_be_fetched_waits_for_the_one_in_flight(
     directory: Path, batches: Batches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stack, made = fetching.stack, list[Any]()
+    stack, made = array_writer.stack, list[Any]()
 
     def failing(rows: Any, out: Any) -> Any:
         made.append(out)
@@ -219,11 +219,11 @@ def test_a_batch_that_cannot_be_fetched_waits_for_the_one_in_flight(
             raise OSError("the host is on fire")
         return stack(rows, out)
 
-    monkeypatch.setattr(fetching, "STACK_BYTES", 4 << 20)
+    monkeypatch.setattr(array_writer, "STACK_BYTES", 4 << 20)
     state = layers("abcd")
     with TorchaxCheckpointer(directory, options=CheckpointOptions(snapshot="reference")) as ckpt:
         with monkeypatch.context() as patch:
-            patch.setattr(fetching, "stack", failing)
+            patch.setattr(array_writer, "stack", failing)
             ckpt.save(1, state=state)
             with pytest.raises(SaveError, match="the host is on fire"):
                 ckpt.wait_until_finished()

@@ -16,7 +16,7 @@ from support.steps import save_due
 
 from torchax_ckpt import CheckpointOptions, LocalTier, TorchaxCheckpointer, policies
 from torchax_ckpt.devices import host_array
-from torchax_ckpt.storage.writing import fetching
+from torchax_ckpt.storage.writing import array_writer
 
 STATE = {f"layers.{i}.w": jnp.full((128, 512), i, jnp.float32) for i in range(8)}
 ALWAYS = policies.FixedIntervalPolicy(1)
@@ -68,7 +68,9 @@ def test_it_is_mapped_by_the_save_that_stacks_and_freed_by_close(
     save_due(ckpt, 1, of={"w": jnp.ones(3)})
     assert not pages.num_bytes()
     save_due(ckpt, 2, of=STATE)
-    assert pages.num_bytes() == 2 * fetching.STACK_BYTES  # of each tier, the first of two memories
+    assert (
+        pages.num_bytes() == 2 * array_writer.STACK_BYTES
+    )  # of each tier, the first of two memories
     assert pages.on == {"save-2"}
     assert ckpt.save(3, state={name: array + 1 for name, array in STATE.items()})
     ckpt.close()

@@ -17,8 +17,8 @@ from typing import Any
 
 from torchax_ckpt.errors import AttachError
 from torchax_ckpt.runtime import user_messages
-from torchax_ckpt.storage.medium import assets
-from torchax_ckpt.storage.medium.assets import Assets
+from torchax_ckpt.storage.directory import assets
+from torchax_ckpt.storage.directory.assets import Assets
 
 MODEL, TOKENIZER, ADAPTERS = "model", "tokenizer", "adapters"
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"

@@ -20,8 +20,8 @@ from torchax_ckpt.formats.huggingface.model_files import (
 from torchax_ckpt.formats.tensor_files import require_regular
 from torchax_ckpt.formats.weights import Weights
 from torchax_ckpt.layout import names
-from torchax_ckpt.storage.medium import assets
-from torchax_ckpt.storage.medium.assets import Assets
+from torchax_ckpt.storage.directory import assets
+from torchax_ckpt.storage.directory.assets import Assets
 from torchax_ckpt.stored.stored_step import StoredStep
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"

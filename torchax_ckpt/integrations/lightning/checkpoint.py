@@ -45,7 +45,7 @@ class TorchaxCheckpoint(Checkpoint):
     the run has one process, on an exception.
 
     Args:
-      directory: a local path or ``gs://bucket/prefix``, one per run.
+      directory: a local path, ``gs://bucket/prefix`` or ``s3://bucket/prefix``, one per run.
       monitor: the name under which the metric that ranks steps is logged.
       mode: "min" if small values of the metric are better, "max" if large values are better.
       num_best: how many of the best steps to keep, besides those that ``preservation_policy``

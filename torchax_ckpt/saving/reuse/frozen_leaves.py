@@ -89,7 +89,8 @@ class FrozenLeaves:
         """Takes part for a process that cannot save, so that all or none know the answer."""
         if not self._must_ask(is_durable):
             return
-        if self._processes.is_first:
+        # Who interrupts a program does not wait for other processes.
+        if self._processes.is_first or not isinstance(error, Exception):
             self._processes.refuse(_ASKING, error)
         else:
             with contextlib.suppress(CheckpointError):  # then none knows it

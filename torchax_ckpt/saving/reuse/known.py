@@ -29,7 +29,7 @@ from torchax_ckpt.storage.arrays import block_digests, chunking
 from torchax_ckpt.storage.arrays.chunking import AnyArray
 from torchax_ckpt.storage.directory.abandonment import Key
 from torchax_ckpt.storage.medium.stored_file import StoredFile
-from torchax_ckpt.storage.writing import fetching
+from torchax_ckpt.storage.writing import array_writer
 
 Reference: TypeAlias = "weakref.ref[jax.Array]"
 
@@ -169,7 +169,7 @@ def is_same(
     if found != (content.members, content.shape, content.dtype, content.digests.block):
         return False
     if long is None:
-        long = block_digests.take_long(array.shape, block, fetching.to_compare(array))
+        long = block_digests.take_long(array.shape, block, array_writer.parts_to_compare(array))
     rows, stored = (
         np.frombuffer(octets or b"", np.uint8).reshape(-1, 16)
         for octets in (long, content.digests.long)

@@ -48,8 +48,6 @@ logger = logging.getLogger(__name__)
 # What one process writes to a database, at most. Smaller arrays share one, because each takes some
 # milliseconds. If one of them changes, all are written again.
 _DATABASE_BYTES = 64 << 20
-# After so many failures in a row, the number of saves that reuse nothing stays the same.
-_MAX_DOUBLINGS = 6
 
 
 @dataclasses.dataclass(eq=False)
@@ -100,18 +98,24 @@ class Reuse:
             if not (isinstance(error, ProcessError) or storage_errors.is_full(error)):
                 entries = {c: e for c, e in self.known.entries.items() if e is not reused}
                 self.known = dataclasses.replace(self.known, entries=entries)
-            if reused is not None and not medium.of(self.directory.path).has_links:
+            if reused is not None:
                 self._reuse_later()
             raise
 
     def _reuse_later(self) -> None:
         """Lets saves reuse nothing for a while: a bucket that refuses copies must not fail many."""
-        num_refused = min(self.known.num_refused + 1, _MAX_DOUBLINGS)
-        num_in_full = 2**num_refused
+        num_refused = self.known.num_refused + 1
+        num_in_full = min(2**num_refused, medium.of(self.directory.path).max_saves_in_full)
         self.known = dataclasses.replace(
             self.known, num_refused=num_refused, num_in_full=num_in_full
         )
-        logger.info("%s: the next %d saves write all arrays", self.directory.path, num_in_full)
+        if num_in_full:
+            logger.info("%s: the next %d saves write all arrays", self.directory.path, num_in_full)
+
+    def copy_of(self, step: CommittedStep) -> int | None:
+        """Returns which copy of the frozen arrays a step has; None if it has none."""
+        known_copies = {e.key: e.copy for e in self.known.entries.values()}
+        return known_copies[step.key] if step.key in known_copies else _copy_of(step)
 
     def is_sound(self, entry: Entry) -> bool:
         """Returns whether no read found damage in a step that may have the files of an entry."""
@@ -129,12 +133,14 @@ class Reuse:
         if spare is not None and last is not None and self.is_sound(spare):
             databases = spare.databases.items()
             folders = [f for n, d in databases for f in unchanged.folders_of(n, d.processes)]
+            is_retained = True
             try:
                 reused_files.retain(self.directory.path, last, folders, self.directory.fence)
-                entries = {**entries, spare.copy: dataclasses.replace(spare, is_retained=True)}
-                self.known = dataclasses.replace(self.known, entries=entries)
             except OSError as error:  # the next save writes these arrays
+                is_retained = False  # also if the spare was retained before
                 logger.debug("%s: no frozen arrays are kept aside: %s", spare.key, error)
+            entries = {**entries, spare.copy: dataclasses.replace(spare, is_retained=is_retained)}
+            self.known = dataclasses.replace(self.known, entries=entries)
         if not any(entry.is_retained for entry in entries.values()):
             reused_files.remove_retained(self.directory.path, self.directory.fence)
 
@@ -180,14 +186,15 @@ class SaveReuse:
         copy, steps = next(iter(entries), 0), reuse.history.branches.committed
         if reuse.has_two_copies:
             before = reuse.preserving.kept_before(steps, step, metrics)
-            other = None if before is None else _copy_of(before)
+            other = None if before is None else reuse.copy_of(before)
             copy = copy if other is None else 1 - other
         entry, paths = entries.get(copy), {s.key: s.path for s in steps}
         if entry is not None and entry.is_retained:
             paths.setdefault(entry.key, reuse.directory.path / reused_files.RETAINED)
         if entry is None or reuse.known.num_in_full or (path := paths.get(entry.key)) is None:
             return [copy, None, ""]
-        problem = next(reused_files.differing(entry.files, path / STATE), None)
+        here = reused_files.present(path / STATE)
+        problem = next(reused_files.differing(entry.files, here, path / STATE), None)
         if problem is None and reuse.is_sound(entry):
             return [copy, entry.key, path.name]
         problem = problem or f"{path} may be damaged, as another step is"
@@ -269,12 +276,12 @@ class SaveReuse:
         """
         found, files = self.division, dict[str, StoredFile]()
         if self.reuse.processes.is_first and found.databases:
-            for difference in reused_files.differing(found.files, path / STATE):
+            files = reused_files.present(path / STATE)
+            for difference in reused_files.differing(found.files, files, path / STATE):
                 raise SaveError(
                     f"{difference} before the step was committed, so the step is not kept. Another "
                     "program changes files of this run; keep it out of the directory"
                 )
-            files = reused_files.present(path / STATE)
         digests, contents = {**digests, **found.digests}, {}
         for name in (n for database in found.databases.values() for n in database.arrays):
             if name in here and name in digests:

@@ -102,7 +102,7 @@ class Deadline:
         if step is not None and self._default is not None and self._loop.number == 0:
             self.begin(None)
         loop, before = self._loop, self._asked
-        position = self._processes.log.turn[0], step or 0
+        position = self._processes.log.num_restores, step or 0
         is_known = self._is_reached or loop.end == math.inf or (before and before[0] == position)
         if step is None or step >= loop.total or is_known:
             return self._is_reached
@@ -147,8 +147,8 @@ class Deadline:
 class _LastStep:
     """The last step of one loop, on which several processes agree.
 
-    A position is how many calls other than saves the run has made, and a step. It also rises if a
-    restore goes back.
+    A position is how many restores the run has made, and a step. So it also rises if a restore goes
+    back.
     """
 
     def __init__(self, processes: Processes, loop: int) -> None:

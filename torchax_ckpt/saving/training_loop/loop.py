@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torchax_ckpt.errors import StepError
+from torchax_ckpt.errors import ArgumentError, StepError
 from torchax_ckpt.saving.training_loop import step_metrics
+from torchax_ckpt.state import findings
 from torchax_ckpt.storage.directory.committed_step import MAX_STEP
 
 logger = logging.getLogger(__name__)
@@ -21,6 +23,18 @@ class _Measured:
     step: int | None = None
     has_ranked: bool = True
     had_ranked: bool = True  # whether the step before has one
+
+
+def saving(save: Callable[..., bool], state: Callable[[], Any] | None) -> Callable[..., bool]:
+    """Returns ``save``, or one that stores what ``state`` returns; ArgumentError for another."""
+    if state is None:
+        return save
+    if not callable(state):
+        raise ArgumentError(
+            "state: expected a function that returns the state to save, such as lambda: state, "
+            f"found {findings.type_name(state)}"
+        )
+    return functools.partial(save, state=lambda: state())
 
 
 class Loop:

@@ -35,7 +35,7 @@ from torchax_ckpt.state.component import (
     require_alive,
     restore_by_call,
 )
-from torchax_ckpt.state.leaf import Spec, Specs, describe, freeze_all
+from torchax_ckpt.state.leaf import Spec, Specs, arrays_of, describe
 from torchax_ckpt.state.modules import ties
 from torchax_ckpt.state.modules.meta_tensors import AbstractTensor, on_placement, rebuilt_buffers
 from torchax_ckpt.state.modules.module_tensors import (
@@ -128,7 +128,7 @@ class ModuleComponent:
         """Captures the tensors; builds a new node only if a name, type, shape or dtype changed."""
         self._refresh()
         if self._specs is not None:
-            arrays = freeze_all(self._tensors, self.key_path[0])
+            arrays = arrays_of(self._tensors, self.key_path[0])
             specs = Specs(self._tensors, arrays)
             if specs == self._specs:
                 self._specs = specs

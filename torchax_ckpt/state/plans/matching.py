@@ -124,12 +124,12 @@ def match_extra_state(
 # --- optimizers --------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Owner:
     """The parameter whose state a stored value is in, and its group.
 
-    Without ``is_state`` the value is a hyperparameter, or state under another key: it only goes
-    where the parameter is, if there is one.
+    Without ``is_state`` the value is a hyperparameter, or state that belongs to no parameter. Then
+    the parameter, if any, only says on which devices the value is put.
     """
 
     parameter: torch.Tensor | None
@@ -141,14 +141,14 @@ class Backend(Protocol):
     """What differs between torchax and plain torch when an optimizer is restored."""
 
     def fits(self, live: torch.Tensor, node: Node, name: str) -> bool:
-        """Returns whether a stored leaf can replace a live tensor; if not, records a mismatch."""
+        """Returns whether a stored value can replace a live tensor; if not, records a mismatch."""
         ...
 
     def add_read(self, leaf: Node, live: Any, owner: Owner) -> None:
         """Plans to read a leaf that takes the place of ``live``."""
         ...
 
-    def rebuilt(self, node: Node, live: Any, values: Values) -> Any:
+    def rebuilt(self, node: Node, live: Any, values: Values, owner: Owner) -> Any:
         """Returns the value of a node, which takes the place of ``live`` or is ``live``, filled."""
         ...
 
@@ -201,7 +201,7 @@ def match_optimizer(
                 backend.add_read(leaf, live.get(key), owner)
 
         def do(values: Values) -> None:
-            replace({k: backend.rebuilt(n, live.get(k), values) for k, n in entries.items()})
+            replace({k: backend.rebuilt(n, live.get(k), values, owner) for k, n in entries.items()})
 
         def release() -> None:
             for value in live.values() if owner.is_state else ():
@@ -262,8 +262,6 @@ def _all_fit(
         key
         for key, node in entries.items()
         if isinstance(live.get(key), torch.Tensor)
-        and isinstance(node, dict)
-        and "array" in node
         and not backend.fits(live[key], node, f"{where}/{names.escape(str(key))}")
     ]
     if unfit and len(unfit) < len(entries):

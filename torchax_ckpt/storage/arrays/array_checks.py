@@ -15,9 +15,9 @@ import tensorstore as ts
 from etils import epath
 
 from torchax_ckpt.layout import names
-from torchax_ckpt.storage.arrays import chunking
+from torchax_ckpt.storage.arrays import chunking, tensorstore_context
 from torchax_ckpt.storage.directory.committed_step import STATE
-from torchax_ckpt.storage.medium import location, storage_errors
+from torchax_ckpt.storage.medium import medium, storage_errors
 from torchax_ckpt.storage.medium.containment import corrupt
 
 _MAX_ARRAY_METADATA_BYTES = 1 << 20
@@ -40,8 +40,8 @@ def require_stored(
         return 0
     folder = step_path / STATE
     try:
-        spec = {"driver": "ocdbt", "base": location.kvstore(folder)}
-        store = ts.KvStore.open(spec, context=location.reading_context()).result()
+        spec = {"driver": "ocdbt", "base": medium.of(folder).kvstore(folder)}
+        store = ts.KvStore.open(spec, context=tensorstore_context.reading_context()).result()
         reads = {name: store.read(f"{stored_key(name)}/.zarray") for name in wanted}
         contents = {name: read.result() for name, read in reads.items()}
     except (ValueError, OSError) as error:

@@ -21,7 +21,7 @@ from torchax_ckpt.errors import CorruptCheckpointError, DirectoryError
 from torchax_ckpt.options import CheckpointOptions
 from torchax_ckpt.runtime import progress
 from torchax_ckpt.runtime.background import Flag
-from torchax_ckpt.storage.arrays import block_digests
+from torchax_ckpt.storage.arrays import block_digests, tensorstore_context
 from torchax_ckpt.storage.arrays.array_checks import stored_key
 from torchax_ckpt.storage.arrays.assembly import (
     Piece,
@@ -30,8 +30,8 @@ from torchax_ckpt.storage.arrays.assembly import (
     empty,
 )
 from torchax_ckpt.storage.directory.committed_step import STATE, CommittedStep
-from torchax_ckpt.storage.directory.step_files import as_corrupt, await_read
-from torchax_ckpt.storage.medium import location, medium, storage_errors
+from torchax_ckpt.storage.directory.step_files import as_corrupt, await_read, soon
+from torchax_ckpt.storage.medium import medium, storage_errors
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ def opened(
                 f"not fit the shape {list(want.shape)}",
                 name,
             )
-    context = location.reading_context()
+    context = tensorstore_context.reading_context()
     base = _kvstore(committed)
     opening = {
         name: ts.open(
@@ -180,9 +180,7 @@ class Arrival:
         except CorruptCheckpointError as error:
             raise self._undecodable(error) from error.__cause__
         except DirectoryError as error:
-            # To find the chunk takes more reads, which would wait too if the storage hangs.
-            gives_up = medium.of(self._committed.path).gives_up_slow_reads
-            chunk = None if gives_up else self._first_unreadable()
+            chunk = soon(self._first_unreadable)
             if chunk is not None and (place := self._place(chunk)) is not None:
                 error.message += f" The first part that cannot be read lies in {place}."
                 error.file = place.file
@@ -277,8 +275,8 @@ def place_of_chunk(folder: epath.Path, key: str, chunk: Sequence[int]) -> Place 
     """
     wanted = f"{key}/{'.'.join(map(str, chunk)) or '0'}".encode()
     try:
-        context = location.reading_context()
-        base = ts.KvStore.open(location.kvstore(folder), context=context).result()
+        context = tensorstore_context.reading_context()
+        base = ts.KvStore.open(medium.of(folder).kvstore(folder), context=context).result()
         versions = ts.ocdbt.dump(base).result()["versions"]
         todo = [versions[-1]["root"]["location"]]
         while todo:

@@ -155,6 +155,10 @@ class Abandonment:
         keys = self._abandoned_keys(steps) if self._is_local else self._recorded_in(steps)
         return [s for s in steps if s.key in keys]
 
+    def keys(self) -> set[Key]:
+        """Returns the keys of all abandoned steps that are known here, of whatever place."""
+        return self._abandoned_keys(self._list_all())
+
     def listed_by_newest(self) -> list[CommittedStep]:
         """Returns the abandoned steps in place that the summary of the newest step lists.
 

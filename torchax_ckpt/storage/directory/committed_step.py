@@ -28,6 +28,8 @@ STATE = "state"
 MANIFEST = "manifest"
 SUMMARY = "summary"
 ASSETS = "assets"
+# The field of a summary that says how its program ranks metrics: metric -> "min" or "max".
+RANKS = "ranks"
 # The mark of a verified step: an empty file in it.
 VERIFIED = "verified"
 # The commit time of a step whose commit record is damaged.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 import logging
 import re
-import shlex
 from collections.abc import Callable, Sequence
 
 from etils import epath
@@ -23,7 +22,7 @@ NUMBER = re.compile("0|[1-9][0-9]*")
 _LAST_NUMBER = re.compile(r"(?:.*?[^0-9])??([0-9]{1,19})(?:-[0-9]+)?", re.DOTALL)
 _TELLING = re.compile(r"(?:(?:incoming|abandoned)-)?([0-9]{1,19})(?:-[0-9]+)?")
 # Shell patterns of what a run has in its directory; the first is that of its steps.
-_OF_A_RUN = ("[0-9]*", "*-[0-9]*", "events", "run", "unchanged")
+_OF_A_RUN = ("[0-9]*", "incoming-[0-9]*", "abandoned-[0-9]*", "events", "run", "unchanged")
 
 
 def of(
@@ -101,13 +100,11 @@ def _warn_of_steps_inside(
     moved = [p for p in _OF_A_RUN if p == _OF_A_RUN[0] or fnmatch.filter(there, p)]
     logger.warning(
         "%s: %s the steps %s of another run inside, which a deletion of the step would delete. End "
-        "the programs that write there, then give that run a directory of its own: %s %s %s/",
+        "the programs that write there, then give that run a directory of its own: %s",
         path,
         "reading this step, and none of"
         if names_step
         else f"expected the directory of a run, found a step, {step}, with",
         ", ".join(map(str, sorted({s.step for s in steps})[-5:])),
-        medium.of(path).command_to_move(new),
-        " ".join(f"{shlex.quote(str(path))}/{pattern}" for pattern in moved),
-        shlex.quote(new),
+        medium.of(path).command_to_move(moved, new),
     )

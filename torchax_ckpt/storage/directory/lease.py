@@ -299,6 +299,10 @@ class _Hold:
 
     def _lose(self, now: Seen | None) -> None:
         other = LeaseHolder.of(now.content) if now is not None else None
+        if now is not None and other is not None and other.token == self.holder.token:
+            # A sign of life of this process, which a service stored without an answer.
+            self._seen, self.holder = now, other
+            return
         self._loss = (
             f"it is held by {other.describe(self._clock())}"
             if other is not None

@@ -19,6 +19,7 @@ _HEX = "[0-9a-f]{32}"
 _DRAFT = rf"({lease.NAME}|{run_identity.NAME}|{permissions.PROBE})-{_HEX}(\.renamed)?"
 _LEFTOVER = re.compile(
     rf"deleting-[0-9]+(-[0-9]+)?|deleting-0-unchanged|writing-[0-9]+-({_HEX}(-[0-9]+)*|unchanged)"
+    r"|fetching-[0-9]+-[0-9]+"
     rf"|(incoming-)?[0-9]+\.orbax-checkpoint-tmp(-[0-9]+)?"
     rf"|{_DRAFT}{re.escape(permissions.DRAFT_SUFFIX)}"
 )

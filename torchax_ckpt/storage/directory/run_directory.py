@@ -11,6 +11,7 @@
     DIRECTORY/events/          the journal, for people; no restore depends on it
     DIRECTORY/unchanged/       frozen arrays for later steps; see ``writing/reused_files.py``
     DIRECTORY/run              the run's name, if it has a local tier; see ``run_identity.py``
+    DIRECTORY/fetching-120-... what came of a step of a mirror so far; see ``mirroring/``
 
 ``abandonment.py`` decides which steps are abandoned. While storage cannot be read, a listing raises
 an error, so that no run resumes from an older step.
@@ -44,9 +45,10 @@ from torchax_ckpt.storage.directory import (
     given_step,
     lease,
     leftovers,
+    lineage,
 )
 from torchax_ckpt.storage.directory.abandonment import Abandonment, Branches, Key
-from torchax_ckpt.storage.directory.committed_step import CommittedStep, Verified
+from torchax_ckpt.storage.directory.committed_step import RANKS, CommittedStep, Verified
 from torchax_ckpt.storage.directory.run_identity import RunName
 from torchax_ckpt.storage.directory.step_files import Summaries
 from torchax_ckpt.storage.medium import (
@@ -68,7 +70,7 @@ def _warn_of_lost_tier(path: epath.Path, said: str) -> None:
 
 
 class RunDirectory:
-    """The directory of one run: a local path, or ``gs://bucket/prefix``.
+    """The directory of one run: a local path, or a prefix of a bucket.
 
     If ``directory`` is a step, this is the run of that step, but shows only that step. If a run was
     started inside the step, this is the inner run, unless ``reads_step``. For a local tier,
@@ -173,7 +175,30 @@ class RunDirectory:
     def metrics(self, committed: CommittedStep) -> dict[str, Any]:
         """Returns the metrics saved with a step; {} if there are none."""
         with self._translated("read"):
-            return self._summaries.metrics(committed)
+            return self._summaries.field(committed, "metrics")
+
+    def ranks(self, committed: CommittedStep) -> dict[str, Any]:
+        """Returns metric -> "min" or "max", as rules of the step's program ranked its metrics."""
+        with self._translated("read"):
+            return self._summaries.field(committed, RANKS)
+
+    def branch(self) -> lineage.Branch:
+        """Returns the steps of the run's branch, with what led to them, and what it has left."""
+        return lineage.Branch(self.steps(), self.lineage, self.left, self.verified.is_damaged)
+
+    def lineage(self, committed: CommittedStep) -> lineage.Lineage | None:
+        """Returns the starts that led to a step; None if its summary or its record is damaged."""
+        if committed.has_lost_record:
+            return None
+        with self._translated("read"):
+            [summary] = self._summaries.read([committed])
+        return None if summary is None else lineage.of(summary)
+
+    def left(self) -> set[Key]:
+        """Returns the keys of abandoned steps: set aside here, or listed by a step here."""
+        with self._translated("read"):
+            aside = commit_record.aside_among(self._children())
+        return {step.key for step in aside} | self.abandonment.keys()
 
     def _visible(self, first: int = 0) -> list[CommittedStep]:
         return commit_record.steps_among(
@@ -236,6 +261,19 @@ class RunDirectory:
         """Takes the lease at the first call; later calls check that this program still holds it."""
         self._lease.hold()
 
+    @property
+    def token(self) -> str:
+        """The name of this program's hold of the lease; "" while it holds none."""
+        return self._lease.token
+
+    def is_leased_by(self, token: str) -> bool:
+        """Returns whether the hold of this name, perhaps another process's, is of this lease."""
+        with self._translated("read"):
+            try:
+                return token.encode() in self._medium.read(self.path / lease.NAME)
+            except FileNotFoundError:
+                return False
+
     def release(self) -> None:
         """Releases the lease, so that other programs may write."""
         self._lease.release()
@@ -262,6 +300,7 @@ class RunDirectory:
                 if committed.is_incoming and committed not in abandoned:
                     self.settle(committed)
             leftovers.remove_among(self._children())
+            self._medium.let_go()
 
     def path_for(self, step: int) -> epath.Path:
         """Returns the path at which a save writes the files of ``step`` before the commit."""
@@ -269,7 +308,7 @@ class RunDirectory:
         return self._medium.begin(step, self._lease.token)
 
     @stage("commit the folder")
-    def commit(self, step: int, written: epath.Path) -> CommittedStep:
+    def publish(self, step: int, written: epath.Path) -> CommittedStep:
         """Makes step N visible; on local storage as ``N``, or as ``incoming-N`` if ``N`` exists."""
         path = self._medium.publish(step, written, self.fence)
         if not (commit_time := commit_record.time_or_none(path)):

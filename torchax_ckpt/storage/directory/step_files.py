@@ -10,7 +10,7 @@ import logging
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from torchax_ckpt.errors import (
     CheckpointError,
@@ -21,14 +21,16 @@ from torchax_ckpt.errors import (
 from torchax_ckpt.runtime.background import Executor, Task
 from torchax_ckpt.runtime.lazily import jax
 from torchax_ckpt.runtime.progress import Pace
-from torchax_ckpt.storage.directory import commit_record
+from torchax_ckpt.storage.directory import assets, commit_record
 from torchax_ckpt.storage.directory.committed_step import (
     ASSETS,
     MANIFEST,
     SUMMARY,
     CommittedStep,
 )
-from torchax_ckpt.storage.medium import assets, containment, medium, seals, storage_errors
+from torchax_ckpt.storage.medium import containment, medium, seals, storage_errors
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -123,24 +125,21 @@ def await_read(
         is_one_of_several = "jax" in sys.modules and jax.distributed.is_initialized()
         process = jax.process_index() if is_one_of_several else 0
         problem = (
-            f"process {process} waits for {name} in {_soon(place) or committed.path}; all "
+            f"process {process} waits for {name} in {soon(place) or committed.path}; all "
             f"its reads together got {got}"
         )
-        if medium.of(committed.path).gives_up_slow_reads:
-            raise committed.error(
-                DirectoryError,
-                f"{problem}, less than CheckpointOptions(min_read_bytes_per_sec=...) allows for "
-                "process_timeout_secs. The step may be intact: check the network and the service's "
-                "status, then try again.",
-                name,
+        try:
+            medium.of(committed.path).wait_longer(
+                f"step {committed.step} in {committed.path}", problem
             )
-        text = "step %d in %s: %s. Still waiting: check the disk or the file server."
-        logger.warning(text, committed.step, committed.path, problem)
+        except TimeoutError as error:
+            raise committed.error(DirectoryError, str(error), name) from None
         pace.restart()
 
 
-def _soon(search: Callable[[], object]) -> object:
-    results: list[object] = [None]
+def soon(search: Callable[[], T]) -> T | None:
+    """Returns the result of a search for an error's text, or None if it takes long."""
+    results: list[T | None] = [None]
     task = Task("torchax_ckpt-search", lambda: results.append(search()))
     with contextlib.suppress(RuntimeError):  # too many threads: the text then names the step
         task.start()
@@ -166,10 +165,10 @@ class Summaries:
         """Drops a deleted step's summary from memory, because a run may save millions of steps."""
         self._known.pop(committed.key, None)
 
-    def metrics(self, committed: CommittedStep) -> dict[str, Any]:
-        """Returns the metrics saved with a step; {} if there are none."""
-        metrics = self._of(committed).get("metrics")
-        return dict(metrics) if isinstance(metrics, dict) else {}
+    def field(self, committed: CommittedStep, name: str) -> dict[str, Any]:
+        """Returns a field of a step's summary that is an object, such as its metrics; else {}."""
+        found = self._of(committed).get(name)
+        return dict(found) if isinstance(found, dict) else {}
 
     def read(self, steps: Sequence[CommittedStep]) -> list[Mapping[str, Any] | None]:
         """Returns the summary of each step; None for a step whose summary is missing or damaged."""

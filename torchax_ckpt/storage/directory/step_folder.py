@@ -56,6 +56,10 @@ class StepFolder:
     def commit(self, mark: bytes | None = None) -> CommittedStep:
         """Makes a complete folder a step, durable and visible, under the lease.
 
+        On a disk: asks the lease, writes the mark, syncs all but the files that TensorStore has
+        synced, asks the lease again, renames the folder, and syncs the directory. From then on, it
+        is durable. In a bucket, the mark alone makes it a step.
+
         ``mark`` is the commit mark of the step of which this is a copy; None makes a new mark.
         If storage reports an error, the step is taken back, now or else by the next ``recover``.
         Raises LeaseError if the lease is lost; SaveError if the folder was removed meanwhile.
@@ -63,7 +67,7 @@ class StepFolder:
         self.directory.fence()
         try:
             self._mark(mark)
-            return self.directory.commit(self.step, self.path)
+            return self.directory.publish(self.step, self.path)
         except Exception:
             with contextlib.suppress(Exception):  # the error of the commit is the one to report
                 self.directory.take_back()

@@ -257,15 +257,18 @@ _settings = _Settings()
 
 def use(path: epath.Path, user: object) -> None:
     """Applies this package's settings to gcsfs while ``user`` exists, to TensorStore for good."""
-    _start_tensorstore()
     filesystem = _filesystem(path)
-    _look_up_until_the_end(filesystem.loop)
+    prepare_clients(filesystem.loop)
     _settings.use(filesystem, user)
 
 
 @functools.cache
-def _look_up_until_the_end(loop: asyncio.AbstractEventLoop) -> None:
-    """Has gcsfs look up hosts, as each new connection does, also once the main thread has ended."""
+def prepare_clients(loop: asyncio.AbstractEventLoop) -> None:
+    """Bounds the requests of TensorStore to buckets; has fsspec's clients run until the end.
+
+    They look up hosts, as each new connection does, also once the main thread has ended.
+    """
+    _start_tensorstore()
     loop.set_default_executor(Executor(4, "torchax_ckpt-look-up"))
 
 

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import errno
 import re
+import secrets
+import shlex
 import tempfile
 import urllib.parse
 import uuid
@@ -20,9 +23,10 @@ import fsspec
 from etils import epath
 
 from torchax_ckpt.errors import DirectoryError
-from torchax_ckpt.storage.medium import bucket, location, storage_errors
+from torchax_ckpt.runtime import user_messages
+from torchax_ckpt.storage.medium import bucket, storage_errors
 from torchax_ckpt.storage.medium.compare_and_swap import AtomicRecord, Conflict, Seen
-from torchax_ckpt.storage.medium.local_medium import LocalMedium
+from torchax_ckpt.storage.medium.local_medium import Fence, IsOurs, LocalMedium, Send
 from torchax_ckpt.storage.medium.stored_file import MARK, RECORD, Log, StoredFile, first_free
 
 # The name of an empty object that marks a folder in which a save began and from which the save's
@@ -39,13 +43,12 @@ _PARTS = (
 
 
 class BucketMedium(LocalMedium):
-    """The bucket in which a prefix lies."""
+    """The bucket in which a prefix lies: one of Google's, and the base of others."""
 
     pause_secs = 10.0
     streamed_share = 1.0
-    has_links = False
-    answers_at_once = False
-    gives_up_slow_reads = True
+    num_copies = 1  # the service guards objects against damage
+    max_saves_in_full = 64
 
     def __init__(self, folder: epath.Path) -> None:
         super().__init__(folder)
@@ -81,6 +84,9 @@ class BucketMedium(LocalMedium):
     def make_file(self, path: epath.Path) -> None:
         path.write_bytes(b"")
 
+    def is_missing(self, path: epath.Path) -> bool:
+        return False
+
     def is_plain(self, path: epath.Path, *, with_folder: bool = False) -> bool:
         return True  # a bucket has no links and no special files
 
@@ -96,8 +102,24 @@ class BucketMedium(LocalMedium):
     def read(self, path: epath.Path, max_bytes: int | None = None) -> bytes:
         return bucket.read(path, max_bytes)
 
+    def continues_at(self, num_bytes: int) -> int:
+        return 0  # an object is written whole
+
     def remove_file(self, path: epath.Path) -> None:
+        self._remove(path)
+
+    def _remove(self, path: epath.Path) -> None:
+        """Removes an object, or everything under a prefix, as it was listed."""
         bucket.remove(path)
+
+    def _copy(
+        self, source: epath.Path, target: epath.Path, names: Collection[str] | None = None
+    ) -> None:
+        """Copies objects under a prefix, all or those of these names, within the service."""
+        bucket.copy(source, target, names)
+
+    def _move(self, path: epath.Path, target: epath.Path) -> None:
+        path.rename(target)
 
     def new_log(self, path: epath.Path) -> Log:
         return BucketLog(path)
@@ -105,16 +127,34 @@ class BucketMedium(LocalMedium):
     def record(self, path: epath.Path, **limits: int) -> AtomicRecord:
         return BucketRecord(str(path))
 
-    def take_over(self, source: epath.Path, target: epath.Path) -> None:
-        bucket.copy(source, target)
+    def take_over(
+        self, source: epath.Path, target: epath.Path, names: Collection[str] | None = None
+    ) -> None:
+        self._copy(source, target, names)
+
+    def remove_retained(
+        self, path: epath.Path, doomed: epath.Path, is_ours: IsOurs, fence: Fence
+    ) -> None:
+        pass  # only copies that a step would lack are retained
 
     def how_taken_over(self, folder: epath.Path) -> str:
         return "as copies that the storage service made"
 
+    def wait_longer(self, step: str, problem: str) -> None:
+        raise TimeoutError(
+            f"{problem}, less than CheckpointOptions(min_read_bytes_per_sec=...) allows for "
+            "process_timeout_secs. The step may be intact: check the network and the service's "
+            "status, then try again."
+        )
+
+    def kvstore(self, folder: epath.Path) -> dict[str, Any]:
+        name, _, prefix = str(folder).removeprefix("gs://").partition("/")
+        return {"driver": "gcs", "bucket": name, "path": f"{prefix}/"}
+
     def database_to_read(self, folder: epath.Path) -> dict[str, Any]:
         coalescing = "experimental_read_coalescing_"
         return {
-            "base": location.kvstore(folder),
+            "base": self.kvstore(folder),
             # Neighbouring reads are joined to one request.
             coalescing + "threshold_bytes": 1 << 20,
             coalescing + "merged_bytes": 64 << 20,
@@ -122,7 +162,7 @@ class BucketMedium(LocalMedium):
         }
 
     def database_to_write(self, folder: epath.Path) -> dict[str, Any]:
-        return {"base": location.kvstore(folder)}
+        return {"base": self.kvstore(folder)}
 
     # --- folders that are published whole ---
 
@@ -147,28 +187,24 @@ class BucketMedium(LocalMedium):
         pass
 
     def put_folder(
-        self,
-        draft: Path,
-        target: epath.Path,
-        before: epath.Path,
-        reused: Sequence[str],
-        send: Callable[[Path, epath.Path], None],
+        self, draft: Path, target: epath.Path, before: epath.Path, reused: Sequence[str], send: Send
     ) -> None:
         there = self.files(before) if reused else []
         equal = [name for name in reused if _as_object(draft, name) in there]
         if equal:
             with contextlib.suppress(OSError):  # one was deleted, or the service refuses copies
-                bucket.copy(before, target, equal)
+                self._copy(before, target, equal)
                 for name in equal:
                     (draft / name).unlink()
         send(draft, target)
 
-    def remove_folder(self, path: epath.Path, doomed: epath.Path) -> None:
-        bucket.remove(path)
+    def remove_folder(self, path: epath.Path, doomed: epath.Path, sign: str) -> bool:
+        self._remove(path)  # perhaps a part of a folder, without the sign
+        return True
 
     def replace_file(self, path: epath.Path, content: bytes, draft: epath.Path) -> None:
         record = self.record(path)
-        record.swap(record.read(), content)  # which no late request can undo
+        record.swap(record.read(), content)  # a late request for an older content then fails
 
     # --- steps that are read ---
 
@@ -179,8 +215,9 @@ class BucketMedium(LocalMedium):
         # One request shows the journal, many the steps.
         return any(file.name.endswith(".jsonl") for file in self.files(folder, _JOURNAL))
 
-    def command_to_move(self, new: str) -> str:
-        return "gcloud storage mv"
+    def command_to_move(self, patterns: Sequence[str], new: str) -> str:
+        sources = " ".join(f"{shlex.quote(str(self._folder))}/{each}" for each in patterns)
+        return f"gcloud storage mv {sources} {shlex.quote(new)}/"
 
     def is_complete(self, step: epath.Path) -> bool:
         return (step / MARK).exists()
@@ -227,36 +264,115 @@ class BucketMedium(LocalMedium):
     def finish(self, step: epath.Path, *, synced: str = "") -> None:
         pass  # the service has stored an object before it says so
 
-    def publish(self, step: int, written: epath.Path, fence: Callable[[], None]) -> epath.Path:
+    def publish(self, step: int, written: epath.Path, fence: Fence) -> epath.Path:
         return written
 
-    def _unpublish(self, path: epath.Path, written: epath.Path) -> None:
-        bucket.remove(path / MARK)
+    def take_back(self, fence: Fence) -> None:
+        # A request whose answer was lost may be carried out later, so each call looks again, until
+        # the files of the step are removed too, and ``let_go`` is called.
+        for path in self._unkept:
+            fence()
+            self._remove(path / MARK)
 
     def final_path(self, path: epath.Path, step: int) -> epath.Path:
         return path  # it keeps the name under which it was written
 
-    def set_aside(
-        self, path: epath.Path, target: epath.Path, fence: Callable[[], None]
-    ) -> OSError | None:
+    def set_aside(self, path: epath.Path, target: epath.Path, fence: Fence) -> OSError | None:
         fence()
         # A bucket renames object by object. If the process is killed meanwhile, two parts without a
         # mark remain, which are removed later, and never a folder that looks like a step.
         mark = (path / MARK).read_text(encoding="utf-8")
-        bucket.remove(path / MARK)
-        path.rename(target)
+        self._remove(path / MARK)
+        self._move(path, target)
         (target / MARK).write_text(mark, encoding="utf-8")
         return None
 
-    def delete(self, path: epath.Path, step: int, fence: Callable[[], None]) -> OSError | None:
-        bucket.remove(path / MARK)
-        bucket.remove(path)
+    def delete(self, path: epath.Path, step: int, fence: Fence) -> OSError | None:
+        self._remove(path / MARK)
+        self._remove(path)
         return None
 
     def remove_left(self, path: epath.Path, *, is_named_as_step: bool) -> None:
-        bucket.remove(path)
+        self._remove(path)
         if is_named_as_step:  # a late request must not find its name in use by a later save
             (path / BEGUN).write_bytes(b"")
+
+
+class OnceNamedMedium(BucketMedium):
+    """A store that does not tell two writes of the same bytes apart.
+
+    No folder ever has the name of another, so that a late request finds nothing else.
+    """
+
+    def unused(self, folder: epath.Path, name: str, but: Collection[str] = ()) -> epath.Path:
+        return folder / f"{name}-{secrets.randbelow(10**15):015d}"
+
+    def begin(self, step: int, token: str) -> epath.Path:
+        path = self.unused(self._folder, f"incoming-{step}")
+        self._unkept[path] = path
+        return path
+
+    def remove_left(self, path: epath.Path, *, is_named_as_step: bool) -> None:
+        self._remove(path)
+
+
+class PlainMedium(OnceNamedMedium):
+    """A plain store, in which only a mirror can be: it lists, reads, writes and deletes files.
+
+    No request is conditional. A second writer is noticed, as a rule, but not excluded.
+    """
+
+    def use(self, user: object) -> None:
+        pass
+
+    def require_usable(self, *, for_writing: bool, name: str = "") -> bool:
+        with storage_errors.translated("read", self._folder):
+            return (self._folder / (name or MARK)).exists() and name != ""
+
+    def prove_writable(self) -> None:
+        super().prove_writable()
+        user_messages.warn(
+            f"{self._folder}: this store has no conditional writes, so the lease of this mirror "
+            "does not exclude a second program that starts at the same time. Let one program at a "
+            "time write to it, or give a mirror in gs:// or s3://."
+        )
+
+    def kvstore(self, folder: epath.Path) -> dict[str, Any]:
+        raise DirectoryError(
+            f"{folder}: expected arrays on a disk, or in a bucket of gs:// or s3://, found them in "
+            "a store that TensorStore does not read. Fetch the newest step of this mirror: "
+            "torchax-ckpt fetch URL DIRECTORY",
+            path=folder,
+        )
+
+    def make_folder(self, path: epath.Path) -> None:
+        path.ask("makedirs", exist_ok=True)
+
+    make_inner_folder = make_folder
+
+    def files(self, folder: epath.Path, prefix: str = "") -> list[StoredFile]:
+        try:
+            return [StoredFile(*found) for found in folder.files() if found[0].startswith(prefix)]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def read(self, path: epath.Path, max_bytes: int | None = None) -> bytes:
+        return path.read_bytes(max_bytes)
+
+    def record(self, path: epath.Path, **limits: int) -> AtomicRecord:
+        return PlainRecord(path)
+
+    def _remove(self, path: epath.Path) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            path.ask("rm", recursive=True)
+
+    def _copy(
+        self, source: epath.Path, target: epath.Path, names: Collection[str] | None = None
+    ) -> None:
+        raise OSError(errno.ENOTSUP, "this store makes no copies", str(source))
+
+    def set_aside(self, path: epath.Path, target: epath.Path, fence: Fence) -> OSError | None:
+        return OSError(errno.EPERM, "this store renames no folders", str(path))
 
 
 class BucketLog(Log):
@@ -331,6 +447,30 @@ class BucketRecord(AtomicRecord):
 
     def close(self) -> None:
         pass
+
+
+class PlainRecord(BucketRecord):
+    """A record in a store that compares nothing: a change between look and write is lost."""
+
+    def __init__(self, path: epath.Path) -> None:
+        self._path = path
+
+    def read(self) -> Seen | None:
+        try:
+            content = self._path.read_bytes()
+        except FileNotFoundError:
+            return None
+        return Seen(content, content.hex())
+
+    def swap(self, seen: Seen | None, content: bytes) -> Seen:
+        if self.read() != seen:
+            raise Conflict
+        self._path.write_bytes(content)
+        return Seen(content, content.hex())
+
+    def remove(self, seen: Seen) -> None:
+        if self.read() == seen:
+            self._path.unlink(missing_ok=True)
 
 
 def _as_object(folder: Path, name: str) -> StoredFile:

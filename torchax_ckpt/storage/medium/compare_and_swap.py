@@ -29,7 +29,7 @@ from typing import Any
 from torchax_ckpt.storage.medium import fsync, permissions
 
 # The most bytes that are read of a local record; no valid record is so long.
-MAX_RECORD_BYTES = 1 << 16
+_MAX_BYTES = 1 << 16
 _CLOSED = -1
 
 
@@ -56,9 +56,7 @@ class AtomicRecord:
     a disk does; ``BucketRecord`` is the same in a bucket.
     """
 
-    def __init__(
-        self, path: pathlib.Path, max_bytes: int = MAX_RECORD_BYTES, mode: int = 0o664
-    ) -> None:
+    def __init__(self, path: pathlib.Path, max_bytes: int = _MAX_BYTES, mode: int = 0o664) -> None:
         self._path, self._max_bytes, self._mode = path, max_bytes, mode
         # Kept open to distinguish a removed directory from a removed record.
         self._directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)

@@ -47,6 +47,13 @@ _REFUSALS = {
 }
 _has_warned = False
 
+Fence = Callable[[], None]
+"""Raises LeaseError unless this program still holds the lease of the directory."""
+IsOurs = Callable[[epath.Path], bool]
+"""Returns whether this package has made a folder, given its path."""
+Send = Callable[[Path, epath.Path], None]
+"""Copies the files of a folder of this host to another folder, one by one."""
+
 
 class LocalMedium:
     """The storage in which one folder lies, such as the directory of a run.
@@ -61,12 +68,11 @@ class LocalMedium:
     streamed_share = 0.25
     """The share of the bytes in flight that keep this storage busy. A disk needs less of them than
     a bucket, and memory that was freed lately is faster."""
-    has_links = True
-    """Whether files of two steps may be one file, which damage would hit at once."""
-    answers_at_once = True
-    """Whether a look at a file costs no request to a service."""
-    gives_up_slow_reads = False
-    """Whether a read that stalls fails; else it is waited for, as for a disk that must spin up."""
+    num_copies = 2
+    """How many copies of each frozen array a run needs, so that damage to one file spares one."""
+    max_saves_in_full = 0
+    """The most saves that write all arrays after saves that reused files have failed. A service may
+    refuse copies; where a disk refuses links, this package copies the files."""
 
     def __init__(self, folder: epath.Path) -> None:
         self._folder = folder
@@ -83,7 +89,8 @@ class LocalMedium:
     def require_usable(self, *, for_writing: bool, name: str = "") -> bool:
         """Raises DirectoryError if the storage cannot be reached, or lacks permissions.
 
-        Returns whether the folder has a file of this ``name``, if no other request is needed.
+        The answer is True if the folder has a file ``name`` and this check has shown it; False if
+        there is none, or if another request would be needed to tell.
         """
         return False  # the first file that is written shows it
 
@@ -111,8 +118,8 @@ class LocalMedium:
             permissions.write_file(Path(path), b"")
 
     def is_missing(self, path: epath.Path) -> bool:
-        """Returns whether a look at once shows that nothing is there; a bucket may not tell."""
-        return self.answers_at_once and not location.exists(path)
+        """Returns True if nothing is there; False in a bucket, where it would cost a request."""
+        return not location.exists(path)
 
     def is_plain(self, path: epath.Path, *, with_folder: bool = False) -> bool:
         """Returns True if a file is missing, or regular with at most ``MAX_JSON_BYTES``.
@@ -166,6 +173,10 @@ class LocalMedium:
             is_regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
             return file.read(max_bytes) if is_regular else b""
 
+    def continues_at(self, num_bytes: int) -> int:
+        """Returns at which byte to go on with a file of which so many bytes were written."""
+        return num_bytes
+
     def remove_file(self, path: epath.Path) -> None:
         """Removes a file; does nothing if there is none."""
         with opened(path.parent) as folder, contextlib.suppress(FileNotFoundError):
@@ -186,9 +197,28 @@ class LocalMedium:
         """
         return AtomicRecord(Path(path), **limits)
 
-    def take_over(self, source: epath.Path, target: epath.Path) -> None:
-        """Creates a folder that has the files of another one at any depth, without writing them."""
-        link_folder(source, target)
+    def take_over(
+        self, source: epath.Path, target: epath.Path, names: Collection[str] | None = None
+    ) -> None:
+        """Puts the files of a folder into another one, without writing their content.
+
+        Takes all files at any depth, or those of these ``names``, whose folders must exist.
+        """
+        if names is None:
+            link_folder(source, target)
+        for name in names or ():
+            link_file(source / name, target / name)
+
+    def remove_retained(
+        self, path: epath.Path, doomed: epath.Path, is_ours: IsOurs, fence: Fence
+    ) -> None:
+        """Removes a folder of links by way of ``doomed``, if there is one and it ``is_ours``."""
+        if os.path.isdir(path) and not os.path.islink(path) and is_ours(path):
+            fence()
+            if doomed.exists():
+                doomed.rmtree()
+            path.rename(doomed)
+            doomed.rmtree()
 
     def how_taken_over(self, folder: epath.Path) -> str:
         """Says in words how the files of such a folder are those of another."""
@@ -199,13 +229,24 @@ class LocalMedium:
             "torchax-ckpt copy keep the links"
         )
 
+    def wait_longer(self, step: str, problem: str) -> None:
+        """Logs that all reads are slow; raises TimeoutError where it is of no use to wait longer.
+
+        A disk may have to spin up, and nothing else can be done about it.
+        """
+        logger.warning("%s: %s. Still waiting: check the disk or the file server.", step, problem)
+
+    def kvstore(self, folder: epath.Path) -> dict[str, Any]:
+        """Returns the spec with which TensorStore opens a folder as a key-value store."""
+        return {"driver": "file", "path": f"{location.without_backslash(os.fspath(folder))}/"}
+
     def database_to_read(self, folder: epath.Path) -> dict[str, Any]:
         """Returns TensorStore's spec of the OCDBT database in a folder, for reading."""
-        return {"base": location.kvstore(folder)}
+        return {"base": self.kvstore(folder)}
 
     def database_to_write(self, folder: epath.Path) -> dict[str, Any]:
         """Returns the parts of the spec of an OCDBT database that say where its files are."""
-        base: dict[str, Any] = dict(location.kvstore(folder))
+        base = self.kvstore(folder)
         # Nobody reads a data file before the index, so only the index is written by a rename.
         return {"base": {**base, "file_io_locking": {"mode": "non_atomic"}}, "manifest": base}
 
@@ -239,28 +280,32 @@ class LocalMedium:
                     link.replace(draft / name)
         fsync.sync_tree(epath.Path(draft))
 
+    def unused(self, folder: epath.Path, name: str, but: Collection[str] = ()) -> epath.Path:
+        """Returns the path of this name, with a number if it exists or is in ``but``."""
+        return first_free(folder, (name,), but=but)
+
     def put_folder(
-        self,
-        draft: Path,
-        target: epath.Path,
-        before: epath.Path,
-        reused: Sequence[str],
-        send: Callable[[Path, epath.Path], None],
+        self, draft: Path, target: epath.Path, before: epath.Path, reused: Sequence[str], send: Send
     ) -> None:
         """Puts a complete draft at ``target``: at once, or by ``send``, which copies its files."""
         draft.rename(target)
         for folder in (target.parent, draft.parent):
             fsync.sync(folder)
 
-    def remove_folder(self, path: epath.Path, doomed: epath.Path) -> None:
-        """Deletes a folder, at once if it can be renamed to ``doomed``, or file by file."""
-        if path.exists():
+    def remove_folder(self, path: epath.Path, doomed: epath.Path, sign: str) -> bool:
+        """Deletes a folder, at once if it can be renamed to ``doomed``, or file by file.
+
+        All folders that were put whole have a file ``sign``. One without it may be somebody else's,
+        and stays; the answer is then False.
+        """
+        if is_ours := (path / sign).exists():
             _remove(doomed)
             path.rename(doomed)
             # Else a loss of power could leave the folder's name with a part of its files.
             for folder in (path.parent, doomed.parent):
                 fsync.sync(folder)
             _remove(doomed)
+        return is_ours or not path.exists()
 
     def replace_file(self, path: epath.Path, content: bytes, draft: epath.Path) -> None:
         """Replaces a small file: readers, and a loss of power, find the old content or the new.
@@ -274,7 +319,7 @@ class LocalMedium:
     # --- steps that are read ---
 
     def around(self, path: epath.Path) -> Iterator[epath.Path]:
-        """Yields the folders, from a path upwards, of which one may be a step that was given."""
+        """Yields a path and the folders above it: a user may have given one inside of a step."""
         place = location.real(path)
         yield from (place, *place.parents)
 
@@ -282,16 +327,17 @@ class LocalMedium:
         """Returns whether a folder is a run's directory, by few requests."""
         return folder.is_dir() and any(map(is_step, folder.iterdir()))
 
-    def command_to_move(self, new: str) -> str:
-        """Returns the shell command, to which names are added, that moves files to ``new``."""
-        return f"mkdir {shlex.quote(new)} && mv"
+    def command_to_move(self, patterns: Sequence[str], new: str) -> str:
+        """Returns the shell command that moves what has such names from the folder to ``new``."""
+        sources = " ".join(f"{shlex.quote(str(self._folder))}/{each}" for each in patterns)
+        return f"mkdir {shlex.quote(new)} && mv {sources} {shlex.quote(new)}/"
 
     def is_complete(self, step: epath.Path) -> bool:
         """Returns whether a folder with the name of a step is whole, if it was ever committed."""
         return True  # only a commit gives the name
 
     def was_committed(self, folder: epath.Path, parts: Collection[str]) -> bool:
-        """Returns whether the names in a folder, perhaps all ``parts``, show that it was a step."""
+        """Returns whether a folder was a step: it has a commit mark, or all ``parts`` of a step."""
         names = self.names_in(folder)
         return not names.isdisjoint({MARK, RECORD}) or names.issuperset(parts)
 
@@ -333,7 +379,7 @@ class LocalMedium:
         permissions.open_folder(step)
         fsync.sync_tree(step, but=synced)
 
-    def publish(self, step: int, written: epath.Path, fence: Callable[[], None]) -> epath.Path:
+    def publish(self, step: int, written: epath.Path, fence: Fence) -> epath.Path:
         """Gives a written folder the name of a step; ``fence`` checks the lease before."""
         path = first_free(self._folder, (str(step), f"incoming-{step}"))
         fence()
@@ -346,30 +392,25 @@ class LocalMedium:
         """Notes that a published step is committed, so that nothing takes it back."""
         self._unkept.pop(path, None)
 
-    def take_back(self, fence: Callable[[], None]) -> None:
+    def take_back(self, fence: Fence) -> None:
         """Undoes the publishing of steps that were not kept, so that readers no longer see them."""
         for path, written in list(self._unkept.items()):
             fence()
-            self._unpublish(path, written)
+            if not os.path.lexists(written):  # else the folder did not get the other name
+                with contextlib.suppress(FileNotFoundError):  # somebody has removed it
+                    path.rename(written)
+            fsync.sync(self._folder)  # before its files are removed
             del self._unkept[path]
 
-    def _unpublish(self, path: epath.Path, written: epath.Path) -> None:
-        if not os.path.lexists(written):  # else the folder did not get the other name
-            with contextlib.suppress(FileNotFoundError):  # somebody has removed it
-                path.rename(written)
-        fsync.sync(self._folder)  # before its files are removed
-
     def let_go(self) -> None:
-        """Forgets what is to be taken back, because other programs may write there now."""
+        """Forgets what is to be taken back: it is gone, or other programs may write there now."""
         self._unkept.clear()
 
     def final_path(self, path: epath.Path, step: int) -> epath.Path:
         """Returns the path that a published step gets once no other step has it."""
         return self._folder / str(step)
 
-    def set_aside(
-        self, path: epath.Path, target: epath.Path, fence: Callable[[], None]
-    ) -> OSError | None:
+    def set_aside(self, path: epath.Path, target: epath.Path, fence: Fence) -> OSError | None:
         """Renames a step, so that it is a step no more; returns the error if the system refuses."""
         fence()
         try:
@@ -380,25 +421,30 @@ class LocalMedium:
             return error
         return None
 
-    def delete(self, path: epath.Path, step: int, fence: Callable[[], None]) -> OSError | None:
+    def delete(self, path: epath.Path, step: int, fence: Fence) -> OSError | None:
         """Renames a step, then removes its files; returns the error if the system refuses."""
         if not path.exists():
             return None  # another process has removed it
-        doomed = first_free(self._folder, (f"deleting-{step}",))
+        doomed = self.unused(self._folder, f"deleting-{step}")
         if refusal := self.set_aside(path, doomed, fence):
             return refusal
         fsync.sync(self._folder)  # else a loss of power could leave the name without the files
-        doomed.rmtree()
+        _remove_tree(doomed)
         return None
 
     def remove_left(self, path: epath.Path, *, is_named_as_step: bool) -> None:
-        """Removes what a killed or failed save left, which in a bucket may still grow."""
+        """Removes what a killed or failed save left; its late requests may add to it meanwhile."""
         try:
-            path.unlink() if os.path.islink(path) else path.rmtree()
+            path.unlink() if os.path.islink(path) else _remove_tree(path)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.ENOENT):
                 raise
             logger.debug("%s is still being written to: it will be removed later", path)
+
+
+def _remove_tree(folder: epath.Path) -> None:
+    permissions.empty_for_trash(folder)
+    folder.rmtree()
 
 
 def _remove(path: epath.Path) -> None:

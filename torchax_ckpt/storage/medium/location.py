@@ -4,47 +4,70 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import importlib.util
 import os
 import pathlib
 import re
+from collections.abc import Collection
 from typing import Any
 
-import tensorstore as ts
 from etils import epath
 
 from torchax_ckpt.errors import DirectoryError
-from torchax_ckpt.runtime import host_memory
+from torchax_ckpt.storage.medium import plain_store
 
-# Retries after 1, 2, 4, ... and at most 32 seconds: two minutes in all.
-_RETRIES = 8
-# The most memory for unpacking one chunk of Blosc: 2 GiB for the content, and less for its blocks.
-_UNPACKING_BYTES = 4 << 30
 # What is meant as a URL, also as pathlib or a slip leaves it: gs:/bucket, gs//bucket, " s3://bucket".
-_URL = re.compile(r"\s*([a-z][a-z0-9+.-]*:/|(gs|gcs|s3)(:|//)|(file|https?)//)", re.IGNORECASE)
-_SLIP = re.compile(r"\s*gc?s(:/?|/)/?(?=[^:/])", re.IGNORECASE)
+_URL = re.compile(
+    r"\s*(\w+::)*([a-z][a-z0-9+.-]*:/|(gs|gcs|s3)(:|//)|(file|https?)//)", re.IGNORECASE
+)
+# What may hold a password: user information, which a port is not, a chain, and a query, which is a
+# part of the name in a bucket.
+_SECRET = re.compile(
+    r"[^:/]+[:/]+[^/]*(@|:(?!\d*(/|\Z)))|.*::[a-z][a-z0-9+.-]*:/|(?!\s*(gs|gcs|s3)[:/]).*\?",
+    re.IGNORECASE | re.DOTALL,
+)
+_SLIP = re.compile(r"\s*(gc?s|s3)(:/?|/)/?(?=[^:/])", re.IGNORECASE)
+# The schemes of buckets -> the client of each, which the extra of the second name installs.
+_CLIENTS = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
-def resolve(directory: Any) -> epath.Path:
+def resolve(directory: Any, *, as_mirror: bool = False) -> epath.Path:
     """Returns a directory's absolute path, or the URL of a bucket's prefix; else DirectoryError.
 
     Every path that a user gives passes here. It need not exist, but no link in it may be broken.
+    A mirror may also lie in a plain store, as the directory of a run cannot.
     """
+    path = _interpreted(directory, plain_store.SCHEMES if as_mirror else ())
+    if is_url(path):
+        _require_client(path)
+    return path
+
+
+def _interpreted(directory: Any, plain: Collection[str] = ()) -> epath.Path:
+    """Returns what :func:`resolve` does, also if the client of a bucket is not installed."""
+    if isinstance(directory, plain_store.PlainPath):  # resolved already
+        return directory
     try:
         given = os.fspath(directory)
     except TypeError:
         given = None
-    expected = "directory: expected a path or a gs:// URL"
+    expected = "directory: expected a path or the URL of a bucket, gs:// or s3://,"
     if not isinstance(given, str):
-        raise DirectoryError(f"{expected}, found {directory!r:.100}")
+        raise DirectoryError(f"{expected} found {directory!r:.100}")
     if not given:  # probably an unset shell variable, not the working directory
-        raise DirectoryError(f"{expected}, found an empty string. Is a variable unset?")
+        raise DirectoryError(f"{expected} found an empty string. Is a variable unset?")
+    if _URL.match(given) and _SECRET.match(given):
+        raise DirectoryError(
+            f"{expected} without user information, query (?) and chain (::), found a URL with one "
+            "of these, which may be a password. Give credentials in the environment of the program"
+        )
     if "\0" in given:
-        raise DirectoryError(f"{expected}, found {given!a:.300}: remove the character \\x00")
+        raise DirectoryError(f"{expected} found {given!a:.300}: remove the character \\x00")
     try:
-        return _in_bucket(_text(given)) if _URL.match(given) else _on_this_host(given)
+        if not _URL.match(given):
+            return _on_this_host(given)
+        return _in_bucket(_text(given), plain)
     except UnicodeError:
         raise DirectoryError(
             f"{expected} in UTF-8, found {given!a:.300}, whose bytes are not UTF-8: rename the "
@@ -52,30 +75,53 @@ def resolve(directory: Any) -> epath.Path:
         ) from None
 
 
-def _in_bucket(url: str) -> epath.Path:
+def _in_bucket(url: str, plain: Collection[str]) -> epath.Path:
+    """Returns a path in a bucket, or in a store of one of the schemes ``plain``."""
     scheme, separator, rest = url.partition("://")
-    if separator and scheme.strip().lower() != "gs":
-        raise _unsupported(url)
-    if scheme != "gs" or not rest or rest.startswith("/"):
-        meant = _SLIP.sub("gs://", url)
+    known = {*_CLIENTS, *plain}
+    if separator and scheme.strip().lower() not in known:
+        why = "can only be a mirror" if plain_store.contains(url) else "is not supported"
         raise DirectoryError(
-            f"{url!r}: expected a local path, or gs://bucket/prefix as a string, found neither"
+            f"{url}: {scheme}:// {why}. Give a local path (also of a network file system), "
+            "gs://bucket/prefix of Google Cloud Storage, or s3://bucket/prefix.",
+            path=url,
+        )
+    if scheme not in known or not rest or rest.startswith("/"):
+        meant = _SLIP.sub(lambda slip: "s3://" if slip[1].lower() == "s3" else "gs://", url)
+        raise DirectoryError(
+            f"{url!r}: expected a local path, or gs://bucket/prefix or s3://bucket/prefix as a "
+            "string, found neither"
             + (f": give {meant!r}" if meant != url else "")
             + ". pathlib turns gs:// into gs:/. Begin a local path of this name with ./",
             path=url,
         )
-    path = epath.Path(url)
-    if _CONTROL.search(url) or ".." in path.parts:
+    path = plain_store.PlainPath(url) if scheme in plain else epath.Path(url)
+    special = "# * [ ] " if scheme in plain else ""  # for some clients
+    if _CONTROL.search(url) or ".." in path.parts or any(c in url for c in special.split()):
         raise DirectoryError(
-            f"{url!r}: expected the prefix of a bucket without .. and control characters, which "
-            "names of objects cannot have everywhere: give another prefix",
+            f"{url!r}: expected the prefix of a bucket without .. {special}and control characters, "
+            "which names of objects cannot have everywhere: give another prefix",
             path=url,
         )
-    if importlib.util.find_spec("gcsfs") is None:
-        raise DirectoryError(
-            f'{path}: a bucket needs the extra gcs: pip install "torchax-ckpt[gcs]"', path=path
-        )
+    if scheme in plain:
+        _, _, shortest = plain_store.SCHEMES[scheme]
+        is_repository = scheme == "hf" and path.parts[1] != "buckets"  # each write is a commit
+        if len(path.parts) < shortest.count("/") or is_repository:
+            raise DirectoryError(f"{url}: expected {shortest}, or a folder in it", path=url)
     return path
+
+
+def _require_client(path: epath.Path) -> None:
+    """Raises DirectoryError if the package that reaches a bucket or a store is not installed."""
+    scheme = str(path).partition("://")[0]
+    if scheme in _CLIENTS:
+        package, extra = _CLIENTS[scheme]
+        needed = f'a bucket needs the extra {extra}: pip install "torchax-ckpt[{extra}]"'
+    else:
+        package, _, _ = plain_store.SCHEMES[scheme]
+        needed = f"a mirror there needs the package {package}: pip install {package}"
+    if importlib.util.find_spec(package) is None:
+        raise DirectoryError(f"{path}: {needed}", path=path)
 
 
 def _on_this_host(given: str) -> epath.Path:
@@ -125,6 +171,19 @@ def is_url(path: Any) -> bool:
     return "://" in str(path)
 
 
+def on_this_host(
+    argument: str, path: str | os.PathLike[str], reason: str | None = None
+) -> pathlib.Path:
+    """Returns a path on this host as the user gave it; raises DirectoryError for a URL."""
+    if is_url(_interpreted(path)):
+        because = f", because {reason}" if reason else ""
+        raise DirectoryError(
+            f"{argument}: expected a path on this host{because}; found {os.fspath(path)!r:.300}",
+            path=path,
+        )
+    return pathlib.Path(path).expanduser()
+
+
 def exists(path: os.PathLike[str]) -> bool:
     """Returns whether a local path exists; a failed look-up is no "no", as in ``Path.exists``."""
     try:
@@ -139,20 +198,17 @@ def is_within(inner: epath.Path, outer: epath.Path) -> bool:
     return real(inner).is_relative_to(real(outer))
 
 
+def overlap(one: epath.Path, other: epath.Path) -> bool:
+    """Returns whether two paths are one, or one lies in the other, also if links lead there."""
+    return is_within(one, other) or is_within(other, one)
+
+
 def real(path: epath.Path) -> epath.Path:
     """Returns the path of the same place without links."""
     return path if is_url(path) else epath.Path(os.path.realpath(path))
 
 
-def kvstore(folder: epath.Path) -> dict[str, str]:
-    """Returns the spec with which TensorStore opens a folder as a key-value store."""
-    if not is_url(folder):
-        return {"driver": "file", "path": f"{_without_backslash(os.fspath(folder))}/"}
-    name, _, prefix = str(folder).removeprefix("gs://").partition("/")
-    return {"driver": "gcs", "bucket": name, "path": f"{prefix}/"}
-
-
-def _without_backslash(folder: str) -> str:
+def without_backslash(folder: str) -> str:
     """Returns a folder's path for TensorStore, which takes UTF-8, and a backslash for a slash."""
     head, backslash, tail = folder.rpartition("\\")
     if not backslash:
@@ -175,44 +231,3 @@ def _descriptor(folder: str) -> int:
             return known
     _descriptors[folder] = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     return _descriptors[folder]
-
-
-def reading_context() -> ts.Context:
-    """Returns TensorStore's settings for reading: parallel file access, and a cache of the index.
-
-    A failed request to a bucket is repeated for two minutes, by default for 15. TensorStore unpacks
-    a chunk of Blosc, up to 2 GiB, before it compares the sizes. A limit on chunks that are unpacked
-    at the same time keeps hostile ones from exhausting this host's memory.
-    """
-    most = host_memory.host_memory_bytes() // _UNPACKING_BYTES
-    threads = _threads(max(1, min(most, os.cpu_count() or 1)))
-    # A cache of its own for each use, because the next use may find other bytes in the same files.
-    settings = {
-        "cache_pool#ocdbt": {"total_bytes_limit": 100 << 20},
-        "gcs_request_retries": {"max_retries": _RETRIES},
-    }
-    return ts.Context(settings, threads)
-
-
-@functools.cache
-def _threads(num_unpacking: int) -> ts.Context:
-    """Returns the settings that limit TensorStore's threads, which stay until the program ends.
-
-    With limits of its own for each read, two of many programs crashed in a thread of TensorStore
-    0.1.86; it is a guess that tasks of a failed read had outlived their limits.
-    """
-    return ts.Context(
-        {
-            "data_copy_concurrency": {"limit": num_unpacking},
-            "file_io_concurrency": {"limit": 128},
-        }
-    )
-
-
-def _unsupported(directory: Any) -> DirectoryError:
-    scheme = str(directory).partition("://")[0]
-    return DirectoryError(
-        f"{directory}: {scheme}:// is not supported. Give a local path (also of a network file "
-        "system) or a Google Cloud Storage URL, gs://bucket/prefix.",
-        path=str(directory),
-    )

@@ -10,9 +10,8 @@ Buckets that are mounted with FUSE are refused: there the rename of a folder cop
 object, there are no links, and no lock reaches another host. A killed save could leave half a step
 under the name of a whole one, and a lease would exclude nobody. hf-mount is refused too: it also
 serves a bucket by NFS, from this host, where files reach the bucket after they were synced, and the
-last of two writers wins. Other file systems of FUSE lack nothing, but Google Drive's uploads files
-later. A probe tells where the type says nothing: ``fuse``, as gcsfuse has in GKE, or NFS that this
-host serves.
+last of two writers wins. Google Drive's mount uploads files later. A probe tells what other file
+systems of FUSE lack, as gcsfuse in GKE, which does not say what it is; also NFS of this host.
 """
 
 from __future__ import annotations
@@ -70,15 +69,35 @@ def prove_writable(folder: epath.Path) -> None:
     mount = _mount_of(folder)
     if mount is None:
         return
-    if mount.kind in _DRIVES or (mount.kind == "fuse" and mount.source in _DRIVE_SOURCES):
+    if _is_drive(mount):
         user_messages.warn(
             f"{folder}: {mount.point} is Google Drive ({mount.kind}), which uploads files later. A "
             "step there survives the loss of this machine only once the mount was flushed (in "
-            "Colab: drive.flush_and_unmount()). Deleted steps stay in Drive's trash for 30 days "
-            "and count against its quota. gs://bucket/prefix has neither limit."
+            "Colab: drive.flush_and_unmount()). Drive's trash keeps deleted files for 30 days, and "
+            "they count against the quota. So this library empties the files of a step before it "
+            "deletes them. Another machine sees the lease late: let one program write there. "
+            "gs://bucket/prefix has none of these limits."
         )
-    elif mount.kind == "fuse" or _is_served_here(mount):
+    elif _fuse_names(mount) or _is_served_here(mount):
         _probe(folder, mount)
+
+
+def empty_for_trash(folder: epath.Path) -> None:
+    """Empties the files of a folder on Google Drive, whose trash then keeps no bytes of them."""
+    mount = _mount_of(folder)
+    if mount is None or not _is_drive(mount):
+        return
+    flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):  # it is deleted as it is
+                file = os.open(os.path.join(place, name), flags)
+                try:
+                    if os.fstat(file).st_nlink <= 1:
+                        os.ftruncate(file, 0)
+                        os.fsync(file)  # else the mount may send the old content with the removal
+                finally:
+                    os.close(file)
 
 
 def open_folder(step: epath.Path) -> None:
@@ -119,11 +138,14 @@ def require_own(place: epath.Path) -> None:
 _MOUNTINFO = pathlib.Path("/proc/self/mountinfo")
 _LINE = re.compile(r"^(\S+) (\S+) \S+ (\S+) (\S+) .*? - (\S+) (\S*) (.*)$", re.M | re.A)
 _ESCAPED = re.compile(r"\\([0-7]{3})")
-_OBJECT_STORES = {"fuse.gcsfuse", "fuse.s3fs", "fuse.rclone", "fuse.goofys"}
+# What mounts of FUSE are called, by their types after "fuse." or by their sources.
+_OBJECT_STORES = {
+    *("blobfuse", "blobfuse2", "cosfs", "gcsfuse", "geesefs", "goofys", "mount-s3"),
+    *("mountpoint-s3", "obsfs", "ossfs", "ossfs2", "rclone", "s3fs", "tigrisfs"),
+}
 _ALL_BUCKETS = "gcsfuse"  # the source of a mount that has a folder for each bucket
-_DRIVES = {"fuse.drive", "fuse.google-drive-ocamlfuse"}
-_DRIVE_SOURCES = {"drive", "google-drive-ocamlfuse"}
-_HF_MOUNT = "hf-mount"  # the source of its mounts of the type fuse
+_DRIVES = {"drive", "google-drive-ocamlfuse"}
+_HF_MOUNT = "hf-mount"
 _THIS_HOST = re.compile(r"(127\.[\d.]+|localhost|\[::1\]):/.*")
 
 
@@ -143,7 +165,7 @@ def refuse_object_store(path: Any) -> None:
             "CheckpointOptions(read_only=True) reads this one.",
             path=path,
         )
-    if mount is None or mount.kind not in _OBJECT_STORES:
+    if mount is None or _fuse_names(mount).isdisjoint(_OBJECT_STORES):
         return
     url = "gs://bucket/prefix"
     if mount.kind == "fuse.gcsfuse":
@@ -159,13 +181,22 @@ def refuse_object_store(path: Any) -> None:
     )
 
 
+def _fuse_names(mount: _Mount) -> set[str]:
+    kind, _, name = mount.kind.partition(".")
+    return {name, mount.source} if kind == "fuse" else set()
+
+
 def _is_of_hf_mount(mount: _Mount) -> bool:
-    if mount.kind.startswith("fuse"):
-        return _HF_MOUNT in (mount.source, mount.kind.removeprefix("fuse."))
+    if _HF_MOUNT in _fuse_names(mount):
+        return True
     # Its server exports one folder, without locks and by version 3 only. Helpers of cloud services
     # mount by version 4 from this host, and forward that to true servers of NFS.
     is_without_locks = {"vers=3", "local_lock=all"} <= set(mount.options.split(","))
     return is_without_locks and _is_served_here(mount) and mount.source.endswith(":/")
+
+
+def _is_drive(mount: _Mount) -> bool:
+    return not _fuse_names(mount).isdisjoint(_DRIVES)
 
 
 def _is_served_here(mount: _Mount) -> bool:

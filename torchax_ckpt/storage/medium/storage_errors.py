@@ -18,7 +18,8 @@ from typing import Any
 from etils import epath
 
 from torchax_ckpt.errors import CheckpointError, DirectoryError
-from torchax_ckpt.storage.medium import location
+from torchax_ckpt.storage.medium import location, plain_store
+from torchax_ckpt.storage.medium.s3 import service
 
 _STATUS = re.compile(r"(?:^|: )([A-Z]+(?:_[A-Z]+)*): ")
 _HTTP_CODE = re.compile(r"http_response_code='(\d+)'")
@@ -33,11 +34,15 @@ _UNAVAILABLE = {
 }
 # A missing file of a committed step is damage, and so is a folder instead of a file or the reverse.
 _DAMAGE_ERRNOS = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
-_CLIENTS = {"aiohttp", "gcsfs", "google", "requests", "urllib3"}
+_CLIENTS = {
+    *("adlfs", "aiohttp", "asyncssh", "azure", "botocore", "gcsfs", "google", "huggingface_hub"),
+    *("requests", "s3fs", "sshfs", "urllib3"),
+}
 
 _ADVICE_BY_ERRNO = {
     errno.ENOSPC: "The disk is full: free space, or keep fewer steps (preservation_policy).",
-    errno.EDQUOT: "The quota is used up: free space, or keep fewer steps (preservation_policy).",
+    errno.EDQUOT: "The quota is used up: free space (on Google Drive, empty the trash too), or "
+    "keep fewer steps (preservation_policy).",
     errno.EFBIG: "A file would exceed the limit on file sizes: raise it (ulimit -f).",
     errno.EROFS: "The medium is read-only: mount it for writing. Disks with errors turn read-only "
     "by themselves; the kernel's log (dmesg) says so.",
@@ -73,7 +78,10 @@ _NETWORK = (
     "The storage service did not answer or refused the requests, even when they were repeated: "
     "check the network, the service's status and its request limits."
 )
-
+_PLAIN_STORE = (
+    "The store did not answer or refused the request: check the network, the service's status, and "
+    "the credentials that the environment or fsspec's configuration gives to its client."
+)
 _NO_ADVICE = "Check that the path is a directory and that this process may use it."
 
 
@@ -89,6 +97,8 @@ def is_unavailable(error: BaseException) -> bool:
             return False
         if isinstance(link, OSError) or type(link).__module__.partition(".")[0] in _CLIENTS:
             return True
+        if (code := _http_code(link)) is not None and code >= 400:
+            return code not in (404, 410, 416)  # an object that is gone or too short is damage
         status = _status(link)
         if status is not None:
             return status in _UNAVAILABLE
@@ -146,6 +156,10 @@ def advice(error: BaseException, place: Any = "") -> str:
     """Returns what to do about a storage error at a path; "" if there is no specific advice."""
     link = root_cause(error)
     number, code, status = _errno(link), _http_code(link), _status(link)
+    if str(place).startswith("s3://") and (found := _s3_advice(link)):
+        return found
+    if plain_store.contains(place) and number not in _ADVICE_BY_ERRNO:
+        return _PLAIN_STORE
     if location.is_url(place):
         if code == 401 or status == "UNAUTHENTICATED":
             return _CREDENTIALS
@@ -166,6 +180,17 @@ def advice(error: BaseException, place: Any = "") -> str:
     if number == errno.ENOSPC and _lacks_inodes(place):
         return _NO_INODES
     return _ADVICE_BY_ERRNO.get(number or 0, "")
+
+
+def _s3_advice(link: BaseException) -> str:
+    cause = link.__cause__ or link  # s3fs and this package turn errors of botocore into OSError
+    answer = getattr(cause, "response", None) or {}
+    number = errno.errorcode.get(_errno(cause) or _errno(link) or 0)
+    names = type(link).__name__, type(cause).__name__, answer.get("Error", {}).get("Code")
+    kind = " ".join(map(str, (*names, number, _http_code(cause), _status(cause))))
+    is_missing = isinstance(link, FileNotFoundError)
+    is_of_client = type(cause).__module__.startswith("botocore") and not is_missing
+    return service.advice(kind) or (_NETWORK if is_of_client else "")
 
 
 def explained(error: BaseException, path: Any) -> str:
@@ -220,6 +245,8 @@ def _errno(error: BaseException) -> int | None:
         return error.errno
     if isinstance(error, RuntimeError) and "new thread" in str(error):  # as Python reports it
         return errno.EAGAIN
+    if isinstance(error, RuntimeError) and "credentials are still expired" in str(error):
+        return errno.EACCES  # as botocore reports it
     match = _OS_ERROR.search(str(error))
     return int(match[1]) if match else None
 

@@ -1,10 +1,13 @@
-"""Writes the arrays of a step with TensorStore, in the form in which Orbax stores a pytree.
+"""Fetches the arrays of a step and writes them with TensorStore, as Orbax stores a pytree.
 
     STATE/ocdbt.process_N/           the database of process N: its parts of the arrays
     STATE/ocdbt.process_unchanged.../   databases of frozen arrays (``layout/unchanged.py``)
     STATE/manifest.ocdbt, d/         the database of all: references to the files of the others
 
 All databases are OCDBT, a B-tree of keys and values in a few files; each array is Zarr version 2.
+
+JAX keeps the fetched bytes beside an array as long as that array exists. Arrays are therefore
+fetched through temporary arrays, which share the buffers of the original arrays.
 
 Source: Orbax 0.12.8, ``serialization/tensorstore_utils.py`` and ``ocdbt_utils.py``.
 """
@@ -20,12 +23,17 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 import tensorstore as ts
 from etils import epath
 
-from torchax_ckpt.devices.host_array import Memory
+from torchax_ckpt.devices.device_programs import sliced
+from torchax_ckpt.devices.device_sizes import HOST_MEMORY
+from torchax_ckpt.devices.host_array import HostArray, Memory, Offset, offset_of
+from torchax_ckpt.devices.sharding import LateParts, shards_of, stack, unshared
 from torchax_ckpt.errors import SaveError
+from torchax_ckpt.layout import batches
 from torchax_ckpt.layout.array_digests import Digests
 from torchax_ckpt.options import Codec
 from torchax_ckpt.runtime.stages import stage
@@ -33,8 +41,6 @@ from torchax_ckpt.runtime.user_messages import counted
 from torchax_ckpt.storage.arrays import array_checks, block_digests, chunking
 from torchax_ckpt.storage.arrays.chunking import AnyArray
 from torchax_ckpt.storage.medium import medium
-from torchax_ckpt.storage.writing import fetching
-from torchax_ckpt.storage.writing.fetching import Parts
 
 _DATABASE = "manifest.ocdbt"  # the file that makes a folder a database, written last
 # With this size several files are written, synced and read at the same time.
@@ -74,6 +80,16 @@ _COMPRESSORS: dict[Codec, dict[str, Any]] = {
 }
 _MAX_BLOSC_BYTES = (1 << 31) - 17
 _MAX_ITEM_BYTES = 16
+# Bytes of each of the two memories in which the host makes the stacks of all saves, because new
+# memory takes longer than stacking. Twice the most bytes of a stack: two files are written at once.
+STACK_BYTES = 128 << 20
+# Smaller parts of stacks are made in memory of their own, because TensorStore may keep values of up
+# to a KiB, in nodes of a database. Larger parts are not cut into such.
+_SMALL_BYTES = 64 << 10
+
+
+Parts = Mapping[Offset, np.ndarray]
+"""Where each part of an array that this process stores begins -> the part."""
 
 
 def folder_of_process(index: int) -> str:
@@ -106,18 +122,18 @@ def write_arrays(
         _require_readable(name, array)
     context = _context()
     taken: dict[str, Digests] = {}
-    batches = fetching.in_batches(arrays, max_bytes, with_stacks=bool(memories))
+    planned = _in_batches(arrays, max_bytes, with_stacks=bool(memories))
     with contextlib.ExitStack() as ends:
         # Each memory with the batch that is written from it, durable before the memory is reused.
         slots = [(m, ends.enter_context(contextlib.ExitStack())) for m in memories or (None,)]
-        for batch, (memory, in_flight) in zip(batches, itertools.cycle(slots), strict=False):
+        for batch, (memory, in_flight) in zip(planned, itertools.cycle(slots), strict=False):
             in_flight.close()
             if memory:
                 memory.reuse()
-            copies = {name: fetching.start(arrays[name], memory) for name in batch}
+            copies = {name: _start_fetch(arrays[name], memory) for name in batch}
             parts = {name: copy() for name, copy in copies.items()}
             del copies  # with the temporary arrays
-            on_host(batch is batches[-1])
+            on_host(batch is planned[-1])
             homes = {name: folders.get(name, folder_of_process(process)) for name in batch}
             described = [
                 (folder, _array_spec(state / folder, name, arrays[name], codec), parts[name])
@@ -132,6 +148,82 @@ def write_arrays(
                 )
             del parts, described
     return taken
+
+
+def _in_batches(
+    arrays: Mapping[str, AnyArray], max_bytes: int | None, *, with_stacks: bool
+) -> list[list[str]]:
+    """Returns the names of arrays that are fetched together: at most ``max_bytes``, or one array.
+
+    Host arrays do not count, without a limit only stacks ``with_stacks``. There is one or more.
+    """
+
+    def size(name: str) -> int:
+        array = arrays[name]
+        if isinstance(array, np.ndarray):
+            return 0
+        is_late = isinstance(array, HostArray) and isinstance(array.parts, LateParts)
+        is_held = isinstance(array, HostArray) and not is_late
+        counts = (is_late and with_stacks) or not (max_bytes is None or is_held)
+        return chunking.num_stored_bytes(array) if counts else 0
+
+    limit = STACK_BYTES if max_bytes is None else max_bytes
+    return [*batches.batches(arrays, size, limit)] or [[]]
+
+
+def _start_fetch(array: AnyArray, memory: Memory | None = None) -> Callable[[], Parts]:
+    """Starts to copy an array's parts to the host; returns a function that waits for the copies."""
+    if isinstance(array, np.ndarray):
+        return lambda: {(0,) * array.ndim: array}
+    if isinstance(array, HostArray):
+        return lambda: _cut_shards(array, memory or Memory(0))
+    # JAX would keep the host's copy beside the original array.
+    shards = {shard.device: shard.data for shard in shards_of(unshared(array))}
+    is_on_host = array.sharding.memory_kind in HOST_MEMORY
+    copies: list[tuple[Offset, jax.Array, tuple[slice, ...] | None]] = []
+    for part in chunking.stored_parts(array):
+        shard, within = shards[part.device], part.within
+        # A program that cuts a small array in memory of the host might hang: Orbax avoids that too.
+        if within is not None and not is_on_host:
+            shard, within = sliced(shard, within), None
+        shard.copy_to_host_async()
+        copies.append((part.start, shard, within))
+
+    def fetch() -> Parts:
+        found = {}
+        for at, shard, within in copies:
+            host = np.asarray(shard)
+            found[at] = host if within is None else host[within]
+        return found
+
+    return fetch
+
+
+def parts_to_compare(array: AnyArray) -> Parts:
+    """Returns the parts of an array, of stacks made on the host perhaps smaller ones and more."""
+    if isinstance(array, HostArray) and isinstance(array.parts, LateParts):
+        return array.parts.rows()
+    return _start_fetch(array)()
+
+
+def _cut_shards(array: HostArray, memory: Memory) -> Parts:
+    """Returns the parts that this process stores, cut from the shards of a host array."""
+    index_of = array.sharding.addressable_devices_indices_map(array.shape)
+    parts = {}
+    for part in chunking.stored_parts(array):
+        offset = offset_of(index_of[part.device])
+        shards = array.parts
+        if isinstance(shards, LateParts):
+            whole = (slice(None),) * array.ndim
+            members, *within = part.within or whole
+            rows = [row[tuple(within)] for row in shards.members(offset, members)]
+            is_small = len(rows) * rows[0].nbytes < _SMALL_BYTES
+            out = None if is_small else memory.array((len(rows), *rows[0].shape), rows[0].dtype)
+            parts[part.start] = stack(rows, out)
+        else:
+            shard = shards[offset]
+            parts[part.start] = shard if part.within is None else shard[part.within]
+    return parts
 
 
 @contextlib.contextmanager

@@ -11,7 +11,6 @@ it has no commit mark. Only the program that made it reuses its files.
 from __future__ import annotations
 
 import os
-import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from etils import epath
@@ -30,13 +29,14 @@ def present(state: epath.Path) -> dict[str, StoredFile]:
     return {file.name: file for file in medium.of(state).files(state, unchanged.FOLDER_PREFIX)}
 
 
-def differing(known: Mapping[str, StoredFile], state: epath.Path) -> Iterator[str]:
-    """Yields in words which of the known files below ``state`` are gone or have changed.
+def differing(
+    known: Mapping[str, StoredFile], here: Mapping[str, StoredFile], state: epath.Path
+) -> Iterator[str]:
+    """Yields in words which known files are gone or have changed, given those ``present`` now.
 
     A database that has lost a file of array data still has its index, so only a listing, or a read
     of the arrays, shows the loss.
     """
-    here = present(state) if known else {}
     for name, before in known.items():
         if (found := here.get(name)) is None:
             yield f"{state / name} is gone"
@@ -66,15 +66,11 @@ def retain(
 
 def remove_retained(directory: epath.Path, fence: Callable[[], None]) -> None:
     """Removes what a run's directory retains, if anything; ``fence`` as for ``retain``."""
-    path = pathlib.Path(directory / RETAINED)
-    if not medium.of(directory).has_links or path.is_symlink() or not path.is_dir():
-        return
-    names = os.listdir(path)
-    names = os.listdir(path / STATE) if names == [STATE] else names
-    if all(name.startswith(unchanged.FOLDER_PREFIX) for name in names):  # else it is not ours
-        fence()
-        doomed = directory / f"deleting-0-{RETAINED}"
-        if doomed.exists():
-            doomed.rmtree()
-        path.rename(doomed)
-        doomed.rmtree()
+
+    def is_ours(path: epath.Path) -> bool:
+        names = os.listdir(path)
+        names = os.listdir(path / STATE) if names == [STATE] else names
+        return all(name.startswith(unchanged.FOLDER_PREFIX) for name in names)
+
+    doomed = directory / f"deleting-0-{RETAINED}"
+    medium.of(directory).remove_retained(directory / RETAINED, doomed, is_ours, fence)

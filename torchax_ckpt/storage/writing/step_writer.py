@@ -33,9 +33,9 @@ from torchax_ckpt.runtime.stages import stage
 from torchax_ckpt.storage.arrays import array_checks, chunking
 from torchax_ckpt.storage.arrays.chunking import AnyArray
 from torchax_ckpt.storage.directory import commit_record
+from torchax_ckpt.storage.directory.assets import Assets
 from torchax_ckpt.storage.directory.committed_step import ASSETS, MANIFEST, STATE, SUMMARY
 from torchax_ckpt.storage.medium import medium, seals
-from torchax_ckpt.storage.medium.assets import Assets
 from torchax_ckpt.storage.writing import array_writer
 
 _TREE = "_METADATA"

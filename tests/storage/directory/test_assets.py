@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from torchax_ckpt.storage.medium import assets, seals
-from torchax_ckpt.storage.medium.assets import Assets
+from torchax_ckpt.storage.directory import assets
+from torchax_ckpt.storage.directory.assets import Assets
+from torchax_ckpt.storage.medium import seals
 
 
 def test_a_name_that_is_no_relative_path_or_another_kind_of_file_is_refused() -> None:

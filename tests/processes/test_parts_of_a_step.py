@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -13,8 +12,7 @@ from support.group import Group
 
 from torchax_ckpt.errors import ProcessError, ProcessTimeoutError
 from torchax_ckpt.processes.coordination import Processes
-from torchax_ckpt.processes.per_host import PerHostProcesses
-from torchax_ckpt.saving.save import Save
+from torchax_ckpt.processes.per_host import commit_part
 
 
 def committed(group: Group, commit: Callable[[int], None]) -> tuple[list[Any], set[int], set[int]]:
@@ -24,26 +22,14 @@ def committed(group: Group, commit: Callable[[int], None]) -> tuple[list[Any], s
     here = threading.Barrier(3)
 
     def act(member: Processes) -> None:
-        def own() -> str:
+        def own() -> int:
             here.wait(60)
             commit(member.index)
-            return "part"
+            have.add(member.index)
+            return member.index
 
-        def delete(part: Any) -> None:
-            assert save._committed == part
-            lose.add(member.index)
-
-        folder: Any = SimpleNamespace(commit=own)
-        directory: Any = SimpleNamespace(delete=delete)
-        tier: Any = SimpleNamespace(saves=PerHostProcesses(member), directory=directory)
-        capture: Any = SimpleNamespace(step=1, began=0.0)
-        save = Save(tier, None, capture)
         with member.round("saving step 1"):
-            try:
-                save._commit_part(member, folder)
-            finally:
-                if save._committed is not None:
-                    have.add(member.index)
+            assert commit_part(member, own, lose.add) == member.index
 
     return group(act), have, lose
 
