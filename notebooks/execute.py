@@ -49,7 +49,7 @@ def _kept(output: nbformat.NotebookNode) -> nbformat.NotebookNode | None:
 
 def main() -> None:
     """Rewrites each notebook, with the outputs of this run."""
-    os.environ.setdefault("BUCKET", "bucket")  # a folder plays it; the tests have an emulated one
+    os.environ.setdefault("MIRROR", "mirror")  # a folder plays it; the tests have a bucket
     for path in NOTEBOOKS:
         print(path.name, file=sys.stderr)
         with tempfile.TemporaryDirectory() as folder:

@@ -33,10 +33,10 @@ def program(notebook: Path) -> str:
 @pytest.mark.parametrize("name", ["6-colab", "7-kaggle"])
 def test_a_run_outlives_its_sessions(name: str, tmp_path: Path) -> None:
     code = f"import os; os.chdir({str(tmp_path)!r})\n{program(ROOT / f'notebooks/{name}.ipynb')}"
-    result = run_python(code, devices=1, env={"BUCKET": "bucket"}, timeout_secs=500, fresh=True)
+    result = run_python(code, devices=1, env={"MIRROR": "mirror"}, timeout_secs=500, fresh=True)
     killed, ended, anew = result.stdout.split("first step after ")[1:]
     assert "killed" in killed
     assert "the session ends soon" in ended
     assert "all steps are done" in anew
-    (run,) = (tmp_path / "bucket" / "runs").iterdir()
+    (run,) = (tmp_path / "mirror" / "runs").iterdir()
     assert run.name == name[2:]

@@ -6,6 +6,7 @@ buffers and optimizer state.
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import os
 import random
@@ -181,3 +182,14 @@ def test_a_run_goes_on_in_native_pytorch_and_is_taken_back(tmp_path: Path) -> No
     taken = run(native, "--take-back", out)
     (loss,) = map(float, re.findall(r"taken back: loss ([0-9.]+)", taken.output))
     assert loss < first, taken.output
+
+
+@pytest.mark.slow
+@pytest.mark.long  # of four runs at once, three hung while saves did not wait for steps in flight
+@pytest.mark.timeout(400)
+def test_on_a_busy_machine_no_run_on_simulated_devices_hangs(tmp_path: Path) -> None:
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        runs = [pool.submit(train, GPT, tmp_path / str(n), "--steps", 40) for n in range(4)]
+    for number, outcome in enumerate(done.result() for done in runs):
+        assert outcome.returncode == 0, outcome.output
+        assert latest_step(tmp_path / str(number)) == 40

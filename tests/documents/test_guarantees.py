@@ -12,7 +12,7 @@ from support import ROOT, TESTS
 PAGE = ROOT / "docs" / "guarantees.md"
 SECTIONS = ("Guarantees", "Damage detection", "Single writer", "Checkpoints from other sources")
 # Begins what is no promise, but what a promise does not cover.
-EXCEPTION = "- JAX, Orbax and gcsfs start some threads"
+EXCEPTION = "- JAX, Orbax, gcsfs and s3fs start some threads"
 
 # How a promise begins, and under it tests of it that no mutation names; `make test` runs them all.
 MORE = """

@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT / "notebooks"))
 
 import execute
 
-pytest_plugins = ("gcs_fixtures",)
+pytest_plugins = ("s3_fixtures",)
 
 MAX_BYTES = 150_000
 
@@ -33,9 +33,9 @@ MAX_BYTES = 150_000
 def test_a_notebook_runs(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    if "BUCKET" in path.read_text():
-        request.getfixturevalue("gcs")
-        monkeypatch.setenv("BUCKET", request.getfixturevalue("url"))
+    if path.stem == "7-kaggle":
+        request.getfixturevalue("s3")
+        monkeypatch.setenv("MIRROR", request.getfixturevalue("s3_url"))
     for name in ("XLA_FLAGS", "PYTHONWARNINGS"):
         monkeypatch.delenv(name, raising=False)  # a notebook sets what it needs
     for name, value in COMPILED_ONCE.items():
@@ -76,6 +76,16 @@ def test_a_program_of_a_notebook_that_fails_shows_its_stderr(
         (cell,) = (c for c in notebook.cells if "undisturbed = " in c.source)
         with pytest.raises(RuntimeError, match="no such base"):
             exec(cell.source, {})
+
+
+def test_a_notebook_says_first_what_it_takes() -> None:
+    for path in execute.NOTEBOOKS:
+        first, *_ = nbformat.read(path, as_version=4).cells
+        said = " ".join(first.source.split())
+        assert re.search(
+            r"It takes (about )?\S+ (seconds|minutes?), \S+ [GM]B of memory and \S+ MB of disk",
+            said,
+        ), path
 
 
 def test_notebooks_are_small_and_say_nothing_of_the_machine() -> None:
