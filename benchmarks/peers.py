@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import torch
 
-from torchax_ckpt import CheckpointOptions, TorchaxCheckpointer, torchax_backend
+from torchax_ckpt import CheckpointOptions, Mirror, TorchaxCheckpointer, torchax_backend
 from torchax_ckpt.policies import LatestN, PreserveAll
 
 
@@ -192,7 +192,11 @@ def _checkpointer(directory: Path, keep: int | None) -> TorchaxCheckpointer:
     policy = LatestN(keep) if keep else PreserveAll()
     does_verify = os.environ.get("VERIFY") != "never"
     options = CheckpointOptions(verify="restore" if does_verify else "never")
-    return TorchaxCheckpointer(directory, preservation_policy=policy, options=options)
+    url = os.environ.get("MIRROR")
+    mirror = Mirror(url, close_timeout_secs=5) if url else None
+    return TorchaxCheckpointer(
+        directory, preservation_policy=policy, mirror=mirror, options=options
+    )
 
 
 def _abstract(value: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +24,19 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
 
 
-def test_a_verdict_holds_a_median_against_the_better_bare_orbax() -> None:
-    targets = importlib.import_module("targets")
-    bare = {"orbax_v0": {"blocking": [2.0] * 3}, "orbax_v1": {"blocking": [1.0, 1.0, 9.0]}}
-    for ours, said in ((0.1, "1/10 (target 1/10: met)"), (0.5, "1/2 (target 1/10: missed)")):
-        peers = {**bare, "torchax_ckpt": {"blocking": [0.0, ours, 9.0]}}
-        assert targets.of_bare("wide", peers, "blocking") == said
-    rounded = targets.at_most(0.0501, 0.05, targets.more)
-    assert rounded == "+5.0% (target +5.0%: missed)"  # a rounding above
+def test_the_pages_show_the_figures_that_are_kept(tmp_path: Path) -> None:
+    page, command = importlib.import_module("page"), "python benchmarks/run.py --report-only"
+    page.write(RESULTS, tmp_path)
+    kept, readme = (folder.joinpath("README.md").read_text() for folder in (BENCHMARKS, ROOT))
+    assert (tmp_path / "README.md").read_text() == kept, command
+    assert kept.count("\n") <= 120  # a page
+    assert page.rewritten(readme, RESULTS) == readme, command
 
 
-def test_the_page_shows_the_figures_that_are_kept(tmp_path: Path) -> None:
-    marked = re.compile(r"(?<=<!-- results -->).*(?=<!-- end of results -->)", re.DOTALL)
-    kept = (BENCHMARKS / "README.md").read_text()
-    page = tmp_path / "README.md"
-    page.write_text(marked.sub("\nold\n", kept))
-    importlib.import_module("report").write_report(RESULTS, tmp_path)
-    assert page.read_text() == kept, "python benchmarks/run.py --report-only"
+def test_times_are_shown_with_two_digits_and_their_spread() -> None:
+    page = importlib.import_module("page")
+    assert page.spread([0.0123, 0.0456, 0.789]) == "46 ms (12 - 789)"
+    assert page.spread([0.0123, 0.456, 6.78]) == "456 ms (12 ms - 6.8 s)"
 
 
 @pytest.mark.parametrize("peer", PEERS)
