@@ -197,7 +197,7 @@ def test_each_stage_of_a_save_has_a_name(directory: Path, monkeypatch: pytest.Mo
         "cleaning up the directory",
         "transferring the arrays from the devices",
         "digesting and writing the arrays",
-        "writing and committing",
+        "committing",
         "deleting what no rule keeps",
     ]
 

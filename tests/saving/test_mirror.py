@@ -853,7 +853,7 @@ def test_a_damaged_newest_step_goes_before_the_only_sound_one(directory: Path) -
     run_directory = RunDirectory(directory)
     run_directory.claim()
     run_directory.verified.note(run_directory.steps()[-1], is_sound=False)
-    copying.retain(run_directory, Mirror("unused", max_bytes=1))
+    copying.prune(run_directory, Mirror("unused", max_bytes=1))
     run_directory.release()
     assert steps_of(directory) == [1]
 

@@ -59,7 +59,7 @@ def run_commands(body: str) -> None:
 
     Asserts that each exits with 0, or with ``FOUND`` if the line has a `` || ``.
     """
-    for line in filter(None, body.splitlines()):
+    for line in filter(None, body.replace("\\\n", "").splitlines()):
         command, *otherwise = line.split(" || ")
         name, *args = shlex.split(command, comments=True)
         assert name == "torchax-ckpt"

@@ -92,15 +92,15 @@ def reading(
         with existing, processes.round(f"reading step {committed.step}"):
             yield
     except CheckpointError as error:
-        is_readable = not is_damage(error) and not isinstance(error, DirectoryError)
-        if processes.is_per_host or is_readable:
+        is_damaged = is_damage(error)
+        if processes.is_per_host or not (is_damaged or isinstance(error, DirectoryError)):
             raise
-        if is_damage(error):
+        if is_damaged:
             directory.verified.note(committed, is_sound=False)
         # If storage cannot list the other steps, the error of the read still has to be raised.
         with contextlib.suppress(Exception):
             others = [s for s in directory.branches().committed if s.step != committed.step]
-            if is_damage(error):
+            if is_damaged:
                 sharing = shared_files.damaged_too(error, committed, others)
                 for other in sharing:
                     directory.verified.note(other, is_sound=False)

@@ -65,7 +65,7 @@ class FileWeights:
         self._tensors = {names.join((MODEL, n)): t for n, t in files.tensors.items()}
 
     def module(self, converts: Callable[[str, str], bool]) -> StoredModule:
-        """Returns the tensors and ties; of 64 bits, integers become those of 32 bits too."""
+        """Returns the tensors and ties; integers of 64 bits may become those of 32 bits."""
         nodes = [Spec("torchax", t.dtype, t.shape).node(n) for n, t in self._tensors.items()]
         return StoredModule(
             dict(zip(self._fqns, nodes, strict=True)),
@@ -82,7 +82,7 @@ class FileWeights:
         return False
 
     def read_leaves(self, reads: Mapping[str, LeafRead]) -> dict[str, Any]:
-        """Reads this process's parts; ``max_host_bytes``, or one part, are not yet on devices."""
+        """Reads this process's parts; at most ``max_host_bytes``, or one part, are on the host."""
         leaves: dict[str, Any] = {}
         empty_leaves: dict[str, Any] = {}
         max_bytes = self._options.max_host_bytes or _MAX_TRANSIT_BYTES

@@ -59,8 +59,9 @@ def stored_starts(
 ) -> dict[str, list[list[int]]]:
     """Returns the starts that this host's copy of the step has, as ``needed_starts`` does.
 
-    They differ from these if the host had another position in the mesh at the save. Leaves stored
-    whole satisfy any request. Raises ValueError for a part that does not fit the needed one.
+    The stored starts differ from the needed ones if the host had another position in the mesh at
+    the save. Leaves stored whole satisfy any request. Raises ValueError for a part that does not
+    fit the needed one.
     """
     found, nodes = needed_starts(reads), leaf_nodes(document)
     for name in reads:
@@ -101,7 +102,7 @@ def on_host(document: Mapping[str, Node], names: Iterable[str]) -> dict[str, Lea
 
 
 Runs = list[list[tuple[int, int, int]]]
-"""Permutes, each as (first sender, first receiver, number): the next pair has both indices + 1."""
+"""Of each permute, the runs (first sender, first receiver, number): next pairs have indices + 1."""
 
 
 def routes(needs: Sequence[str], holds: Sequence[str | None], slices: Sequence[int]) -> Rounds:

@@ -35,7 +35,7 @@ def load(
     """Reads a step of a run, also while another program trains it; changes nothing there.
 
     Takes no lease, and needs no permission to write. On several processes, each reads by itself,
-    and what each process saved of its own is that of process 0.
+    and gets the state that process 0 had saved of its own.
 
     Args:
       directory: that of the run or of one of its steps, also ``gs://...`` or ``s3://...``.

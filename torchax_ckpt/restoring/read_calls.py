@@ -94,7 +94,7 @@ class ReadCalls:
             return listed.pop() if listed else self._tiers.candidates()
 
         report, _ = newest_readable(
-            find, lambda s: self._restore(s, attached, True, or_older=True), self._is_spare
+            find, lambda s: self._restore(s, attached, True), self._is_spare
         )
         return report.step
 
@@ -184,7 +184,7 @@ class ReadCalls:
                 verified.mark([committed])
 
     def _is_spare(self, committed: CommittedStep) -> bool:
-        """Returns whether a step is one in a local tier, of which the durable tier has others."""
+        """Returns whether a step is in a local tier, besides which the durable tier has steps."""
         return self._tiers.holding(committed).is_local
 
     def _checked(self, step: int | str | None, tier: TierName | None) -> int | str | None:
@@ -213,14 +213,15 @@ class ReadCalls:
         attached: TrainingState,
         strict: bool,
         selection: Selection | None = None,
-        *,
-        or_older: bool = False,
     ) -> RestoreReport:
-        """Restores a step; if it is damaged, what ``Run.fetch_again`` fetches from a mirror."""
+        """Restores a step; if it is damaged, what ``Run.fetch_again`` fetches from a mirror.
+
+        That may be an older step if no ``selection`` was given, as by ``attach``.
+        """
         try:
             return self._restore_as_is(committed, attached, strict, selection)
         except (CorruptCheckpointError, UnusableStateError) as error:
-            again = self._fetched_again(committed, error, or_older=or_older)
+            again = self._fetched_again(committed, error, or_older=selection is None)
             if again is None:
                 raise
         return self._restore_as_is(again, attached, strict, selection)

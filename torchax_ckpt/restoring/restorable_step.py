@@ -38,7 +38,7 @@ class RestorableStep:
         """Checks the stored arrays and this host's memory, before memory is allocated for leaves.
 
         Raises CorruptCheckpointError if an array contradicts the manifest, or the bytes on storage
-        cannot expand to leaves that exceed the memory; OutOfMemoryError if nothing shows damage.
+        are too few for leaves that exceed the memory; OutOfMemoryError if they are not.
         """
         least = self.stored.require_stored(reads)
         memory = host_memory.host_memory_bytes()

@@ -61,7 +61,7 @@ def restore_attached(
         )
         plan = attached.prepare(document, selection, source.attached)
         step, path = committed.step, str(committed.path)
-        if plan.findings.unrestored and processes.index == 0:
+        if plan.findings.unrestored and processes.is_first:
             names = " and ".join(plan.findings.unrestored)
             holds = plan.findings.functional(f"load({step}, abstract_state)")
             user_messages.warn(f"step {step} in {path}: not restored: {names}. {holds}")

@@ -1,6 +1,6 @@
 """Warm starts: a model's initial weights come from another run's checkpoint or from files.
 
-Compared and written by the code of restores, read by ``RestorableStep`` or ``FileWeights``.
+The weights are matched and written by the code of restores.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class Capture:
     snapshot: Snapshot
     document: Mapping[str, Node]
     per_process: PerProcessState | None  # None in a run of one process
-    # may wait for devices; returns an error that does not prevent the save
+    # may wait for devices; returns the metrics, and why they cannot be ranked, or None
     fetch_metrics: Callable[[], tuple[dict[str, Any], CheckpointError | None]]
     began: float  # ``time.perf_counter()`` on the training thread
     frozen: Frozen = dataclasses.field(default_factory=Frozen)
@@ -31,7 +31,7 @@ class Capture:
     same: SameObjects = dataclasses.field(default_factory=SameObjects)
     assets: Assets | None = None
     attached: tuple[str, ...] | None = None  # see ``Manifest``
-    reports_metrics: bool = True  # whether this save reports that error, of all tiers' saves
+    reports_metrics: bool = True  # whether this save, of those to all tiers, says why
 
     def explained(self, error: BaseException) -> BaseException:
         """Returns the error, or a DonatedBufferError naming the leaf if a donation caused it."""

@@ -30,14 +30,14 @@ class Claim:
         self._directory, self._history = directory, history
         self._telemetry, self._processes = telemetry, processes
         self.is_held = self.was_tried = False
-        # Whether the directory may have leftovers, and whether they are of a failed save.
+        # Whether the directory may have leftovers; of a failed save, which may have lost the lease.
         self._leftovers: Literal["none", "perhaps", "of a failed save"] = "perhaps"
         self._releasing = threading.Lock()
 
     def acquire(self, step: int | None, close_others: Callable[[], None]) -> None:
         """Acquires the lease, unless held; raises LeaseError if others write to the directory."""
-        # The training thread acquires the directory once. After a failed save, the thread of the
-        # next save acquires it, because a slow medium would block the training thread.
+        # On the training thread, once. After a failed save, ``clean_up`` takes the lease on the
+        # thread of the next save, because a slow medium would block the training.
         if not self.is_held:
             self.was_tried = True
             with self._processes.round("taking the directory"):
@@ -84,6 +84,6 @@ class Claim:
 
     def release(self) -> None:
         """Releases the lease, if held."""
-        with self._releasing:  # waits if another thread is in this block
+        with self._releasing:
             self._directory.release()
             self.is_held = False

@@ -14,8 +14,8 @@ from torchax_ckpt.telemetry.recorder import Telemetry
 
 logger = logging.getLogger(__name__)
 
-# The newest saves that failed at the end of the program, by directory: what other threads than the
-# main thread raise does not change the exit code.
+# Directory -> the failure of its newest save at the end of the program. ``closing`` sets the exit
+# code by it, because what other threads than the main thread raise does not change the code.
 unmended: dict[epath.Path, CheckpointError] = {}
 
 

@@ -50,7 +50,7 @@ def described(
     return document
 
 
-def parts(document: Mapping[str, Node]) -> str:
+def digest_of_parts(document: Mapping[str, Node]) -> str:
     """Returns a digest of the parts in what ``described`` has returned."""
     return digest({name: node.get("starts") for name, node in leaf_nodes(document).items()})
 

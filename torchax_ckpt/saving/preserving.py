@@ -17,7 +17,7 @@ from torchax_ckpt.storage.directory.run_directory import RunDirectory
 
 logger = logging.getLogger(__name__)
 
-# Before so many saves, a metric that no step has may be that of an evaluation still to come.
+# After so many saves in a row without a ranked metric, warns: before, an evaluation may come.
 _MANY_SAVES = 100
 
 
@@ -93,6 +93,7 @@ class Preserving:
             known = checkpoint_infos(self._directory, steps)
             infos = [*known, checkpoint_info(new, dict(metrics))]
             keep = preserved(self.policy, infos, [*self._damaged(steps), False])[:-1]
+            # If it is read back, the new step will be the newest verified one.
             keep = keep if self._reads_back else self._spared(steps, keep)
         except Exception as error:  # the next call of ``kept`` raises it
             logger.debug("which steps will be kept is not known: %s", error)

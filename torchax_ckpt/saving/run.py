@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 class Run:
     """What one checkpointer works on; iteration yields the savers, that of the durable tier first.
 
-    Raises PolicyError, TierError and DirectoryError.
+    Raises PolicyError, TierError, MirrorError and DirectoryError.
     """
 
     def __init__(
@@ -215,12 +215,15 @@ class Run:
             saver.tier.claim.acquire(step, functools.partial(close_others, saver))
 
     def prepare(self, step: int) -> None:
-        """Acquires leases and stores the run's name, unless done, on all processes or on none."""
+        """Joins the mirror, acquires leases, stores the run's name and start, unless done.
+
+        Each of these is done on all processes or on none.
+        """
         self.join_mirror(resumes=True, may_fetch=False)
         if not all(tier.claim.is_held for tier in self.tiers):
             self._is_named = False
         self.claim(step)
-        self._start(step)
+        self._record_start(step)
         if self._is_named:
             return
         # In both tiers: see ``storage/directory/run_identity.py``.
@@ -240,8 +243,8 @@ class Run:
     def join_mirror(self, *, resumes: bool, may_fetch: bool = True) -> None:
         """Takes the mirror's lease, and fetches its newest step if the run continues from it.
 
-        An ``attach`` that comes after another one has failed compares both again. Raises
-        LeaseError, and as ``resuming.join`` does.
+        Compares the steps of both if the run ``resumes``; a save (``may_fetch=False``) only once.
+        Raises LeaseError, and as ``resuming.join`` does.
         """
         mirroring, directory = self.durable.tier.mirroring, self.durable.tier.directory
         if (mirror := self._mirror) is None or (mirroring.is_joined and not may_fetch):
@@ -295,7 +298,7 @@ class Run:
             directory.forget(damaged)  # as process 0 has
         return again
 
-    def _start(self, step: int) -> None:
+    def _record_start(self, step: int) -> None:
         """Has the run's next steps, from ``step`` on, record what led to them."""
         if self._histories[0].start.lineage:
             return

@@ -56,7 +56,7 @@ class _Known:
     # step is the last one.
     checkpoints: tuple[policies.CheckpointInfo, ...] = ()
     is_saving: bool = False
-    # The numbers of steps that the next save will abandon, until they were logged.
+    # The numbers of steps that the next save abandons, until it has logged them.
     leaving: tuple[int, ...] = ()
 
     def with_branches(self, branches: Branches) -> _Known:
@@ -82,7 +82,7 @@ class RunHistory:
         self._of_run.append(self)
         # A save to one tier may end while the training thread begins one to the other.
         self._changing = threading.RLock()
-        # What the run's next steps record for copies of them elsewhere.
+        # What led to the run's next steps, which they record: see ``lineage.py``.
         self.start = Start()
         # Replaced as a whole: the training reads it at each step while a save's thread changes it.
         self._known = _Known()
@@ -93,7 +93,7 @@ class RunHistory:
         return self._known.branches
 
     def on_storage(self) -> list[CommittedStep]:
-        """Returns the branch of the newest step; a run that goes back leaves it only by a save."""
+        """Returns the steps that count on storage: the branch, and those that a save will leave."""
         known, is_damaged = self._known, self._directory.verified.is_damaged
         leaving = [s for s in known.branches.abandoned if s.step in known.leaving]
         steps = (*known.branches.committed, *(s for s in leaving if not is_damaged(s)))
@@ -111,7 +111,7 @@ class RunHistory:
     def found(
         self, find: Callable[[], Sequence[CommittedStep]], what: str = "looking for steps"
     ) -> list[CommittedStep]:
-        """Calls ``find`` on process 0 only; returns the steps that it finds on every process."""
+        """Returns the steps that ``find``, called on process 0 only, has found there."""
         with self._processes.round(what):
             found = self._processes.first(lambda: committed_step.to_json(find()))
         return committed_step.from_json(found, self.path)
@@ -144,7 +144,7 @@ class RunHistory:
         return self._known.leaving
 
     def keep_only(self, keys: set[Key]) -> None:
-        """Marks as incomplete each step whose key is not in ``keys``, those that all hosts have."""
+        """Marks as incomplete the steps that some host lacks; all hosts have those of ``keys``."""
         with self._changing:
             missing = [s for s in self.branches.committed if s.key not in keys]
             self._replace(self.branches.leaving(incomplete=missing))
@@ -185,7 +185,7 @@ class RunHistory:
             if committed is not None:
                 self._directory.failed.add(committed.key)
                 self._replace(self.branches.leaving((committed,)))
-            elif known.is_saving:
+            elif known.is_saving:  # a request without an answer may still commit it
                 self._directory.leave_out(step, self.branches.in_place)
 
     def refresh(self, steps: Iterable[CommittedStep]) -> None:

@@ -50,7 +50,7 @@ from torchax_ckpt.telemetry.events import SaveCost
 
 logger = logging.getLogger(__name__)
 
-# An interrupt may end ``Saver.begin`` before it sets ``handed_over``.
+# How long to wait for ``handed_over``, which an interrupt of ``Saver.begin`` may leave unset.
 _HAND_OVER_SECS = 5.0
 
 
@@ -59,19 +59,20 @@ class _Draft:
     """A step that is being written.
 
     ``document`` and ``plan`` are complete on process 0. ``arrays`` are those that this process
-    writes or reuses. ``before_host_leaves`` are those of them of which later saves may reuse some.
+    writes or reuses; ``reusable`` are the same but for those of per-process states, and later saves
+    may reuse some of them.
     """
 
     folder: StepFolder
     document: Mapping[str, Node]
     plan: Plan
     arrays: Mapping[str, Stored]
-    before_host_leaves: Mapping[str, Stored]
+    reusable: Mapping[str, Stored]
     division: Division
 
 
 def round_of(step: int) -> str:
-    """Returns the work of the round in which the processes save a step."""
+    """Returns the name of the round in which the processes save a step."""
     return f"saving step {step}"
 
 
@@ -108,8 +109,9 @@ class Save(Task):
         phase, since = self._phase
         return f"{phase}, for {time.perf_counter() - since:.1f} s"
 
-    def timeout_error(self, path: Any) -> SaveTimeoutError:
-        """Returns the error of a caller that has waited too long for this save to ``path``."""
+    def timeout_error(self) -> SaveTimeoutError:
+        """Returns the error of a caller that has waited too long for this save."""
+        path = self._tier.directory.path
         return SaveTimeoutError(
             f"the save of step {self.step} to {path} is still in flight after "
             f"{self.age_secs:.2f} s. Current stage: {self.where()}. The save continues; earlier "
@@ -118,7 +120,7 @@ class Save(Task):
             path=path,
         )
 
-    def watch(self, limit_secs: float, path: Any) -> None:
+    def watch(self, limit_secs: float) -> None:
         """Has a thread log stage and call stack after 1, 2, 4, 8, ... times ``limit_secs``."""
 
         def run() -> None:
@@ -127,7 +129,7 @@ class Save(Task):
                 if self.age_secs >= secs:
                     frame = sys._current_frames().get(self.thread_id)
                     stack = "".join(traceback.format_stack(frame)) if frame else "unknown"
-                    logger.error("%s Stack of its thread:\n%s", self.timeout_error(path), stack)
+                    logger.error("%s Stack of its thread:\n%s", self.timeout_error(), stack)
                     secs *= 2
 
         try:
@@ -139,8 +141,8 @@ class Save(Task):
     # --- on its own thread ---
 
     def run(self, capture: Capture) -> None:
-        """Carries out the save. An error before the step is durable is the failure of the save."""
-        if capture.snapshot.way != "transfer":  # for which the training thread waits
+        """Carries out the save, which fails by any error until ``_learn`` has returned."""
+        if capture.snapshot.way != "transfer":  # with it, the training thread waits for this one
             # If this thread took the interpreter lock now, save() would block longer.
             self.handed_over.wait(_HAND_OVER_SECS)
         self._tier.telemetry.saving(capture.step, capture.began)
@@ -187,7 +189,7 @@ class Save(Task):
         is_first, summary = self._tier.saves_channel.is_first, dict[str, Any]()
         if is_first:
             summary = self._complete(capture, draft, digests, metrics, (began_nsecs, at_nsecs))
-        reuse.complete(draft.folder.path, draft.plan, draft.before_host_leaves, digests)
+        reuse.complete(draft.folder.path, draft.plan, draft.reusable, digests)
         if not is_first:
             return None
         durable = self._commit(draft.folder)
@@ -253,14 +255,14 @@ class Save(Task):
         if candidate[1] is not None:
             self.enter("comparing the arrays with earlier steps")
         division = reuse.divide(candidate, plan, arrays, here)
-        # In place of forms without values: the known arrays that must be written after all.
+        # Known arrays that must be written after all: their values in place of forms without any.
         here |= self._arrays_here(same.stored(same.proofs.keys() - division.reused))
         nodes, leaves = self._per_process_states(capture, document, states)
         plan, more = with_host_leaves(plan, leaves, self._tier.options.layout)
         return _Draft(folder, {**document, **nodes}, plan, {**here, **more}, here, division)
 
     def _arrays_here(self, arrays: Mapping[str, Stored]) -> dict[str, Stored]:
-        """Returns the arrays that this process writes, given those over the devices of all."""
+        """Returns what this process writes of the arrays, which may span the devices of all."""
         processes = self._tier.saves_channel
         if processes.count == 1 and not processes.is_per_host:
             return dict(arrays)
@@ -277,8 +279,8 @@ class Save(Task):
     ) -> tuple[Mapping[str, Node], Mapping[str, np.ndarray]]:
         """Returns the nodes and leaves of the per-process states that this process stores."""
         if (hosts := self._tier.saves_channel.hosts) is not None:
-            state, parts = capture.state(document), host_parts.parts(document)
-            kept = self._tier.keepers.exchange(hosts, state, parts)
+            state, digest = capture.state(document), host_parts.digest_of_parts(document)
+            kept = self._tier.keepers.exchange(hosts, state, digest)
             return joined(state, kept, (hosts.count, hosts.index))
         if capture.per_process is None or not self._tier.saves_channel.is_first:
             return {}, {}
@@ -293,7 +295,8 @@ class Save(Task):
         """Writes the other arrays; returns the digests of what all processes have written."""
         options, processes, division = self._tier.options, self._tier.saves_channel, draft.division
         self.enter("transferring the arrays from the devices")
-        # The training waits for a transfer: if it may, that ends before anything is written.
+        # A training that waits for a transfer waits until all arrays are on the host. So that they
+        # are soon, a batch does not wait for the memory of an earlier one, which is being written.
         memories = [] if capture.snapshot.way == "transfer" else self._tier.memories
 
         def on_host(is_last: bool) -> None:
@@ -319,8 +322,11 @@ class Save(Task):
         return block_digests.gathered(taken, written, places, processes)
 
     def _agree_on_end(self, metrics: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        """Returns the time at which all have written, and process 0's metrics, for the summary."""
-        self.enter("writing and committing")
+        """Returns the time and process 0's metrics, for the summary.
+
+        In a local tier, waits until all hosts have written; elsewhere the digests were waited for.
+        """
+        self.enter("committing")
         if (hosts := self._tier.saves_channel.hosts) is None:
             return time.time_ns(), metrics
         mine = json.dumps(metrics).encode() if hosts.is_first else b""

@@ -62,7 +62,8 @@ class SaveCalls:
             with self._log.calling("save", Kind.SAVE), self._failing_at_limits(step):
                 self._log.at(step)
                 self._log.decline()
-                # Decided, so that no program ends at this step because of a later notice.
+                # Decided at each step, so that all processes agree which one is the last: a later
+                # notice ends the run at a later step.
                 if self._is_last(step):
                     return bool(self._required(step))
                 is_due = self._loop.is_due(step, self._loop.metrics(step), self._ranked)
@@ -119,7 +120,7 @@ class SaveCalls:
                 self._has_told_preemption = True
                 self._durable.tell_preemption(number)
             began = time.perf_counter()
-            fetch_metrics: Callable[[], Any] = dict
+            fetch_metrics: Callable[[], Any] | None = None
             with refusal:
                 fetch_metrics = step_metrics.fetching(
                     pending, self._ranked, number, must_save=must_save
@@ -143,13 +144,14 @@ class SaveCalls:
                 refusal.raise_error()
                 for saver in due:
                     saver.wait()
+                assert fetch_metrics is not None, "refused above"
                 parts = attached or self._unattached
                 captures = self._captures(number, due, parts, state, fetch_metrics, began)
             except BaseException as error:
                 if not self._is_alone:
                     self._loop.position = number  # the processes that begin the save do the same
                     is_durable = self._durable in due
-                    # At the last step, those processes save to the durable tier a second time.
+                    # At the last step, those processes repeat a failed save: see ``_finish``.
                     again = [self._durable] if is_last else []
                     _abstain(number, [*due, *again], error)
                     self._run.frozen_leaves.refuse(error, is_durable=is_durable)
@@ -166,15 +168,15 @@ class SaveCalls:
     def _failing_at_limits(self, step: int) -> Iterator[None]:
         """Has the save fail like one in the background if the system refuses threads or memory.
 
-        Several processes then have made it fail together, or all raise the error. At the end of the
-        program, this raises ClosedError, because the next save would not be better off.
+        Several processes raise the error, because they have made the save fail already. At the end
+        of the program, ClosedError is raised, because the next save would not be better off.
         """
         try:
             yield
         except Exception as error:
             is_ending = background.ending.is_set
             if not storage_errors.is_limit(error) or not (self._is_alone or is_ending):
-                self._loop.keep_metrics(step, {})  # one of them may be the reason
+                self._loop.keep_metrics(step, {})  # to hold them may be what lacked memory
                 raise
             failure = self._durable.tier.failures.of_save(step, error)
             if is_ending:

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class Saver:
-    """Begins the saves of a tier. A step is due because of ``deadline``, unless that is None."""
+    """Begins the saves of a tier. With a ``deadline``, a step may be due because of it."""
 
     def __init__(self, tier: Tier, deadline: Deadline | None = None) -> None:
         self.tier = tier
@@ -113,14 +113,14 @@ class Saver:
             tier.history.begin(save.step)
             save.start()
             if (limit := tier.options.save_timeout_secs) is not None:
-                save.watch(limit, self.path)
+                save.watch(limit)
             if capture.snapshot.way == "transfer" and not save.transferred.wait(
                 self._remaining_secs(save)
             ):
-                raise save.timeout_error(self.path)
+                raise save.timeout_error()
             return True
         except BaseException as error:  # also an interrupt, or no thread can be started
-            if not save.cancel():
+            if not save.cancel():  # its thread runs
                 raise
             self._refuse(save.step, error)
             tier.telemetry.saving(save.step, capture.began)
@@ -151,7 +151,7 @@ class Saver:
             return
         bounds = [s for s in (timeout_secs, self._remaining_secs(in_flight)) if s is not None]
         if not in_flight.ended.wait(min(bounds, default=None)):
-            raise in_flight.timeout_error(self.path)
+            raise in_flight.timeout_error()
 
     def join(self) -> None:
         """Waits for the save in flight without a time limit."""
@@ -159,14 +159,14 @@ class Saver:
             self._in_flight.ended.wait()
 
     def check_for_errors(self, kind: type[CheckpointError] = CheckpointError) -> None:
-        """Raises the oldest unraised failure of this class, else SaveTimeoutError once a save."""
+        """Raises the oldest unraised failure of this class, else SaveTimeoutError once per save."""
         self.tier.failures.raise_oldest(kind)
         in_flight = self._in_flight
         if in_flight is None or in_flight.ended.is_set or in_flight.is_known_overdue:
             return
         if self._remaining_secs(in_flight) == 0:
             in_flight.is_known_overdue = True
-            raise in_flight.timeout_error(self.path)
+            raise in_flight.timeout_error()
 
     def close(self) -> None:
         """Waits for the save in flight, then releases the lease; keeps it at a SaveTimeoutError."""

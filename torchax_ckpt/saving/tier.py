@@ -40,7 +40,7 @@ class SaveCosts:
 
     def __init__(self) -> None:
         self.longest_secs: float | None = None  # until a step was durable; None if none is
-        # Those that no policy has observed yet. A policy that observes none removes none.
+        # Those that the policy was not asked about yet: only process 0 asks, so they are bounded.
         self._unobserved: collections.deque[SaveCost] = collections.deque(maxlen=64)
         self._unlogged: list[SaveCost] = []
 
@@ -134,7 +134,7 @@ class Tier:
     @functools.cached_property
     def memories(self) -> list[Memory]:
         """The memory in which stacks are made on the host."""
-        num_memories = 1 if self.options.max_host_bytes else 2  # with a bound, batches wait
+        num_memories = 1 if self.options.max_host_bytes else 2  # with a bound, one batch at a time
         return [Memory(array_writer.STACK_BYTES) for _ in range(num_memories)]
 
     @functools.cached_property

@@ -144,4 +144,5 @@ class Tiers:
             found += tier.directory.steps()
             if same := [s for s in found if s.step == step]:
                 return same[-1]
+        # Raises: no tier has it.
         return committed_step.chosen(found, step, [tier.directory.path for tier in self])[-1]

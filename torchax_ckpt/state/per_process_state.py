@@ -241,16 +241,22 @@ def end_of_epoch(where: str, loader: Any, state: Any) -> str | None:
         return None
     from torch.utils.data import IterableDataset  # the loader has imported it
 
+    if isinstance(getattr(loader, "dataset", None), IterableDataset):
+        return None
     num_batches = state.get("_num_yielded")
     if num_batches is None:  # with workers
         snapshot = state.get("_snapshot", {})
         num_batches = snapshot.get("_snapshot_step", 0) + state.get("_steps_since_snapshot", 0)
+    sampler_state = state.get("_sampler_iter_state")
     try:
-        length = operator.length_hint(loader, -1)
+        if isinstance(sampler_state, Mapping) and loader.batch_size:  # which may have changed
+            num_left = len(loader.sampler) - sampler_state["samples_yielded"]
+            is_at_end = num_left < (loader.batch_size if loader.drop_last else 1)
+        else:
+            is_at_end = num_batches == operator.length_hint(loader, -1)
     except Exception:  # of a sampler of the user's, which need not know its length
         return None
-    is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
-    if is_stream or num_batches != length:
+    if not is_at_end:
         return None
     return (
         f"{where}: the step was saved on the last batch of an epoch, so the next loop over this "

@@ -1,4 +1,4 @@
-"""Copies a step to another directory of its run, where it becomes the newest one: up, or back.
+"""Copies a step to another directory of its run, its mirror or from there, as the newest step.
 
 The copy has the commit time of the step, so both are one step. Its summary also lists the steps of
 the other directory that it abandons, as a save lists them: whenever the copy is killed, they either
@@ -34,7 +34,7 @@ from torchax_ckpt.stored.stored_step import StoredStep, still_there
 
 logger = logging.getLogger(__name__)
 
-# What came of a step that is being fetched: its number and commit time are in the name.
+# The files of a step that have arrived so far. Its number and commit time are in the folder's name.
 _FETCHING = re.compile(r"fetching-[0-9]+-[0-9]+")
 
 
@@ -50,7 +50,7 @@ class Copy:
     ) -> None:
         self.committed = committed
         self._on_bytes = on_bytes
-        self.sent_bytes = self.total_bytes = 0  # less the files that the mirror had already
+        self.sent_bytes = self.total_bytes = 0  # less the files that were there already
         self._began = time.monotonic()
         self.is_dropped = False
         self._lock = threading.Lock()  # several threads send
@@ -158,10 +158,10 @@ def fetch(copying: Copy, target: RunDirectory, abandoned: Sequence[CommittedStep
             medium.of(staged).remove_left(staged, is_named_as_step=False)
             target.recover()
             target.verified.note(done, is_sound=True)
-            if not replaced:
+            if not replaced:  # a step that was replaced need not be the newest one
                 _branch_to(done, target)
             return
-    # What a fetch that was cut off has left may have been damaged with it: begins anew.
+    # What an earlier fetch had left may be damaged, and is gone now: fetches all files again.
     fetch(copying, target, abandoned)
 
 
@@ -246,7 +246,7 @@ def _branch_to(done: CommittedStep, directory: RunDirectory) -> Branch:
     return branch
 
 
-def retain(mirror: RunDirectory, settings: Mirror, coming_bytes: int = 0) -> None:
+def prune(mirror: RunDirectory, settings: Mirror, coming_bytes: int = 0) -> None:
     """Deletes what the mirror need not keep; ``coming_bytes`` are those of a step that will come.
 
     The newest step of the run's branch that is not known to be damaged stays in any case. Abandoned
@@ -258,7 +258,7 @@ def retain(mirror: RunDirectory, settings: Mirror, coming_bytes: int = 0) -> Non
     keep = preserved(policy, run_history.checkpoint_infos(mirror, steps), damaged)
     kept = [step for step, is_kept in zip(steps, keep, strict=True) if is_kept]
     if settings.max_bytes is not None:
-        sound = [step for step in kept if not mirror.verified.is_damaged(step)]
+        sound = [step for step in kept if not damaged[steps.index(step)]]
         newest = (sound or kept)[-1:]
         while Usage(kept).total_bytes + coming_bytes > settings.max_bytes and kept != newest:
             kept.remove(next(step for step in kept if step not in newest))

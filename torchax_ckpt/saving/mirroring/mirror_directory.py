@@ -1,7 +1,7 @@
-"""The directory of a mirror, as the program sees and changes it that holds its lease.
+"""The directory of a mirror, for the program that holds its lease.
 
-A copy of a step is whole before anything else in the mirror changes. Until it counts, a file names
-the step, if those of the mirror do not lead to it.
+Steps of the mirror are abandoned only once the copy that abandons them is whole. While that copy is
+coming, a file names its step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def mirror_settings(
     *,
     read_only: bool,
 ) -> Mirror | None:
-    """Returns the settings of a mirror; MirrorError if it is no mirror of these directories."""
+    """Returns the settings of a mirror; MirrorError if it overlaps ``others``, or if read-only."""
     mirror = given if given is None or isinstance(given, Mirror) else Mirror(given)
     if mirror is None:
         return None
@@ -87,7 +87,7 @@ class MirrorDirectory:
             user_messages.tell(logger, text, fields(path=self.path))
         try:
             self.directory.claim()
-        except BaseException:  # as a full disk, on which the lease was still written
+        except BaseException:  # for example on a full disk, after the lease was written
             self.directory.release()
             raise
         self.is_claimed = True
@@ -98,7 +98,7 @@ class MirrorDirectory:
         self.directory.release()
         self.is_claimed = False
 
-    def doubt(self) -> None:
+    def list_again(self) -> None:
         """Has the next copy list the mirror, because one that failed may have arrived."""
         self._is_branch_new = False
 
@@ -119,7 +119,7 @@ class MirrorDirectory:
         if abandoned is None:
             return False
         # A step of an older version does not say what it left.
-        is_decided = here.lineage_of(committed) or self.settings.on_conflict == "local"
+        is_decided = bool(here.lineage_of(committed)) or self.settings.on_conflict == "local"
         at = committed.commit_timestamp_nsecs
         if not is_decided and any(s.commit_timestamp_nsecs > at for s in abandoned):
             return False
@@ -129,7 +129,8 @@ class MirrorDirectory:
     def _listed(self) -> Branch:
         """Cleans up the mirror and lists its steps, under its lease.
 
-        The lease is taken again if nobody has it any more, as if somebody has removed the mirror.
+        The lease is taken again if nobody has it any more, for example because somebody has removed
+        the mirror.
         """
         if not (self.path / lease.NAME).exists():
             self.directory.release()
@@ -155,7 +156,7 @@ class MirrorDirectory:
             (self.path / LEFT).write_text(text, encoding="utf-8")
             self._is_left_there = True
         if self.settings.max_bytes is not None:
-            copying.retain(self.directory, self.settings, copying.num_bytes(committed))
+            copying.prune(self.directory, self.settings, copying.num_bytes(committed))
         self._known.add(committed.key)  # before, because a copy that fails may have arrived
         self.branch = copying.put(copy, self.directory, abandoned)
         self._sent.add(committed.key)
@@ -170,7 +171,7 @@ class MirrorDirectory:
                 (self.path / LEFT).unlink(missing_ok=True)
                 self._is_left_there = False
             self.directory.recover()
-            copying.retain(self.directory, self.settings)
+            copying.prune(self.directory, self.settings)
         except Exception as error:  # bucket clients raise errors of their own
             before, self._untidy = self._untidy, storage_errors.kind(error)
             level = logging.DEBUG if self._untidy == before else logging.WARNING

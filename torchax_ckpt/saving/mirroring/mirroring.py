@@ -2,7 +2,8 @@
 
 A copy may take longer than many saves. The step is chosen when a copy begins, and is kept until the
 copy is whole, so the newest step in the mirror is at most two copies old, however often the run
-saves. Saves and training never wait for the mirror, and no failure of it reaches them.
+saves. Once ``attach`` has compared the run with the mirror, saves and training never wait for the
+mirror, and no failure of it reaches them.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ _MARGIN_SECS, _LAST_SECS = 2.0, 1.0
 class Mirroring:
     """The copies of one run to its mirror, made by the process that claims the mirror.
 
-    Does nothing before, and so nothing without ``settings``. ``branch`` returns the branch of the
-    run's durable steps. ``tell`` takes the name, the step and the values of an event.
+    Does nothing until then, and so nothing without ``settings``. ``branch`` returns the branch of
+    the run's durable steps. ``tell`` takes the name, the step and the values of an event.
     ``preemption`` knows when a SIGTERM ends this process.
     """
 
@@ -67,11 +68,11 @@ class Mirroring:
         self._source, self._here = source, branch
         self._tell, self._preemption = tell, preemption
         self._mirror = None if settings is None else MirrorDirectory(settings, source)
-        self.is_joined = False  # whether ``attach`` has compared the run with its mirror
+        self.is_joined = False  # whether copies may begin
         self.copy_secs = 0.0  # of the last copy
         self._held: CommittedStep | None = None
         self._copy: Copy | None = None
-        self._passed: set[Key] = set()  # damaged steps
+        self._damaged: set[Key] = set()  # steps of the run that cannot be copied
         self._failing = ""  # the kind of the last failure
         self._num_failures = 0  # in a row
         self._starting = threading.Lock()
@@ -147,8 +148,8 @@ class Mirroring:
                     is_gone = isinstance(error, StepNotFoundError)  # the run has gone back
                     if not is_gone:
                         self._fail(committed, error)
-                    pause_secs = _LAST_PAUSE_SECS if is_gone else _RETRY_SECS
-                    time.sleep(_LAST_PAUSE_SECS if self._closing.wait(pause_secs) else 0)
+                    if self._closing.wait(_LAST_PAUSE_SECS if is_gone else _RETRY_SECS):
+                        time.sleep(_LAST_PAUSE_SECS)
                     continue
                 if not has_copied:
                     if is_last:
@@ -164,15 +165,12 @@ class Mirroring:
 
         No save deletes it until it is copied, so the call of ``copy`` for it must follow.
         """
-        # A save that decides what to delete sees either the choice, or a step that is newer still.
-        while (newest := None if self._is_over else self._newest()) != self._held:
+        # Again, until it stays the newest: a save may have deleted it before it was held.
+        while (newest := None if self._is_over else self._here().newest) != self._held:
             self._held = newest
-        if newest is not None and newest.key in self._passed:
+        if newest is not None and newest.key in self._damaged:
             self._held = None
         return self._held
-
-    def _newest(self) -> CommittedStep | None:
-        return self._here().newest
 
     def copy(self, committed: CommittedStep) -> bool:
         """Copies a step, and deletes what the mirror need not keep; returns whether it was sent."""
@@ -203,9 +201,9 @@ class Mirroring:
     def _fail(self, committed: CommittedStep | None, error: Exception) -> None:
         """Counts a failed copy; logs it, unless the last one failed for the same reason."""
         self._num_failures += 1
-        self.mirror.doubt()
+        self.mirror.list_again()
         if committed is not None and isinstance(error, CorruptCheckpointError):
-            self._passed.add(committed.key)
+            self._damaged.add(committed.key)
         path = self.mirror.path
         is_lost = isinstance(error, LeaseError)
         kind = "lease" if is_lost else storage_errors.kind(error)
@@ -248,7 +246,8 @@ class Mirroring:
 
     def _wait(self, task: Task) -> None:
         def left_secs() -> float:
-            left = self._left_secs()
+            left = self._ends_secs - time.monotonic()
+            left = min(left, self._preemption.left_secs - _MARGIN_SECS)
             self._drop_for_the_last(left)
             return left
 
@@ -257,10 +256,6 @@ class Mirroring:
             self.drop()
             left = self._preemption.left_secs - _LAST_SECS
             task.ended.wait(max(0.0, min(_DROPPING_SECS, left)))
-
-    def _left_secs(self) -> float:
-        left = self._ends_secs - time.monotonic()
-        return min(left, self._preemption.left_secs - _MARGIN_SECS)
 
     def drop(self) -> None:
         """Ends the copy in flight, if any, and begins no other; ``close`` then waits no longer."""
@@ -274,7 +269,7 @@ class Mirroring:
         copy = self._copy
         if copy is None or copy.is_dropped or copy.secs_left == math.inf:
             return
-        last = self._newest()
+        last = self._here().newest
         if last is None or copy.committed.key == last.key:
             return
         needed = self.copy_secs or copy.secs + copy.secs_left

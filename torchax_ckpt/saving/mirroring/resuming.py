@@ -53,8 +53,9 @@ def join(
 ) -> None:
     """Fetches the mirror's newest step if the run continues from it; the run's lease is held.
 
-    ``here`` has the steps of all tiers of the run. Raises MirrorError if nothing decides, or if a
-    fetch is needed and not allowed; and as ``fetch_newest`` does.
+    ``here`` has the steps of all tiers of the run. Raises MirrorError if nothing decides, if all
+    steps are abandoned, or if a fetch is needed that is not allowed or would delete a step that
+    only a local tier has; and as ``fetch_newest`` does.
     """
     there = mirror.branch()
     verdict = lineage.compared(here, there)
@@ -96,7 +97,7 @@ def _refuse(ours: CommittedStep, theirs: CommittedStep, mirror: RunDirectory) ->
         "if two machines had trained the run. Nothing was changed. Choose one: continue from the "
         "mirror's with mirror=Mirror(url, on_conflict='mirror'); continue from the one here with "
         "on_conflict='local'; or keep both apart, and give this run another directory or another "
-        "mirror. The steps of the other way then become abandoned, and stay on storage.",
+        "mirror. The first two abandon the steps of the other way, which stay on storage.",
         step=ours.step,
         path=ours.path.parent,
     )

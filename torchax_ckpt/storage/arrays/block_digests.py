@@ -88,7 +88,7 @@ def gathered(
             raise ProcessError(
                 f"process {index} saves other device arrays than process 0: expected the same "
                 "names, shapes, dtypes and shardings on all processes. Pass the same objects to "
-                "Checkpointer.attach on every process."
+                "TorchaxCheckpointer.attach on every process."
             )
         count = (len(sent) - 8) // (8 + width)
         where = np.frombuffer(sent, "<u8", count, 8)

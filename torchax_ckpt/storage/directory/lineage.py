@@ -145,7 +145,7 @@ class Start:
     @classmethod
     def after(cls, before: Branch, step: int, mirror: Branch | None) -> Start:
         """Returns the start of new steps from ``step`` on, which continue those ``before`` it."""
-        # Also one whose arrays are damaged: the state that a restore has read was intact.
+        # Also one whose arrays were found damaged since: the run continues from what it has read.
         known = (s for s in reversed(before.steps) if before.lineage_of(s) is not None)
         parent, name = next(known, None), uuid.uuid4().hex[:16]
         if parent is None:

@@ -1,4 +1,4 @@
-"""Stores of which only plain files are asked, such as Azure or a server with SFTP; for mirrors."""
+"""Stores that are used for plain files only, such as Azure or a server with SFTP; for mirrors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PlainPath(epath.Path):
         return super().__str__().replace(":/", "://", 1)  # pathlib has merged the slashes
 
     def _place(self) -> str:
-        """Returns what the client calls this path; what it makes of a URL may end at a ? or #."""
+        """Returns the client's name of this path. The client itself cuts a URL at a ? or #."""
         scheme, *parts = self.parts
         return "/".join(["", *parts[1:]] if scheme == "sftp:" else parts)
 
@@ -117,7 +117,7 @@ class PlainPath(epath.Path):
 
 @functools.cache
 def _client(scheme: str, host: str) -> Any:
-    """Returns fsspec's client of a plain store; one for all threads, as not all of fsspec's own."""
+    """Returns fsspec's client of a plain store; one for all threads, of which fsspec keeps some."""
     settings = {"skip_instance_cache": True, **SCHEMES[scheme][1]}
     return fsspec.url_to_fs(f"{scheme}://{host}/", **settings)[0]
 

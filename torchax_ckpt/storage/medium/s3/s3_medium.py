@@ -34,8 +34,8 @@ from torchax_ckpt.storage.medium.stored_file import StoredFile
 
 # One request copies at most so much.
 COPIED_AT_ONCE_BYTES = 5 * 10**9
-PART_BYTES = 1 << 30
-_CHECK_SECS = 60.0
+PART_BYTES = 1 << 30  # of a larger copy, by one request
+_CHECK_SECS = 60.0  # how long small requests may take, with their repetitions
 _REQUESTS_AT_A_TIME = 32
 _PROBE = ".torchax_ckpt_conditions"
 # What a service answers if a condition does not hold, or if two writes meet.
@@ -143,7 +143,7 @@ class S3Medium(OnceNamedMedium):
     # --- files and folders ---
 
     def files(self, folder: epath.Path, prefix: str = "") -> list[StoredFile]:
-        # ETags of equal content may differ, as with encryption by keys of a service.
+        # Without ETags: those of equal content may differ, as with encryption by a service's keys.
         return [StoredFile(n, int(i["size"])) for n, i in _listed(folder, prefix).items() if n]
 
     def read(self, path: epath.Path, max_bytes: int | None = None) -> bytes:
@@ -353,7 +353,10 @@ def _read(path: epath.Path, max_bytes: int | None = None) -> tuple[bytes, str]:
 
 
 def _listed(folder: epath.Path, prefix: str = "") -> dict[str, Mapping[str, Any]]:
-    """Returns the objects under a path: name below the path, or "" for the path itself -> ETag."""
+    """Returns the objects under a path whose names there begin with ``prefix``.
+
+    Name below the path, or "" for an object at the path itself -> what s3fs says of it.
+    """
     with bucket.as_os_error(folder):
         found = service.filesystem().find(str(folder), prefix=prefix, detail=True)
     above = str(folder).removeprefix("s3://")

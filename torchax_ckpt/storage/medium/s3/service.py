@@ -19,10 +19,10 @@ from fsspec import asyn
 
 from torchax_ckpt.errors import DirectoryError
 
-SILENCE_SECS = 30
+SILENCE_SECS = 30  # without a byte, after which a request is given up
 # One request of s3fs transfers at most some 50 MB.
 REQUEST_SECS = 600
-# botocore sends a refused request for about half a minute, as gcsfs does.
+# botocore repeats a refused request for about half a minute, as gcsfs does.
 _RETRIES = {"mode": "legacy", "total_max_attempts": 7}
 
 # How botocore has found credentials -> the kind under which TensorStore finds the same.
@@ -50,7 +50,10 @@ _ADVICE = (
         r"|PERMISSION_DENIED|UNAUTHENTICATED|\b(301|400|401|403)\b",
         _CREDENTIALS,
     ),
-    ("NoSuchBucket", "Check its name, and the endpoint; or create it: aws s3 mb"),
+    (
+        "NoSuchBucket",
+        "Check the bucket's name and the endpoint, or create it: aws s3 mb s3://BUCKET",
+    ),
     ("NotImplemented|ENOSYS|501", "The service does not know this request: use another one."),
 )
 
