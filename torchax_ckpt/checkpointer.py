@@ -130,7 +130,7 @@ class TorchaxCheckpointer:
         self._saves = SaveCalls(
             self._run, self._loop, self._preemption, self._keep_policy, self._options
         )
-        self._reads = ReadCalls(self._run, self._options)
+        self._reads = ReadCalls(self._run, self._loop, self._options)
         self._calls = Calls()
         self._closing = self._run.closing(self._calls, self._preemption.close)
         self._call_log = self._run.call_log

@@ -153,6 +153,7 @@ def test_steps_have_names_wherever_a_step_may_stand(copy: Path, tmp_path: Path) 
     for name, step in (("latest", 2), ("best:loss", 2), ("best:loss:max", 1), ("1", 1)):
         assert run_json("show", str(copy), name)["step"] == step
         assert run_json("show", f"{copy}/{name}")["step"] == step
+        assert run_json("show", f"{copy}/{name}/")["step"] == step
         assert run_json("diff", f"{copy}/{name}", f"{copy}/{step}")["identical"] is True
         (verified,) = run_json("verify", str(copy), name)["steps"]
         assert verified["step"] == step
@@ -162,6 +163,19 @@ def test_steps_have_names_wherever_a_step_may_stand(copy: Path, tmp_path: Path) 
     assert run_json("copy", f"{copy}/best:loss:max", str(tmp_path / "kept"))["steps"] == [1]
     copy.rename(copy.with_name("latest"))  # a run may be called like that
     assert run_json("show", str(copy.with_name("latest")), "1")["step"] == 1
+
+
+@pytest.mark.parametrize("name", ["latest", "best:loss", "2"])
+def test_a_name_of_a_step_is_not_taken_for_a_path_to_write(
+    copy: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(copy.parent)
+    for command in ("export", "copy", "report"):
+        said = run(command, str(copy), name, code=exit_codes.USAGE)
+        assert f"give DIRECTORY/{name} to choose the step, or ./{name} to write" in said
+    assert not Path(name).exists()
+    run("copy", str(copy), f"./{name}")
+    assert Path(name).exists()
 
 
 def test_verify_reads_several_steps_each_once(copy: Path) -> None:

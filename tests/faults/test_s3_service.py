@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import threading
 import types
@@ -22,6 +23,7 @@ from etils import epath
 from s3_server import FaultyS3, connected
 from s3fs.errors import translate_boto_error
 from support.compare import assert_trees_identical
+from support.processes import run_python
 from support.stages import at
 from support.steps import save, state
 
@@ -315,6 +317,36 @@ def test_errors_say_whether_the_account_the_service_or_the_network_is_to_blame(
     for each in (error, caught.value):
         assert todo in storage_errors.advice(each, place)
         assert storage_errors.is_unavailable(each) or "NoSuchBucket" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"AWS_ENDPOINT_URL_S3": "minio.local"}, "Invalid endpoint: minio.local"),
+        ({"AWS_CONFIG_FILE": "odd", "AWS_PROFILE": "odd"}, "AttributeError"),
+        ({"AWS_CONFIG_FILE": "unreadable"}, "ConfigParseError"),
+        ({"AWS_DEFAULT_REGION": "us east 1"}, "InvalidRegionError"),
+        ({"AWS_ENDPOINT_URL_S3": "http://127.0.0.1:1/?token=secret"}, r"127.0.0.1:1/\?\.\.\."),
+    ],
+)
+def test_settings_that_no_client_can_use_are_named_as_such(
+    settings: dict[str, str], said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "odd").write_text("[profile odd]\ns3 = bla\n")
+    (tmp_path / "unreadable").write_text("nothing\n")
+    if "AWS_CONFIG_FILE" in settings:
+        settings = {**settings, "AWS_CONFIG_FILE": str(tmp_path / settings["AWS_CONFIG_FILE"])}
+    program = """
+        from torchax_ckpt import TorchaxCheckpointer
+        from torchax_ckpt.errors import DirectoryError
+        try:
+            TorchaxCheckpointer("s3://bucket/run")
+        except DirectoryError as error:
+            print(error)
+    """
+    printed = run_python(program, env=settings).stdout
+    assert re.search(f"{said}.*Correct the settings", printed), printed
+    assert "secret" not in printed
 
 
 def test_no_credentials_are_called_so_at_construction(

@@ -13,6 +13,7 @@ import faulthandler
 import gc
 import inspect
 import json
+import linecache
 import os
 import signal
 import socket
@@ -59,6 +60,8 @@ def run(source: str, name: str) -> str:
     threads = set(threading.enumerate())
     try:
         with warnings.catch_warnings():
+            # So that a traceback shows lines of a program that no file has.
+            linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
             code = compile(source, name, "exec", dont_inherit=True)
             exec(code, {"__name__": "__main__", "__file__": name})
     except BaseException:

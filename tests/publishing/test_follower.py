@@ -118,6 +118,15 @@ def test_each_new_best_step_is_published(
     assert publish(run, out, best=f"loss:{mode}") is None
 
 
+def test_a_metric_is_ranked_as_the_run_ranks_it(directory: Path, out: Path) -> None:
+    best = policies.BestN(metric="accuracy", mode="max", n=9)
+    metrics = {step: {"accuracy": value} for step, value in ((1, 0.2), (2, 0.9), (3, 0.5))}
+    states = {step: state(step) for step in metrics}
+    save_states(directory, states, metrics, preservation_policy=best)
+    assert publish(directory, out, best="accuracy") == 2
+    assert publish(directory, out, best="accuracy:min") == 1
+
+
 def test_a_misspelled_metric_is_said_once(
     run: Path, out: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import logging
 import re
 from collections.abc import Callable
@@ -38,7 +39,9 @@ from torchax_ckpt.layout import nodes
 from torchax_ckpt.restoring.fallback import newest_readable
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
+from torchax_ckpt.stored.compare import plain_values
 from torchax_ckpt.stored.copy import copy_steps
+from torchax_ckpt.stored.stored_step import StoredStep
 
 STATE = {
     "params": {"w": np.arange(4.0), "b": np.zeros(2)},
@@ -77,10 +80,33 @@ def test_a_filter_that_matches_nothing_or_meets_an_abstract_state_is_refused(run
     with pytest.raises(SelectionError, match=r"found 'model/\*', which matches none"):
         torchax_ckpt.load(run, filter="model/*")
     with TorchaxCheckpointer(run) as ckpt:
+        with pytest.raises(ArgumentError, match=r"give a pattern as filter='state/\*'"):
+            ckpt.load(4, "state/*")
         with pytest.raises(ArgumentError, match="expected abstract_state or filter, found both"):
             ckpt.load(4, STATE, filter="*")
         with pytest.raises(ArgumentError, match="filter: expected a pattern"):
             ckpt.load(4, filter=["*"])  # type: ignore[arg-type]
+
+
+def test_a_filter_takes_every_name_that_show_prints(directory: Path) -> None:
+    state = {
+        "mixed": [1.0, float("inf"), 10**40],
+        "nested": [[1, 2], [3, 4]],
+        "tuples": ((1, 2), (3, 4)),
+        "bytes": b"x",
+        "complex": 1j,
+        "empty": {"dict": {}, "list": [], "tuple": ()},
+        "parts": [{}, {"w": np.ones(2)}],
+    }
+    save_states(directory, {1: state})
+    step = StoredStep(RunDirectory(directory).steps()[-1])
+    found = {*plain_values(step), *step.manifest.leaves}
+    names = {name for name in found if name.startswith("state/")}
+    assert len(names) == 6
+    for name in names:
+        assert torchax_ckpt.load(directory, filter=glob.escape(name))
+    assert_trees_identical(torchax_ckpt.load(directory, filter="*"), state)
+    assert torchax_ckpt.load(directory, filter="state/empty/dict") == {"empty": {"dict": {}}}
 
 
 def test_weights_alone_are_read_beside_a_program_that_saves(directory: Path) -> None:
@@ -185,6 +211,31 @@ def test_steps_that_a_program_deletes_while_they_are_read_are_looked_for_again()
     assert newest_readable(lambda: listings.pop(0), attempt) == (2, ())
     with pytest.raises(StepNotFoundError, match="gone"):
         newest_readable(lambda: [old], attempt)
+
+
+def test_a_step_that_was_replaced_while_its_directory_was_listed_is_looked_for_again() -> None:
+    step = CommittedStep(1, epath.Path("/1"), 1)
+    listings: list[Any] = [None, None, [step], None, None, None]
+
+    def find() -> list[CommittedStep]:
+        if (found := listings.pop(0)) is None:
+            raise StepNotFoundError("there are no checkpoints")
+        return found
+
+    assert newest_readable(find, lambda committed: committed.step) == (1, ())
+    with pytest.raises(StepNotFoundError, match="no checkpoints"):
+        newest_readable(find, lambda committed: committed.step)
+    assert not listings
+
+
+def test_a_best_step_whose_metrics_are_damaged_is_named(run: Path) -> None:
+    (run / "2" / "summary" / "data.json").write_text("{}")
+    said = "the metrics of step 2 are damaged, so it is not known whether best:loss"
+    with pytest.warns(UserWarning, match=said):
+        assert torchax_ckpt.load(run, "best:loss")["n"] == 4
+    with pytest.warns(UserWarning, match=said):
+        assert step_named(RunDirectory(run), "best:loss").step == 4
+    assert torchax_ckpt.load(run, "latest")["n"] == 4  # without a warning
 
 
 def test_a_model_is_loaded_as_its_state_dict(directory: Path) -> None:

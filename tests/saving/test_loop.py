@@ -252,6 +252,24 @@ def test_functional_state_is_read_after_the_body_of_each_step_that_is_saved(
     assert ckpt.all_steps() == [2, 4, 5, 6, 8]
 
 
+def test_a_functional_state_that_nothing_has_loaded_is_warned_of_once(directory: Path) -> None:
+    save_state(directory, {"n": 1})
+    said = r"step 1, from which this run goes on, has a state .* load\(1\)"
+    with TorchaxCheckpointer(directory) as ckpt:
+        ckpt.attach()
+        with pytest.warns(UserWarning, match=said):
+            ckpt.save(2, state={"n": 2}, force=True)
+        ckpt.save(3, state={"n": 3}, force=True)  # not again
+        ckpt.wait_until_finished()
+        ckpt.load(1)
+        ckpt.restore(1)
+        ckpt.save(2, state={"n": 2}, force=True)
+        ckpt.wait_until_finished()
+        ckpt.restore(2)
+        with pytest.warns(UserWarning, match="step 2, from which"):
+            ckpt.save(3, state={"n": 3}, force=True)
+
+
 def test_a_preempted_loop_over_functional_state_saves_its_step(
     directory: Path, preempt: Callable[[], None]
 ) -> None:

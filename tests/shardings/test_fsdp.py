@@ -12,9 +12,10 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from support.compare import assert_trees_identical, bits
 from support.training import P, adamw, fsdp_mesh, mlp, save_state, train_and_save
+from torchax.mesh_util import Mesh as TorchaxMesh
 
 from torchax_ckpt import TorchaxCheckpointer, shardings, torchax_backend
-from torchax_ckpt.errors import ArgumentError
+from torchax_ckpt.errors import ArgumentError, AttachError, MismatchError
 from torchax_ckpt.planning.topology_plan import fsdp_and_tp
 
 BOTH = ("slice", "fsdp")
@@ -104,8 +105,10 @@ def test_a_pytree_is_placed_and_loaded_with_the_rule(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("mesh", "axes", "message"),
     [
-        (8, (), "mesh: expected a jax.sharding.Mesh, found int"),
+        (8, (), "mesh: expected a jax.sharding.Mesh, found a builtins.int; give Mesh"),
+        (TorchaxMesh.fsdp_mesh(), (), "found a torchax.mesh_util.Mesh; give its jax_mesh"),
         (None, ("tp",), "has slice, fsdp, found 'tp'; name some of these, or none"),
+        (None, ("fsdp", "fsdp"), "expected each axis once, found fsdp, fsdp"),
     ],
 )
 def test_what_is_no_mesh_or_no_axis_of_it_is_refused(
@@ -113,3 +116,19 @@ def test_what_is_no_mesh_or_no_axis_of_it_is_refused(
 ) -> None:
     with pytest.raises(ArgumentError, match=message):
         shardings.fsdp(mesh or slices(), *axes)
+
+
+def test_what_is_no_rule_or_does_not_fit_a_tensor_is_refused_by_name(directory: Path) -> None:
+    mesh, model = fsdp_mesh(), mlp()
+    with TorchaxCheckpointer(directory) as ckpt:
+        with pytest.raises(AttachError, match=r"such as torchax_ckpt.shardings.fsdp\(mesh\)"):
+            ckpt.attach(model, shardings=mesh)
+        wide = NamedSharding(mesh, P(None, None, "fsdp"))
+        with pytest.raises(MismatchError, match=r"weight: shape .* it has 3 dims, the leaf 2"):
+            ckpt.attach(model, shardings=lambda name, leaf: wide)
+
+
+def test_numbers_of_python_are_replicated() -> None:
+    rule = shardings.fsdp(fsdp_mesh())
+    found = jax.tree_util.tree_map_with_path(rule, {"n": 3, "w": np.ones(8)})
+    assert (found["n"].spec, found["w"].spec) == (P(), P("fsdp"))

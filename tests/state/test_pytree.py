@@ -179,6 +179,8 @@ def test_values_and_arrays_that_storage_cannot_hold_are_refused_by_name() -> Non
     for state, key_path, reason in (
         ({"opt": Point(x=1, y=[lambda: 0])}, "state/opt/y/0", "cannot be stored"),
         ({"d": {_Enum.A: 1}}, "state/d", "cannot be stored"),
+        ({"d": "\ud83d\ude00"}, "state/d", "two halves of one character"),
+        ({"d": {"\ud83d\ude00": 1}}, "state/d", "two halves of one character"),
         (looped, "state", "contains itself"),
     ):
         with pytest.raises(UnsupportedLeafError, match=reason) as caught:

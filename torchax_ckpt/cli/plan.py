@@ -120,6 +120,7 @@ def plan(
         if count < _FEW_PARAMS:
             output.note(f"--params {params} is a model of {count} parameters; is {count}B meant?")
         num_bytes = planning.state_bytes(count).total_bytes
+        known = {name: value for name, value in known.items() if not name.endswith("_bytes")}
     elif "num_bytes" in known:
         num_bytes = math.ceil(known["num_bytes"])
     else:
@@ -128,7 +129,7 @@ def plan(
             "the directory of a run that has saved"
         )
     # A measured run may have written less than a whole checkpoint with each save.
-    new_bytes = num_bytes if params is not None else known.get("new_bytes", num_bytes)
+    new_bytes = known.get("new_bytes", num_bytes)
     chips = _CHIPS_PER_HOST if chips is None else chips
     chips_per_slice, rest = divmod(chips, slices)
     if rest:

@@ -278,6 +278,8 @@ def resolve_rule(
         )
     answer = over_devices(answer, name, "shardings")
     try:
+        if isinstance(answer, NamedSharding) and len(answer.spec) > len(abstract.shape):
+            raise ValueError(f"it has {len(answer.spec)} dims, the leaf {len(abstract.shape)}.")
         answer.shard_shape(abstract.shape)
     except ValueError as error:
         raise MismatchError(

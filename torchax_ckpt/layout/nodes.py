@@ -134,13 +134,14 @@ def selected(
     """Returns the part of a node that ``takes`` selects by name, or () if it selects nothing.
 
     A value has the name of its path, an array that of its leaf too. A list without arrays and
-    dicts, such as the betas of an optimizer, is one value. Dicts lack what is not selected; other
-    lists and tuples have None in its place, so that the others keep their positions.
+    dicts, such as the betas of an optimizer, is one value, and so is an empty dict. Dicts lack what
+    is not selected; other lists and tuples have None in its place, so that the others keep their
+    positions.
     """
     tag = next(iter(node), None) if isinstance(node, dict) else None
     if tag == "array":
         return (node,) if takes(node["array"]) or takes(names.join(path)) else ()
-    if tag in _PAIRS:
+    if tag in _PAIRS and node[tag]:
         keys = names.key_texts(_key(key) for key, _ in node[tag])
         pairs = [
             [key, part]
@@ -149,14 +150,25 @@ def selected(
         ]
         factory = {key: node[key] for key in ("factory",) if key in node}
         return ({tag: pairs, **factory},) if pairs else ()
-    children = node if isinstance(node, list) else node["tuple"] if tag == "tuple" else []
-    if any(isinstance(child, dict | list) for child in children):
+    if not _is_value(node):
+        children = node if isinstance(node, list) else node["tuple"]
         parts = [selected(child, (*path, str(i)), takes) for i, child in enumerate(children)]
         if not any(parts):
             return ()
         found = [part[0] if part else None for part in parts]
         return (found if isinstance(node, list) else {"tuple": found},)
-    return (node,) if takes(names.join(path)) else ()
+    name = names.join(path)
+    # What a manifest writes as a tagged value, such as bytes, is shown with its tag.
+    return (node,) if takes(name) or (tag is not None and takes(names.join((*path, tag)))) else ()
+
+
+def _is_value(node: Node) -> bool:
+    """Returns whether a node has no arrays and no dicts with keys."""
+    tag = next(iter(node), None) if isinstance(node, dict) else None
+    if tag == "array" or (tag in _PAIRS and node[tag]):
+        return False
+    children = node if isinstance(node, list) else node["tuple"] if tag == "tuple" else ()
+    return all(map(_is_value, children))
 
 
 def is_leaf(node: Node) -> bool:

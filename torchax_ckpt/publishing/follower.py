@@ -30,6 +30,7 @@ from torchax_ckpt.saving import run_history
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 from torchax_ckpt.storage.medium import location
+from torchax_ckpt.stored import named_steps
 from torchax_ckpt.stored.stored_step import StoredStep
 
 logger = logging.getLogger(__name__)
@@ -74,8 +75,8 @@ class Follower:
         if every is not None and best is not None:
             raise ValueError("every and best exclude each other: give one of them")
         self._every = _at_least_one("every", 1 if every is None else every)
-        self._best = ranking(best)
-        if best is not None and self._best is None:
+        self._best = best
+        if best is not None and ranking(best) is None:
             raise ValueError(f"best: expected METRIC, METRIC:min or METRIC:max, found {best!r:.80}")
         self._keep = _at_least_one("keep", keep)
         self._path = location.resolve(run)
@@ -186,16 +187,18 @@ class Follower:
                 return None
             return next(committed for committed in steps if committed.step // every == newest)
         infos = run_history.checkpoint_infos(self._run, steps)
-        problem, is_misspelled = why_unranked([self._best], [info.metrics or {} for info in infos])
+        best = named_steps.rule_of(self._best, steps, lambda committed: self._run)
+        assert best is not None, "checked when this was made"
+        problem, is_misspelled = why_unranked([best], [info.metrics or {} for info in infos])
         if is_misspelled and not self._has_warned:
             self._has_warned = True
             logger.warning("%s: %s", self._path, problem)
-        ranked = self._best.ranked(infos)
+        ranked = best.ranked(infos)
         if not ranked:
             return None
-        if known := self._best.ranked(published):
-            new, old = (each.metrics[self._best.metric] for each in (ranked[0], known[0]))
-            if not (new < old if self._best.mode == "min" else new > old):
+        if known := best.ranked(published):
+            new, old = (each.metrics[best.metric] for each in (ranked[0], known[0]))
+            if not (new < old if best.mode == "min" else new > old):
                 return None
         return next(committed for committed in steps if committed.step == ranked[0].step)
 

@@ -20,6 +20,7 @@ from torchax_ckpt.storage.directory import shared_files
 from torchax_ckpt.storage.directory.abandonment import Key
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
+from torchax_ckpt.stored import named_steps
 from torchax_ckpt.stored.stored_step import still_there
 
 T = TypeVar("T")
@@ -38,14 +39,14 @@ def newest_readable(
     error, but UnusableStateError if state is lost. If the program that writes there has deleted
     them meanwhile, finds its steps again.
     """
-    candidates, gone = find(), set[Key]()
+    candidates, gone = named_steps.found(find), set[Key]()
     while True:
         try:
             return _newest_of(candidates, attempt, is_spare)
         except StepNotFoundError:
             gone |= {committed.key for committed in candidates}
             with contextlib.suppress(StepNotFoundError):
-                candidates = find()
+                candidates = named_steps.found(find)
             if candidates[-1].key in gone:
                 raise
 

@@ -123,8 +123,13 @@ def load_state(
         }
     with about(committed):
         if pattern is not None:
-            root = _selected(root, prefix, takes, pattern, committed)
+            root = _selected(root, prefix, takes, pattern, committed, is_foreign)
         request = functional.Request(root, abstract_state, prefix, findings, is_foreign=is_foreign)
+        if findings and isinstance(abstract_state, str):
+            raise ArgumentError(
+                "load: abstract_state: expected a pytree of shapes and dtypes, found "
+                f"{abstract_state!r:.80}: give a pattern as filter={abstract_state!r:.80}"
+            )
         if findings:
             raise findings.error(committed.step, str(committed.path), "load")
         source.require_plausible(request.reads)
@@ -137,13 +142,16 @@ def _selected(
     takes: Callable[[str], bool],
     pattern: str,
     committed: CommittedStep,
+    is_foreign: bool,
 ) -> Any:
     found = nodes.selected(root, prefix, takes)
     if not found:
+        where = f"The command torchax-ckpt show {committed.path} lists the names"
+        if is_foreign:
+            where = "Orbax alone wrote it, so its names are those of its tree, such as params/*"
         raise SelectionError(
             f"filter: expected a pattern that matches a leaf or a value of step {committed.step} "
-            f"in {committed.path}, found {pattern!r:.100}, which matches none. The command "
-            f"torchax-ckpt show {committed.path} lists the names",
+            f"in {committed.path}, found {pattern!r:.100}, which matches none. {where}",
             step=committed.step,
             path=committed.path,
         )

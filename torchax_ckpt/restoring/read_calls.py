@@ -32,8 +32,9 @@ from torchax_ckpt.runtime.step_numbers import as_given
 from torchax_ckpt.runtime.user_messages import fields
 from torchax_ckpt.saving.run import Run
 from torchax_ckpt.saving.tier import Tier
+from torchax_ckpt.saving.training_loop.loop import Loop
 from torchax_ckpt.state.findings import RestoreReport
-from torchax_ckpt.state.training_state import TrainingState
+from torchax_ckpt.state.training_state import FUNCTIONAL, TrainingState
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.stored import named_steps
 from torchax_ckpt.stored.foreign_step import ForeignStep
@@ -45,8 +46,8 @@ logger = logging.getLogger(__name__)
 class ReadCalls:
     """Implements the methods that read steps; what can fail on one process alone is in a round."""
 
-    def __init__(self, run: Run, options: CheckpointOptions) -> None:
-        self._run, self._tiers = run, run.tiers
+    def __init__(self, run: Run, loop: Loop, options: CheckpointOptions) -> None:
+        self._run, self._tiers, self._loop = run, run.tiers, loop
         self._options = options
 
     def attach(
@@ -275,6 +276,8 @@ class ReadCalls:
         durable.telemetry.restored(committed, tier.name, **values)
         if report.is_verified:
             tier.directory.verified.note(committed, is_sound=True)
+        if FUNCTIONAL in source.document:
+            self._loop.restored_state_of(committed.step)
         tier.reuse.restored(committed, source.compared)
         return dataclasses.replace(report, tier=tier.name)
 
@@ -287,6 +290,7 @@ class ReadCalls:
             if source is None:
                 source = RestorableStep(ForeignStep(committed, self._options), processes.meet)
             state = loading.load_state(source, abstract_state, filter, processes)
+        self._loop.loaded(committed.step)
         tier.reuse.loaded(committed, source.compared)
         return state
 

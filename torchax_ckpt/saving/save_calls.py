@@ -89,6 +89,8 @@ class SaveCalls:
         """
         number = as_step(step)
         self._loop.require_next(number, self._durable.path)
+        if state is not None:
+            self._loop.warn_of_unloaded()
         with self._failing_at_limits(number):
             self._preemption.listen()
             is_last = self._is_last(number)

@@ -18,8 +18,8 @@ def fsdp(mesh: Mesh, *axes: str) -> Callable[[Any, Any], NamedSharding]:
 
     The rule shards one dim of a tensor, over all the axes together: the longest that the number of
     devices along them divides, the first of equally long ones. A tensor without such a dim is
-    replicated: scalars, and for example biases shorter than that number. Names and dtypes do not
-    matter, and a part has whole elements.
+    replicated: scalars, also those of Python, and for example biases shorter than that number.
+    Names and dtypes do not matter, and a part has whole elements.
 
     ``attach(shardings=)`` and ``warm_start(shardings=)`` take the rule. The optimizer's moments
     follow their parameters. For a pytree, ``jax.tree_util.tree_map_with_path(rule, tree)`` returns
@@ -32,16 +32,24 @@ def fsdp(mesh: Mesh, *axes: str) -> Callable[[Any, Any], NamedSharding]:
         each slice a whole copy, as ``planning.on_topology`` plans it for slices.
 
     Returns:
-      A function of a name and of anything with a ``shape``, which returns a ``NamedSharding``.
+      A function of a name and of an array, real or abstract, or a number, which returns a
+      ``NamedSharding``.
 
     Raises:
-      ArgumentError: ``mesh`` is no mesh of JAX, or has no such axis.
+      ArgumentError: ``mesh`` is no mesh of JAX, has no such axis, or an axis is given twice.
     """
     if not isinstance(mesh, Mesh):
+        kind = f"{type(mesh).__module__}.{type(mesh).__name__}"
         raise ArgumentError(
-            f"fsdp: mesh: expected a jax.sharding.Mesh, found {type(mesh).__name__}; give "
-            'Mesh(np.array(jax.devices()), ("fsdp",))'
+            f"fsdp: mesh: expected a jax.sharding.Mesh, found a {kind}; give "
+            + (
+                "its jax_mesh"
+                if isinstance(getattr(mesh, "jax_mesh", None), Mesh)
+                else 'Mesh(np.array(jax.devices()), ("fsdp",))'
+            )
         )
+    if len({*axes}) < len(axes):
+        raise ArgumentError(f"fsdp: axes: expected each axis once, found {', '.join(axes)}")
     for axis in axes:
         if axis not in mesh.axis_names:
             raise ArgumentError(
@@ -49,7 +57,7 @@ def fsdp(mesh: Mesh, *axes: str) -> Callable[[Any, Any], NamedSharding]:
                 f"found {axis!r}; name some of these, or none to shard over all"
             )
     lengths = {axis: mesh.shape[axis] for axis in axes or mesh.axis_names}
-    return lambda name, leaf: NamedSharding(mesh, fsdp_spec(leaf.shape, lengths))
+    return lambda name, leaf: NamedSharding(mesh, fsdp_spec(getattr(leaf, "shape", ()), lengths))
 
 
 def fsdp_spec(shape: Sequence[int], axes: Mapping[str, int]) -> PartitionSpec:

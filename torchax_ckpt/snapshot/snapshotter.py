@@ -276,7 +276,8 @@ def require_alive(leaves: Iterable[tuple[str, Array]]) -> None:
         if isinstance(array, jax.Array) and array.is_deleted():
             raise DonatedBufferError(
                 f"{name}: its buffer was donated or deleted before it could be saved. Use "
-                'CheckpointOptions(snapshot="copy"), or "auto", for programs that donate.',
+                'CheckpointOptions(snapshot="copy") for programs that donate, or "auto" if they do '
+                "at every step.",
                 key_path=name,
             )
 

@@ -6,6 +6,7 @@ import base64
 import collections
 import functools
 import math
+import re
 import struct
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
@@ -39,6 +40,8 @@ _SEQUENCES: Mapping[type, str] = {
 }
 # Larger ints are stored as hex: other JSON readers round them, and Python limits decimal digits.
 _MAX_PLAIN_INT = 2**53
+# Two characters that JSON writes as it writes one other character.
+_SURROGATES = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 # OCDBT's keys have at most 65,535 bytes; a key is a leaf's name and the indices of a chunk.
 _MAX_NAME_BYTES = 64_000
 
@@ -83,7 +86,9 @@ class Encoder:
         if len(path) > MAX_DEPTH:
             raise _TooDeepError
         kind = type(value)
-        if value is None or kind is bool or kind is str:
+        if kind is str:
+            return _storable(value, path)
+        if value is None or kind is bool:
             return value
         if kind is int:
             return value if -_MAX_PLAIN_INT < value < _MAX_PLAIN_INT else {"int": hex(value)}
@@ -191,6 +196,18 @@ class Encoder:
 
 class _TooDeepError(Exception):
     """A value is nested deeper than a manifest allows."""
+
+
+def _storable(text: str, path: tuple[object, ...]) -> str:
+    """Returns a text that JSON gives back as it is; else raises UnsupportedLeafError."""
+    if not text.isascii() and _SURROGATES.search(text):
+        raise UnsupportedLeafError(
+            f"{names.join(path)}: {text!a:.80} has two halves of one character (surrogates), "
+            "which would come back as that character. Store it as bytes: "
+            'text.encode("utf-8", "surrogatepass")',
+            key_path=names.join(path),
+        )
+    return text
 
 
 def key_part(entry: Any) -> str:

@@ -271,7 +271,8 @@ def as_rule(shardings: Any) -> Rule | None:
     if found := torchax_backend.torchax_mesh(shardings):
         mesh, sharder = found
         return functools.partial(resolve_rule, sharder, auto_axes(mesh))
-    if not callable(shardings):
+    # A jax.sharding.Mesh can be called, but as the decorator that it is too.
+    if not callable(shardings) or isinstance(shardings, jax.sharding.Mesh):
         raise AttachError(
             "shardings: expected a callable from name and abstract leaf to a Sharding or "
             "PartitionSpec, such as torchax_ckpt.shardings.fsdp(mesh), or a "

@@ -10,17 +10,30 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from torchax_ckpt.errors import PolicyError, SelectionError, StepNotFoundError
 from torchax_ckpt.policies.preservation import BestN, ranking
 from torchax_ckpt.policies.preservation_rules import StepInfo
+from torchax_ckpt.runtime import user_messages
 from torchax_ckpt.runtime.background import Executor
 from torchax_ckpt.runtime.step_numbers import BEST, LATEST, as_given
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 
+T = TypeVar("T")
 Holding = Callable[[CommittedStep], RunDirectory]
+
+
+def found(find: Callable[[], T]) -> T:
+    """Returns what ``find`` does; tries three times before it raises StepNotFoundError.
+
+    A program that keeps one step may replace that step while its directory is being listed.
+    """
+    for _ in range(2):
+        with contextlib.suppress(StepNotFoundError):
+            return find()
+    return find()
 
 
 def candidates(run: RunDirectory, step: Any) -> list[CommittedStep]:
@@ -51,14 +64,27 @@ def named(
     """
     if name == LATEST:
         return [*steps]
-    known = itertools.chain(rules, _recorded_rules(steps, holding))
-    rule = ranking(name.removeprefix(BEST), known)
+    rule = rule_of(name.removeprefix(BEST), steps, holding, rules)
     if rule is None:
         raise SelectionError(
             f"step: expected best:METRIC, or best:METRIC:max if large values are good, found "
-            f"{name!r:.80}"
+            f"{name!r:.80}; a metric whose name has a colon cannot be given here"
+        )
+    if lost := [step for step in steps if holding(step).has_lost_summary(step)]:
+        numbers = ", ".join(str(step.step) for step in lost)
+        user_messages.warn(
+            f"{holding(steps[0]).path}: the metrics of step {numbers} are damaged, so it is not "
+            f"known whether {name} would be that step",
+            stacklevel=8,
         )
     return ranked(rule, steps, holding)
+
+
+def rule_of(
+    text: str, steps: Sequence[CommittedStep], holding: Holding, rules: Iterable[BestN] = ()
+) -> BestN | None:
+    """Returns the rule that ``METRIC``, ``METRIC:min`` or ``METRIC:max`` means in a run."""
+    return ranking(text, itertools.chain(rules, _recorded_rules(steps, holding)))
 
 
 def ranked(rule: BestN, steps: Sequence[CommittedStep], holding: Holding) -> list[CommittedStep]:

@@ -175,6 +175,14 @@ def test_a_url_that_may_hold_a_password_is_refused_without_its_text(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("scheme", ["gs", "s3"])
+def test_a_prefix_that_leaves_no_room_for_the_names_of_a_step_is_refused(scheme: str) -> None:
+    assert location.resolve(f"{scheme}://bucket/{'k' * 793}")
+    for prefix in ("k" * 794, "\u00e9" * 397):  # in UTF-8
+        with pytest.raises(DirectoryError, match="at most 800 bytes .* Give a shorter prefix"):
+            location.resolve(f"{scheme}://bucket/{prefix}")
+
+
 def test_a_port_and_odd_names_are_no_user_information(tmp_path: Path) -> None:
     for url in ("gs://bucket/a@b:c?d", "s3://bucket/run::1", f"{tmp_path}/me:x@host"):
         assert str(location.resolve(url)) == url

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torchax_ckpt.errors import ArgumentError, StepError
+from torchax_ckpt.runtime import user_messages
 from torchax_ckpt.saving.training_loop import step_metrics
 from torchax_ckpt.state import findings
 from torchax_ckpt.storage.directory.committed_step import MAX_STEP
@@ -50,6 +51,10 @@ class Loop:
         # The step of the newest ``save`` and its metrics, for another ``save`` of this step.
         self._saved: tuple[int | None, Mapping[str, Any]] = None, {}
         self._measured = _Measured()
+        # The step whose functional state ``load`` returned last; and one that the program goes on
+        # from although it has not loaded its state.
+        self._loaded: int | None = None
+        self._unloaded: int | None = None
 
     def restored(self, step: int | None) -> None:
         """Sets the loop's position to a restored step, and discards the recorded metrics.
@@ -61,6 +66,27 @@ class Loop:
         self._recorded, self._saved = {}, (None, {})
         # So that the first step is not due.
         self._measured = dataclasses.replace(self._measured, step=step or 0, has_ranked=True)
+
+    def restored_state_of(self, step: int) -> None:
+        """Says that a step with a functional state was restored, which only ``load`` returns."""
+        self._unloaded = None if step == self._loaded else step
+
+    def loaded(self, step: int) -> None:
+        """Says that ``load`` has returned what a step contains."""
+        self._loaded = step
+        self._unloaded = None if step == self._unloaded else self._unloaded
+
+    def warn_of_unloaded(self) -> None:
+        """Warns, once, before a save of a functional state that does not continue the last one."""
+        step, self._unloaded = self._unloaded, None
+        if step is not None:
+            user_messages.warn(
+                f"step {step}, from which this run goes on, has a state that was saved with "
+                "save(state=) or steps(state=), and that nothing has loaded since: the steps that "
+                "are saved now do not continue it. After attach or restore, read it with "
+                f"load({step}); if the program has read it in another way, ignore this",
+                stacklevel=6,
+            )
 
     def record(self, metrics: Mapping[str, Any]) -> None:
         """Keeps metrics of the current step for the next ``save``, which stores or drops them."""

@@ -188,11 +188,17 @@ class RunDirectory:
 
     def lineage(self, committed: CommittedStep) -> lineage.Lineage | None:
         """Returns the starts that led to a step; None if its summary or its record is damaged."""
-        if committed.has_lost_record:
-            return None
+        summary = None if committed.has_lost_record else self._summary(committed)
+        return None if summary is None else lineage.of(summary)
+
+    def has_lost_summary(self, committed: CommittedStep) -> bool:
+        """Returns whether the summary of a step, which has its metrics, is missing or damaged."""
+        return self._summary(committed) is None
+
+    def _summary(self, committed: CommittedStep) -> Mapping[str, Any] | None:
         with self._translated("read"):
             [summary] = self._summaries.read([committed])
-        return None if summary is None else lineage.of(summary)
+        return summary
 
     def left(self) -> set[Key]:
         """Returns the keys of abandoned steps: set aside here, or listed by a step here."""

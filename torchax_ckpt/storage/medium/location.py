@@ -29,6 +29,7 @@ _SECRET = re.compile(
 _SLIP = re.compile(r"\s*(gc?s|s3)(:/?|/)/?(?=[^:/])", re.IGNORECASE)
 # The schemes of buckets -> the client of each, which the extra of the second name installs.
 _CLIENTS = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
+_MAX_PREFIX_BYTES = 800
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -101,6 +102,13 @@ def _in_bucket(url: str, plain: Collection[str]) -> epath.Path:
         raise DirectoryError(
             f"{url!r}: expected the prefix of a bucket without .. {special}and control characters, "
             "which names of objects cannot have everywhere: give another prefix",
+            path=url,
+        )
+    if len(os.fsencode(rest)) > _MAX_PREFIX_BYTES:
+        raise DirectoryError(
+            f"{url:.80}...: expected at most {_MAX_PREFIX_BYTES} bytes after {scheme}://, found "
+            f"{len(os.fsencode(rest))}: names of objects have at most 1,024, and a step needs "
+            "the rest. Give a shorter prefix",
             path=url,
         )
     if scheme in plain:

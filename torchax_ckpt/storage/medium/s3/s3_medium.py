@@ -49,8 +49,15 @@ class S3Medium(OnceNamedMedium):
     # --- the storage ---
 
     def use(self, user: object) -> None:
-        with storage_errors.translated("open", self._folder):
-            bucket.prepare_clients(service.filesystem().loop)
+        try:
+            found = service.filesystem()
+        except Exception as error:  # of any type; nothing was sent so far
+            raise DirectoryError(
+                f"{self._folder}: a client for it cannot be made: {storage_errors.said(error)}. "
+                f"{service.SETTINGS}",
+                path=self._folder,
+            ) from error
+        bucket.prepare_clients(found.loop)
 
     def require_usable(self, *, for_writing: bool, name: str = "") -> bool:
         """Raises DirectoryError if a client cannot reach the bucket, or lacks a permission.

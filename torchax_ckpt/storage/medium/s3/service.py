@@ -43,8 +43,14 @@ _CREDENTIALS = (
     "s3:ListBucket on the bucket and s3:GetObject, s3:PutObject and s3:DeleteObject on its objects "
     "(the first two are enough to read)."
 )
+SETTINGS = (
+    "Correct the settings that AWS's tools read: AWS_ENDPOINT_URL_S3 (it begins with http:// or "
+    "https://, as the service expects), AWS_REGION, AWS_CA_BUNDLE, AWS_PROFILE and the files "
+    "~/.aws/config and ~/.aws/credentials."
+)
 # Names and codes in errors of the service, of botocore and of TensorStore -> what to do.
 _ADVICE = (
+    ("ConfigParse|InvalidRegion|EndpointResolution|SSLError|InvalidConfig", SETTINGS),
     (
         "Credential|Token|Authoriz|Login|Profile|Redirect|AccessDenied|PermissionError|EACCES"
         r"|PERMISSION_DENIED|UNAUTHENTICATED|\b(301|400|401|403)\b",
