@@ -420,8 +420,8 @@ class TorchaxCheckpointer:
           step: completed optimizer steps; also an integer array or tensor without dims.
           state: a pytree of torchax tensors, JAX arrays, torch CPU tensors, numpy arrays, Python
             numbers and strings, for functional training. It is saved in place of attached modules
-            and optimizers; random state, loaders and stateful objects are saved too. A function
-            that returns the pytree is called only if the step is saved.
+            and optimizers; random state, loaders and stateful objects are saved too. May be a
+            function, called if the step is saved. Warns if nothing has loaded the restored state.
           metrics: name -> number (also a device scalar) or JSON, added to those of ``record``.
           force: save to the durable tier whatever the policy says.
 

@@ -100,7 +100,7 @@ def test_what_saves_did_not_write_is_not_counted_as_written(directory: Path) -> 
     assert said["checkpoint_bytes"] == 10_000
     assert said["write_bytes_per_sec_and_host"] * said["hosts"] == 50
     said = run_json("plan", "--run", directory, "--params", "1B")
-    assert said["measured"] == ["blocking_secs", "durable_secs"]  # of another size
+    assert said["measured"] == ["blocking_secs", "durable_secs"]  # no sizes
     assert said["write_bytes_per_sec_and_host"] * said["hosts"] == 6e9
 
 

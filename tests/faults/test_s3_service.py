@@ -326,7 +326,8 @@ def test_errors_say_whether_the_account_the_service_or_the_network_is_to_blame(
         ({"AWS_CONFIG_FILE": "odd", "AWS_PROFILE": "odd"}, "AttributeError"),
         ({"AWS_CONFIG_FILE": "unreadable"}, "ConfigParseError"),
         ({"AWS_DEFAULT_REGION": "us east 1"}, "InvalidRegionError"),
-        ({"AWS_ENDPOINT_URL_S3": "http://127.0.0.1:1/?token=secret"}, r"127.0.0.1:1/\?\.\.\."),
+        ({"AWS_ENDPOINT_URL_S3": "http://127.0.0.1:1/?token=secret"}, "endpoint without user inf"),
+        ({"AWS_ENDPOINT_URL_S3": "http://me:secret@127.0.0.1:1"}, "endpoint without user inf"),
     ],
 )
 def test_settings_that_no_client_can_use_are_named_as_such(
@@ -337,12 +338,13 @@ def test_settings_that_no_client_can_use_are_named_as_such(
     if "AWS_CONFIG_FILE" in settings:
         settings = {**settings, "AWS_CONFIG_FILE": str(tmp_path / settings["AWS_CONFIG_FILE"])}
     program = """
+        import traceback
         from torchax_ckpt import TorchaxCheckpointer
         from torchax_ckpt.errors import DirectoryError
         try:
             TorchaxCheckpointer("s3://bucket/run")
-        except DirectoryError as error:
-            print(error)
+        except DirectoryError:
+            print(traceback.format_exc())
     """
     printed = run_python(program, env=settings).stdout
     assert re.search(f"{said}.*Correct the settings", printed), printed

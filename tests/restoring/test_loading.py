@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import glob
 import logging
 import re
+import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,6 +51,7 @@ STATE = {
     "opt": [np.ones(3), {"count": 7, "lr": 0.5}, (np.ones(1), 2)],
     "betas": [0.9, 0.99],
 }
+Point = collections.namedtuple("Point", ["x", "y"])
 LOSSES = {1: 0.5, 2: 0.1, 3: 0.4, 4: 0.2}
 
 
@@ -97,15 +101,22 @@ def test_a_filter_takes_every_name_that_show_prints(directory: Path) -> None:
         "complex": 1j,
         "empty": {"dict": {}, "list": [], "tuple": ()},
         "parts": [{}, {"w": np.ones(2)}],
+        "some": [{}, 1, b"x"],
+        "sets": [{1}, 2],
+        "default": collections.defaultdict(int, a=1),
+        "keys": {("a", 1): 1, b"k": 2, 10**40: 3},
+        "point": Point(1, 2),
     }
     save_states(directory, {1: state})
     step = StoredStep(RunDirectory(directory).steps()[-1])
     found = {*plain_values(step), *step.manifest.leaves}
     names = {name for name in found if name.startswith("state/")}
-    assert len(names) == 6
+    assert {"state/some/1", "state/sets", "state/default/a", "state/point/x"} <= names
+    assert len(names) == 15
     for name in names:
         assert torchax_ckpt.load(directory, filter=glob.escape(name))
-    assert_trees_identical(torchax_ckpt.load(directory, filter="*"), state)
+    whole = torchax_ckpt.load(directory, filter="*")
+    assert_trees_identical(whole, torchax_ckpt.load(directory))
     assert torchax_ckpt.load(directory, filter="state/empty/dict") == {"empty": {"dict": {}}}
 
 
@@ -213,29 +224,33 @@ def test_steps_that_a_program_deletes_while_they_are_read_are_looked_for_again()
         newest_readable(lambda: [old], attempt)
 
 
-def test_a_step_that_was_replaced_while_its_directory_was_listed_is_looked_for_again() -> None:
-    step = CommittedStep(1, epath.Path("/1"), 1)
-    listings: list[Any] = [None, None, [step], None, None, None]
-
-    def find() -> list[CommittedStep]:
-        if (found := listings.pop(0)) is None:
-            raise StepNotFoundError("there are no checkpoints")
-        return found
-
-    assert newest_readable(find, lambda committed: committed.step) == (1, ())
-    with pytest.raises(StepNotFoundError, match="no checkpoints"):
-        newest_readable(find, lambda committed: committed.step)
+def test_a_step_that_was_replaced_while_it_was_looked_for_is_looked_for_again(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = RunDirectory(run).steps()
+    gone = CommittedStep(2, epath.Path(run / "gone"), 9)
+    listings: list[Any] = [[], [], steps, [gone], steps]
+    monkeypatch.setattr(RunDirectory, "steps", lambda self: listings.pop(0))
+    assert torchax_ckpt.load(run)["n"] == 4
+    assert torchax_ckpt.load(run, "best:loss")["n"] == 2
+    listings += [[], [], []]
+    with pytest.raises(StepNotFoundError, match="there are no checkpoints"):
+        torchax_ckpt.load(run)
     assert not listings
 
 
 def test_a_best_step_whose_metrics_are_damaged_is_named(run: Path) -> None:
-    (run / "2" / "summary" / "data.json").write_text("{}")
+    shutil.rmtree(run / "3" / "manifest")  # as in a step that Orbax alone wrote
+    for step in ("2", "3"):
+        (run / step / "summary" / "data.json").write_text("{}")
     said = "the metrics of step 2 are damaged, so it is not known whether best:loss"
     with pytest.warns(UserWarning, match=said):
         assert torchax_ckpt.load(run, "best:loss")["n"] == 4
     with pytest.warns(UserWarning, match=said):
         assert step_named(RunDirectory(run), "best:loss").step == 4
-    assert torchax_ckpt.load(run, "latest")["n"] == 4  # without a warning
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torchax_ckpt.load(run, "latest")["n"] == 4
 
 
 def test_a_model_is_loaded_as_its_state_dict(directory: Path) -> None:

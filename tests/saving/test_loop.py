@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -254,20 +255,31 @@ def test_functional_state_is_read_after_the_body_of_each_step_that_is_saved(
 
 def test_a_functional_state_that_nothing_has_loaded_is_warned_of_once(directory: Path) -> None:
     save_state(directory, {"n": 1})
-    said = r"step 1, from which this run goes on, has a state .* load\(1\)"
-    with TorchaxCheckpointer(directory) as ckpt:
+    keep = policies.PreserveAll()
+
+    def warnings_of(step: int, *, force: bool = True) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ckpt.save(step, state={"n": step}, force=force)
+        assert all(warning.filename == __file__ for warning in caught)
+        return [str(warning.message).partition(",")[0] for warning in caught]
+
+    with TorchaxCheckpointer(
+        directory, save_decision_policy=NEVER, preservation_policy=keep
+    ) as ckpt:
         ckpt.attach()
-        with pytest.warns(UserWarning, match=said):
-            ckpt.save(2, state={"n": 2}, force=True)
-        ckpt.save(3, state={"n": 3}, force=True)  # not again
-        ckpt.wait_until_finished()
+        assert warnings_of(2, force=False) == []  # nothing is saved
+        assert warnings_of(3) == ["step 1"]
+        assert warnings_of(4) == []
         ckpt.load(1)
+        ckpt.load(3)
         ckpt.restore(1)
-        ckpt.save(2, state={"n": 2}, force=True)
-        ckpt.wait_until_finished()
-        ckpt.restore(2)
-        with pytest.warns(UserWarning, match="step 2, from which"):
-            ckpt.save(3, state={"n": 3}, force=True)
+        assert warnings_of(2) == []
+        ckpt.restore(1)  # the state has gone on since it was loaded
+        assert warnings_of(3) == ["step 1"]
+        ckpt._loop.restored_from(1, is_functional=True)
+        ckpt._loop.restored_from(2, is_functional=False)  # goes on from a step without such a state
+        assert warnings_of(4) == []
 
 
 def test_a_preempted_loop_over_functional_state_saves_its_step(

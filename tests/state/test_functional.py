@@ -285,14 +285,14 @@ def test_each_part_of_what_is_stored_is_looked_through_once(
     state = {"layers": [{f"{i:03}": jnp.ones(2) for i in range(count)}] * 2}
     save_state(directory, state)
     looks = 0
-    key = nodes._key
+    key = nodes.key_of
 
     def counted(node: Any) -> Any:
         nonlocal looks
         looks += 1
         return key(node)
 
-    monkeypatch.setattr(nodes, "_key", counted)
+    monkeypatch.setattr(nodes, "key_of", counted)
     assert_trees_identical(TorchaxCheckpointer(directory).load(1, state), state, shardings=False)
     assert looks <= 2 * 2 * (count + 1)  # for what is asked for, and for what else there is
 

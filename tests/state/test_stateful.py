@@ -342,18 +342,48 @@ def test_a_loader_that_comes_back_at_the_end_of_its_epoch_is_warned_of(
     assert [len(list(fresh[name])) for name in ("first", "within", "ended")] == [0, 3, 4]
 
 
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("before", "after", "is_at_end"), [(2, 4, False), (4, 2, True)])
 def test_the_end_of_an_epoch_is_told_by_samples_if_the_batch_size_has_changed(
-    before: int, after: int, is_at_end: bool, directory: Path, caplog: pytest.LogCaptureFixture
+    before: int,
+    after: int,
+    is_at_end: bool,
+    num_workers: int,
+    directory: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def batches_of(size: int) -> Any:
-        return StatefulDataLoader(range(16), batch_size=size, collate_fn=list)
+        return StatefulDataLoader(
+            range(16), batch_size=size, collate_fn=list, num_workers=num_workers
+        )
 
     save(directory, dataloader=drawn_from(batches_of(before), 4))
     fresh = batches_of(after)
     assert resume(directory, dataloader=fresh) == 1
     assert ("last batch of an epoch" in caplog.text) is is_at_end
     assert list(fresh) == ([] if is_at_end else [[8, 9, 10, 11], [12, 13, 14, 15]])
+
+
+class Endless(torch.utils.data.Sampler[int]):
+    """A sampler that goes on after the length that it tells."""
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.count()
+
+    def __len__(self) -> int:
+        return 16
+
+
+def test_a_sampler_that_goes_on_after_its_length_has_no_end(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def endless() -> Any:
+        data = {n: n for n in range(100)}
+        return StatefulDataLoader(data, batch_size=4, sampler=Endless(), collate_fn=list)
+
+    save(directory, dataloader=drawn_from(endless(), 5))
+    assert resume(directory, dataloader=endless()) == 1
+    assert "last batch" not in caplog.text
 
 
 class Unsized(StatefulDataLoader[Any]):

@@ -17,6 +17,7 @@ from torchax_ckpt.cli.step_arguments import (
     local_path,
     output_path,
     parsed_size,
+    require_no_step,
     run_to_write,
 )
 from torchax_ckpt.errors import DirectoryError
@@ -247,6 +248,7 @@ def import_(
         if not all(text.partition("=")):
             raise UsageError(f"import: --tie: expected ALIAS=NAME, found {text!r}")
     tied = dict(text.partition("=")[::2] for text in tie or ())
+    require_no_step(directory)
     source, run = local_path(weights), run_to_write(directory)
     if not is_known(source):
         found = "a directory without them" if source.is_dir() else "no such file or directory"

@@ -10,7 +10,13 @@ import typer
 from torchax_ckpt.cli import output
 from torchax_ckpt.cli.convert import At, CastTo, MaxShardSize
 from torchax_ckpt.cli.exit_codes import INTERRUPTED, OK, TERMINATED, UsageError
-from torchax_ckpt.cli.step_arguments import existing, folder_path, parsed_size, path_of
+from torchax_ckpt.cli.step_arguments import (
+    existing,
+    folder_path,
+    parsed_size,
+    path_of,
+    require_no_step,
+)
 from torchax_ckpt.errors import DirectoryError, OutOfMemoryError
 from torchax_ckpt.publishing.folder_form import FolderForm, Format
 from torchax_ckpt.publishing.follower import Follower
@@ -42,7 +48,9 @@ def follow(
     ] = None,
     best: Annotated[
         str | None,
-        typer.Option(metavar="METRIC", help="Publish each new best step: loss, or accuracy:max."),
+        typer.Option(
+            metavar="METRIC", help="Publish each new best step: loss, loss:min or loss:max."
+        ),
     ] = None,
     keep: Annotated[int, typer.Option(metavar="N", help="How many folders to keep.")] = 3,
     max_shard_size: MaxShardSize = None,
@@ -69,6 +77,7 @@ def follow(
             text = "no step is due" if new is None else f"step {new.step}: published as {new.path}"
             output.print_line(text)
 
+    require_no_step(out)
     path, folder = path_of(run), folder_path(out)
     if once or not medium.of(path).is_missing(path):
         existing(run)  # raises for a typing mistake, and with --once for a run that has not begun

@@ -120,6 +120,10 @@ def plan(
         if count < _FEW_PARAMS:
             output.note(f"--params {params} is a model of {count} parameters; is {count}B meant?")
         num_bytes = planning.state_bytes(count).total_bytes
+        if of_run := known.get("num_bytes"):
+            output.note(
+                f"the measured times are those of a checkpoint of {output.size(math.ceil(of_run))}"
+            )
         known = {name: value for name, value in known.items() if not name.endswith("_bytes")}
     elif "num_bytes" in known:
         num_bytes = math.ceil(known["num_bytes"])

@@ -15,6 +15,7 @@ from torchax_ckpt.cli.step_arguments import (
     existing,
     parsed_secs,
     parted,
+    require_no_step,
     run_at,
     run_to_write,
     step_named,
@@ -148,6 +149,7 @@ def copy(
 
     Holds the lease of the target directory during the copy.
     """
+    require_no_step(target)
     run = run_to_write(target)
     directory, name = parted(source)
     given = run_at(directory)

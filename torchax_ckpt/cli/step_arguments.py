@@ -40,7 +40,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 # A step's number; and a directory with the name of a step after it, which a metric may end.
 _DIGITS = re.compile("[0-9]{1,19}")
-_NAMED = re.compile("(.+?)/+(latest/*|best:[^/]+/*|best:.+)")
+_NAMED = re.compile("(.+?)/+(latest/*|best:.+)")
 _NUMBER = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?(?:e[0-9]{1,2})?) ?([a-z]*)", re.IGNORECASE)
 _SIZES = {
     f"{prefix}{binary}{unit}": (1024 if binary else 1000) ** power
@@ -62,7 +62,6 @@ def existing(directory: str, *, read_only: bool = True) -> RunDirectory:
 
 def run_to_write(directory: str) -> RunDirectory:
     """Returns the run in ``directory``, which need not exist yet; UsageError if it is no run."""
-    _require_no_step(directory)
     run = RunDirectory(folder_path(directory))
     with as_usage_error():
         run.require_run()
@@ -97,16 +96,16 @@ def step_named(run: RunDirectory, text: str | None) -> CommittedStep:
             f"STEP: expected a number, latest, best:METRIC or best:METRIC:max, found {text!r:.80}"
         )
     step = int(text) if text is not None and _DIGITS.fullmatch(text) else text
-    return named_steps.found(lambda: named_steps.candidates(run, step))[-1]
+    return named_steps.candidates(run, step)[-1]
 
 
 def _names_step(text: str) -> bool:
     return _DIGITS.fullmatch(text) is not None or is_name(text)
 
 
-def _require_no_step(text: str) -> None:
-    """Raises UsageError if the path of an output is what a person types to choose a step."""
-    if _names_step(text):
+def require_no_step(text: str) -> None:
+    """Raises UsageError if a new path to write to is what a person types to choose a step."""
+    if _names_step(text) and not os.path.lexists(text):
         raise UsageError(
             f"{text}: expected a path to write to, found what names a step: give DIRECTORY/{text} "
             f"to choose the step, or ./{text} to write to a path of this name"
@@ -138,7 +137,7 @@ def folder_path(text: str, *, as_mirror: bool = False) -> epath.Path:
 
 def output_path(text: str) -> Path:
     """Returns the local path of a file or folder to write; UsageError for one within a step."""
-    _require_no_step(text)
+    require_no_step(text)
     path = local_path(text)
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise UsageError(f"{text}: is neither a file nor a directory")

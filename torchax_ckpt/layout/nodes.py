@@ -120,7 +120,7 @@ def nodes_by_path(root: Node) -> dict[tuple[str, ...], Node]:
             children = ((str(index), child) for index, child in enumerate(items))
         elif tag in _PAIRS:
             keys, nodes = zip(*node[tag], strict=True) if node[tag] else ((), ())
-            children = zip(names.key_texts(map(_key, keys)), nodes, strict=True)
+            children = zip(names.key_texts(map(key_of, keys)), nodes, strict=True)
         for part, child in children:
             visit(child, (*path, part))
 
@@ -133,16 +133,16 @@ def selected(
 ) -> tuple[Node] | tuple[()]:
     """Returns the part of a node that ``takes`` selects by name, or () if it selects nothing.
 
-    A value has the name of its path, an array that of its leaf too. A list without arrays and
-    dicts, such as the betas of an optimizer, is one value, and so is an empty dict. Dicts lack what
-    is not selected; other lists and tuples have None in its place, so that the others keep their
-    positions.
+    A value has the name of its path, an array that of its leaf too. A list of numbers and texts,
+    such as the betas of an optimizer, is one value, and so is an empty dict. A list of lists
+    without arrays and keys is one value, and each of its parts is one too. Dicts lack what is not
+    selected; lists and tuples have None in its place, so that the others keep their positions.
     """
     tag = next(iter(node), None) if isinstance(node, dict) else None
     if tag == "array":
         return (node,) if takes(node["array"]) or takes(names.join(path)) else ()
     if tag in _PAIRS and node[tag]:
-        keys = names.key_texts(_key(key) for key, _ in node[tag])
+        keys = names.key_texts(key_of(key) for key, _ in node[tag])
         pairs = [
             [key, part]
             for text, (key, child) in zip(keys, node[tag], strict=True)
@@ -150,16 +150,16 @@ def selected(
         ]
         factory = {key: node[key] for key in ("factory",) if key in node}
         return ({tag: pairs, **factory},) if pairs else ()
-    if not _is_value(node):
-        children = node if isinstance(node, list) else node["tuple"]
+    if takes(names.join(path)) and _is_value(node):
+        return (node,)
+    children = node if isinstance(node, list) else node["tuple"] if tag == "tuple" else ()
+    if any(isinstance(child, dict | list) for child in children):
         parts = [selected(child, (*path, str(i)), takes) for i, child in enumerate(children)]
         if not any(parts):
             return ()
         found = [part[0] if part else None for part in parts]
         return (found if isinstance(node, list) else {"tuple": found},)
-    name = names.join(path)
-    # What a manifest writes as a tagged value, such as bytes, is shown with its tag.
-    return (node,) if takes(name) or (tag is not None and takes(names.join((*path, tag)))) else ()
+    return ()
 
 
 def _is_value(node: Node) -> bool:
@@ -179,5 +179,6 @@ def is_leaf(node: Node) -> bool:
     return node is not None and not isinstance(node, list)
 
 
-def _key(node: Node) -> Any:
+def key_of(node: Node) -> Any:
+    """Returns the key of a dict whose node is given; CorruptCheckpointError if it is malformed."""
     return decode(node, lambda leaf: None) if isinstance(node, dict) else node

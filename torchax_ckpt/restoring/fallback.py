@@ -20,7 +20,6 @@ from torchax_ckpt.storage.directory import shared_files
 from torchax_ckpt.storage.directory.abandonment import Key
 from torchax_ckpt.storage.directory.committed_step import CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
-from torchax_ckpt.stored import named_steps
 from torchax_ckpt.stored.stored_step import still_there
 
 T = TypeVar("T")
@@ -39,14 +38,14 @@ def newest_readable(
     error, but UnusableStateError if state is lost. If the program that writes there has deleted
     them meanwhile, finds its steps again.
     """
-    candidates, gone = named_steps.found(find), set[Key]()
+    candidates, gone = find(), set[Key]()
     while True:
         try:
             return _newest_of(candidates, attempt, is_spare)
         except StepNotFoundError:
             gone |= {committed.key for committed in candidates}
             with contextlib.suppress(StepNotFoundError):
-                candidates = named_steps.found(find)
+                candidates = find()
             if candidates[-1].key in gone:
                 raise
 
@@ -74,7 +73,7 @@ def _newest_of(
             text = "skipping an unreadable checkpoint"
             if is_unreadable_spare:
                 text = f"host {socket.gethostname()} skips a step of its local tier"
-            user_messages.warn(f"{text}: {error}", stacklevel=6)
+            user_messages.warn(f"{text}: {error}")
     assert first_error is not None, "called with no candidates"
     raise first_error
 

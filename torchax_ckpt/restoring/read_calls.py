@@ -242,7 +242,7 @@ class ReadCalls:
             logger.warning("step %d is not fetched again: %s", committed.step, problem)
             return None
         if again is not None and again.key != committed.key:
-            user_messages.warn(f"skipping an unreadable checkpoint: {error}", stacklevel=8)
+            user_messages.warn(f"skipping an unreadable checkpoint: {error}")
         return again
 
     def _restore_as_is(
@@ -276,8 +276,7 @@ class ReadCalls:
         durable.telemetry.restored(committed, tier.name, **values)
         if report.is_verified:
             tier.directory.verified.note(committed, is_sound=True)
-        if FUNCTIONAL in source.document:
-            self._loop.restored_state_of(committed.step)
+        self._loop.restored_from(committed.step, is_functional=FUNCTIONAL in source.document)
         tier.reuse.restored(committed, source.compared)
         return dataclasses.replace(report, tier=tier.name)
 
@@ -290,7 +289,8 @@ class ReadCalls:
             if source is None:
                 source = RestorableStep(ForeignStep(committed, self._options), processes.meet)
             state = loading.load_state(source, abstract_state, filter, processes)
-        self._loop.loaded(committed.step)
+        if FUNCTIONAL in source.document:
+            self._loop.loaded(committed.step)
         tier.reuse.loaded(committed, source.compared)
         return state
 

@@ -7,8 +7,9 @@ import functools
 import logging
 import sys
 import traceback
+import types
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 from torchax_ckpt.errors import CheckpointError
@@ -48,23 +49,29 @@ def tell(logger: logging.Logger, message: str, extra: Mapping[str, Any]) -> None
             print(f"{_PACKAGE}: {message}", file=sys.stderr, flush=True)
 
 
-def warn(message: str, stacklevel: int = 1) -> None:
-    """Logs a message as a warning, and issues it as a UserWarning too, at ``stacklevel``.
+def warn(message: str) -> None:
+    """Logs a message as a warning, and issues it as a UserWarning of the user's line too.
 
     The log reaches the log files of a job; the UserWarning reaches programs that collect warnings.
     It is never raised as an error, because a run must resume under ``python -W error`` too.
     """
     logger.warning("%s", message)
     with contextlib.suppress(UserWarning):  # raised if a filter turns warnings into errors
-        warnings.warn(message, stacklevel=stacklevel + 1)
+        level = next((level for level, _, _ in _user_frames(sys._getframe())), 1)
+        warnings.warn(message, stacklevel=level)
 
 
 def user_line() -> str:
     """Returns file and line of the user's program from which this thread has called the package."""
-    for frame, line in traceback.walk_stack(sys._getframe()):
+    found = _user_frames(sys._getframe())
+    return next((f"{frame.f_code.co_filename}:{n}" for _, frame, n in found), "an unknown line")
+
+
+def _user_frames(first: types.FrameType) -> Iterator[tuple[int, types.FrameType, int]]:
+    """Yields the frames of a user's program that have called one: its level, itself, its line."""
+    for level, (frame, line) in enumerate(traceback.walk_stack(first), start=1):
         if str(frame.f_globals.get("__name__")).partition(".")[0] not in _OWN | _LIBRARIES:
-            return f"{frame.f_code.co_filename}:{line}"
-    return "an unknown line"
+            yield level, frame, line
 
 
 def brief(function: Callable[P, R]) -> Callable[P, R]:

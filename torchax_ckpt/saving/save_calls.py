@@ -89,8 +89,6 @@ class SaveCalls:
         """
         number = as_step(step)
         self._loop.require_next(number, self._durable.path)
-        if state is not None:
-            self._loop.warn_of_unloaded()
         with self._failing_at_limits(number):
             self._preemption.listen()
             is_last = self._is_last(number)
@@ -117,6 +115,8 @@ class SaveCalls:
                 if not must_save:  # otherwise the step is not skipped but saved already
                     self._durable.tier.telemetry.skipped(number)
                 return False
+            if state is not None and self._is_first:
+                self._loop.warn_of_unloaded()
             self._log.publish()
             if self._preemption.reached() and not self._has_told_preemption:
                 self._has_told_preemption = True

@@ -56,7 +56,8 @@ class Tiers:
     ) -> list[CommittedStep]:
         """Returns all ``steps``, or those of one number; raises StepNotFoundError without any."""
         paths = [tier.directory.path for tier in self.named(name)]
-        return committed_step.chosen(self.steps(name), step, paths)
+        # A program that keeps one step may replace it while its directory is being listed.
+        return committed_step.chosen(self.steps(name) or self.steps(name), step, paths)
 
     def steps(self, name: TierName | None = None) -> list[CommittedStep]:
         """Returns the steps of one tier or all, ascending; of equal steps, the local one last."""

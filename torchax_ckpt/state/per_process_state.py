@@ -210,8 +210,7 @@ def _warn(where: str, affected: Sequence[str], saved: int, count: int) -> None:
     user_messages.warn(
         f"{where} was saved by {saved} process{'es' * (saved > 1)} and is restored by {count}. "
         f"Each process takes the per-process state ({', '.join(affected)}) of the process with its "
-        f"index modulo {saved}: {result}.{remedy}",
-        stacklevel=3,
+        f"index modulo {saved}: {result}.{remedy}"
     )
 
 
@@ -243,15 +242,16 @@ def end_of_epoch(where: str, loader: Any, state: Any) -> str | None:
 
     if isinstance(getattr(loader, "dataset", None), IterableDataset):
         return None
-    num_batches = state.get("_num_yielded")
+    num_batches, sampler_state = state.get("_num_yielded"), state.get("_sampler_iter_state")
     if num_batches is None:  # with workers
-        snapshot = state.get("_snapshot", {})
-        num_batches = snapshot.get("_snapshot_step", 0) + state.get("_steps_since_snapshot", 0)
-    sampler_state = state.get("_sampler_iter_state")
+        snapshot, num_since = state.get("_snapshot", {}), state.get("_steps_since_snapshot", 0)
+        num_batches = snapshot.get("_snapshot_step", 0) + num_since
+        if not num_since:
+            sampler_state = snapshot.get("_main_snapshot", {}).get("_sampler_iter_state")
     try:
         if isinstance(sampler_state, Mapping) and loader.batch_size:  # which may have changed
             num_left = len(loader.sampler) - sampler_state["samples_yielded"]
-            is_at_end = num_left < (loader.batch_size if loader.drop_last else 1)
+            is_at_end = 0 <= num_left < (loader.batch_size if loader.drop_last else 1)
         else:
             is_at_end = num_batches == operator.length_hint(loader, -1)
     except Exception:  # of a sampler of the user's, which need not know its length

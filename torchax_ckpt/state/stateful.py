@@ -150,8 +150,7 @@ def _warn_of_workers(value: Any, key_path: tuple[str, ...]) -> None:
         return
     user_messages.warn(
         f"{names.join(key_path)}: {type(value).__name__} has {workers} workers, in which torchax "
-        f"is enabled as it is here. There torch's default_collate hangs or fails. {_REMEDY}",
-        stacklevel=2,
+        f"is enabled as it is here. There torch's default_collate hangs or fails. {_REMEDY}"
     )
 
 
@@ -164,8 +163,7 @@ def _warn_of_iterator(loader: Any, key_path: tuple[str, ...]) -> None:
         f"{names.join(key_path)}: an iterator over this loader was made before attach, and is "
         "still held. A restore moves the loader, but not this iterator, which gives the first "
         "batches of the epoch again; the positions that later saves store are then wrong too. Call "
-        "iter(loader) after attach.",
-        stacklevel=2,
+        "iter(loader) after attach."
     )
 
 

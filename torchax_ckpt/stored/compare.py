@@ -26,6 +26,8 @@ _BATCH_BYTES = 64 << 20
 # The elements to compare at a time, so that their widened copies stay smaller than the leaves.
 _CHUNK_ELEMENTS = 1 << 20
 # The tags of manifest nodes that hold pairs of a key and a node.
+# The tags of numbers and texts, and of containers that have no keys.
+_TAGS = {"int", "float", "bytes", "complex", "scalar", "tuple", "set", "frozenset"}
 _PAIRS = ("dict", "OrderedDict", "Counter", "namedtuple", "pytree")
 
 
@@ -215,23 +217,34 @@ def _assets(a: StoredStep, b: StoredStep) -> Iterator[Difference]:
             yield Difference(f"{ASSETS}/{name}", what, a_size, b_size)
 
 
+def _key_text(node: Any) -> str:
+    """Returns the text of a key; that of its JSON if it is damaged."""
+    try:
+        return names.key_texts([nodes.key_of(node)])[0]
+    except CorruptCheckpointError:
+        return repr(node)
+
+
 def _plain(node: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yields (path, value) for each value in a part of a manifest's JSON tree, except arrays."""
     if isinstance(node, dict):
         if "array" in node:
             return
+        is_tagged = not node.keys().isdisjoint({*_TAGS, *_PAIRS})
         for tag, payload in node.items():
+            if path and is_tagged and tag in ("type", "factory"):  # no value of the user's
+                continue
             is_short = isinstance(payload, str) and len(payload) < 1000  # Python prints no more
             if tag in ("int", "float") and is_short:
                 yield path, nodes.decode(node, lambda leaf: None)
             elif tag in _PAIRS and isinstance(payload, list):
                 for pair in payload:
                     if isinstance(pair, list) and len(pair) == 2:
-                        key = pair[0] if isinstance(pair[0], str) else repr(pair[0])
+                        key = _key_text(pair[0])
                         yield from _plain(pair[1], (*path, key))
             else:
-                # The tag of a container or a number is not a key that the user gave.
-                is_key = not path or tag not in ("int", "tuple", "set", "frozenset")
+                # The tag of a container or a value is not a key that the user gave.
+                is_key = not path or tag not in _TAGS
                 yield from _plain(payload, (*path, tag) if is_key else path)
     elif isinstance(node, list):
         paths = [(*path, str(index)) for index in range(len(node))]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from torchax_ckpt.errors import PolicyError, SelectionError, StepNotFoundError
 from torchax_ckpt.policies.preservation import BestN, ranking
@@ -18,22 +18,10 @@ from torchax_ckpt.policies.preservation_rules import StepInfo
 from torchax_ckpt.runtime import user_messages
 from torchax_ckpt.runtime.background import Executor
 from torchax_ckpt.runtime.step_numbers import BEST, LATEST, as_given
-from torchax_ckpt.storage.directory.committed_step import CommittedStep
+from torchax_ckpt.storage.directory.committed_step import MANIFEST, CommittedStep
 from torchax_ckpt.storage.directory.run_directory import RunDirectory
 
-T = TypeVar("T")
 Holding = Callable[[CommittedStep], RunDirectory]
-
-
-def found(find: Callable[[], T]) -> T:
-    """Returns what ``find`` does; tries three times before it raises StepNotFoundError.
-
-    A program that keeps one step may replace that step while its directory is being listed.
-    """
-    for _ in range(2):
-        with contextlib.suppress(StepNotFoundError):
-            return find()
-    return find()
 
 
 def candidates(run: RunDirectory, step: Any) -> list[CommittedStep]:
@@ -44,7 +32,13 @@ def candidates(run: RunDirectory, step: Any) -> list[CommittedStep]:
     given = as_given(step)
     if not isinstance(given, str):
         return run.candidates(given)
-    return named(given, run.candidates(None), lambda committed: run)
+    while True:
+        steps = run.candidates(None)
+        try:
+            return named(given, steps, lambda committed: run)
+        except StepNotFoundError:
+            if any(step.path.exists() for step in steps):
+                raise  # else the program that writes there has replaced them meanwhile
 
 
 def named(
@@ -70,14 +64,16 @@ def named(
             f"step: expected best:METRIC, or best:METRIC:max if large values are good, found "
             f"{name!r:.80}; a metric whose name has a colon cannot be given here"
         )
-    if lost := [step for step in steps if holding(step).has_lost_summary(step)]:
+    best_last = ranked(rule, steps, holding)
+    # Their metrics were read to rank them, and are known now. Orbax alone writes no manifest.
+    lost = [step for step in steps if holding(step).has_lost_summary(step)]
+    if lost := [step for step in lost if (step.path / MANIFEST).exists()]:
         numbers = ", ".join(str(step.step) for step in lost)
         user_messages.warn(
             f"{holding(steps[0]).path}: the metrics of step {numbers} are damaged, so it is not "
-            f"known whether {name} would be that step",
-            stacklevel=8,
+            f"known whether {name} would be that step"
         )
-    return ranked(rule, steps, holding)
+    return best_last
 
 
 def rule_of(

@@ -49,6 +49,7 @@ def test_a_torn_name_costs_no_step(tier: str, kept: int, directory: Path, local:
         warnings.simplefilter("always")
         assert ckpt.attach(stateful={}) == 3
         assert ckpt.all_steps("local") == [1, 2, 3]
+        ckpt.load(3)
         save_due(ckpt, 4, 5)
     said = [str(warning.message) for warning in caught]
     assert {text.partition(":")[0] for text in said} == {str(place / "run") for place in places}

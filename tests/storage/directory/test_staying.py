@@ -120,6 +120,7 @@ def test_abandoned_steps_that_cannot_be_set_aside_stay_abandoned(
         with TorchaxCheckpointer(directory, preservation_policy=KEEP_ALL) as ckpt:
             assert ckpt.attach() == (4 if start == 2 else 5)
             ckpt.restore(start)
+            ckpt.load(start)
             save(ckpt, *range(start + 1, start + 4), plus=100)
             with pytest.raises(DirectoryError, match=r"lists the steps \[3, 4\] as abandoned"):
                 ckpt.delete(start + 3)

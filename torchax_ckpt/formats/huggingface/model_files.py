@@ -61,8 +61,7 @@ class ModelFiles:
         if found.left_out and found.left_out != self._found.left_out:
             user_messages.warn(
                 "the steps of this run are saved without these files of the model, so that a "
-                f"folder exported from them may lack them: {'; '.join(found.left_out)}",
-                stacklevel=3,
+                f"folder exported from them may lack them: {'; '.join(found.left_out)}"
             )
         if found.files != self._found.files:
             self._assets = Assets.of(found.files) if found.files else None

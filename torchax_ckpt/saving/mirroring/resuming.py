@@ -172,7 +172,7 @@ def fetch_again(
     except DirectoryError as error:
         if damaged.key not in target.staying:
             raise
-        user_messages.warn(f"the step of the mirror cannot replace this one: {error}", stacklevel=6)
+        user_messages.warn(f"the step of the mirror cannot replace this one: {error}")
         return None
     return next((step for step in target.steps() if step.key == damaged.key), None)
 
@@ -210,7 +210,7 @@ def _noting_damage(committed: CommittedStep, mirror: RunDirectory, what: str) ->
         with mirror.verified.noting_damage(committed):
             yield
     except CorruptCheckpointError as error:
-        user_messages.warn(f"{what}: {error}", stacklevel=8)
+        user_messages.warn(f"{what}: {error}")
         raise
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import logging
@@ -51,10 +52,10 @@ class Loop:
         # The step of the newest ``save`` and its metrics, for another ``save`` of this step.
         self._saved: tuple[int | None, Mapping[str, Any]] = None, {}
         self._measured = _Measured()
-        # The step whose functional state ``load`` returned last; and one that the program goes on
-        # from although it has not loaded its state.
-        self._loaded: int | None = None
-        self._unloaded: int | None = None
+        # The restored step, if it has a functional state, which only ``load`` returns; and the
+        # steps of which ``load`` has returned such a state, or a part of it, since one was saved.
+        self._functional: int | None = None
+        self._loaded: collections.deque[int] = collections.deque(maxlen=100)
 
     def restored(self, step: int | None) -> None:
         """Sets the loop's position to a restored step, and discards the recorded metrics.
@@ -67,26 +68,25 @@ class Loop:
         # So that the first step is not due.
         self._measured = dataclasses.replace(self._measured, step=step or 0, has_ranked=True)
 
-    def restored_state_of(self, step: int) -> None:
-        """Says that a step with a functional state was restored, which only ``load`` returns."""
-        self._unloaded = None if step == self._loaded else step
+    def restored_from(self, step: int, *, is_functional: bool) -> None:
+        """Says whether a restored step has a functional state."""
+        self._functional = step if is_functional else None
 
     def loaded(self, step: int) -> None:
-        """Says that ``load`` has returned what a step contains."""
-        self._loaded = step
-        self._unloaded = None if step == self._unloaded else self._unloaded
+        """Says that ``load`` has returned the functional state of a step, or a part of it."""
+        self._loaded.append(step)
 
     def warn_of_unloaded(self) -> None:
-        """Warns, once, before a save of a functional state that does not continue the last one."""
-        step, self._unloaded = self._unloaded, None
-        if step is not None:
+        """Warns, once, if a functional state is saved that cannot continue that of the restored."""
+        step, self._functional = self._functional, None
+        if step is not None and step not in self._loaded:
             user_messages.warn(
                 f"step {step}, from which this run goes on, has a state that was saved with "
-                "save(state=) or steps(state=), and that nothing has loaded since: the steps that "
-                "are saved now do not continue it. After attach or restore, read it with "
-                f"load({step}); if the program has read it in another way, ignore this",
-                stacklevel=6,
+                "save(state=) or steps(state=), and this checkpointer has not loaded it. Unless "
+                "the program has read it in another way, the steps that are saved now do not "
+                f"continue it: read it with load({step}) after attach or restore"
             )
+        self._loaded.clear()
 
     def record(self, metrics: Mapping[str, Any]) -> None:
         """Keeps metrics of the current step for the next ``save``, which stores or drops them."""

@@ -60,8 +60,7 @@ def warn_of_lost_ties(module: torch.nn.Module, key_path: tuple[str, ...]) -> Non
         f"{names.join(key_path)}: {type(root).__name__} declares tied weights that are separate "
         f"tensors: {', '.join(lost[:_MAX_LISTED])}{more}. They train apart and are stored apart. "
         "model.to('jax') unties weights: call model.tie_weights() after it, and build the "
-        "optimizer after that.",
-        stacklevel=2,
+        "optimizer after that."
     )
 
 

@@ -167,7 +167,8 @@ class RunDirectory:
 
     def candidates(self, step: int | None) -> list[CommittedStep]:
         """Returns all steps, oldest first, or the one of a number; else StepNotFoundError."""
-        steps = self.steps()
+        # A program that keeps one step may replace it while its directory is being listed.
+        steps = self.steps() or self.steps() or self.steps()
         if self._step is not None and not steps:  # the error says what the run has
             steps, step = list(self.branches().committed), int(self._step.name)
         return committed_step.chosen(steps, step, [self.path])
@@ -192,7 +193,7 @@ class RunDirectory:
         return None if summary is None else lineage.of(summary)
 
     def has_lost_summary(self, committed: CommittedStep) -> bool:
-        """Returns whether the summary of a step, which has its metrics, is missing or damaged."""
+        """Returns whether the summary of a step that is there is missing, damaged or another's."""
         return self._summary(committed) is None
 
     def _summary(self, committed: CommittedStep) -> Mapping[str, Any] | None:

@@ -167,8 +167,7 @@ class RunName:
             user_messages.warn(
                 f"{self._directory / NAME}: expected the name of a run, found "
                 f"{_text(self._directory)!r:.80}, as a loss of power may leave it. {what} The next "
-                "save writes the file again.",
-                stacklevel=2,
+                "save writes the file again."
             )
 
     @contextlib.contextmanager

@@ -29,6 +29,7 @@ _SECRET = re.compile(
 _SLIP = re.compile(r"\s*(gc?s|s3)(:/?|/)/?(?=[^:/])", re.IGNORECASE)
 # The schemes of buckets -> the client of each, which the extra of the second name installs.
 _CLIENTS = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
+# Of the 1,024 that a name of an object may have; names within a step take up to some 200.
 _MAX_PREFIX_BYTES = 800
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
@@ -104,7 +105,7 @@ def _in_bucket(url: str, plain: Collection[str]) -> epath.Path:
             "which names of objects cannot have everywhere: give another prefix",
             path=url,
         )
-    if len(os.fsencode(rest)) > _MAX_PREFIX_BYTES:
+    if scheme in _CLIENTS and len(os.fsencode(rest)) > _MAX_PREFIX_BYTES:
         raise DirectoryError(
             f"{url:.80}...: expected at most {_MAX_PREFIX_BYTES} bytes after {scheme}://, found "
             f"{len(os.fsencode(rest))}: names of objects have at most 1,024, and a step needs "
@@ -122,14 +123,17 @@ def _in_bucket(url: str, plain: Collection[str]) -> epath.Path:
 def _require_client(path: epath.Path) -> None:
     """Raises DirectoryError if the package that reaches a bucket or a store is not installed."""
     scheme = str(path).partition("://")[0]
-    if scheme in _CLIENTS:
-        package, extra = _CLIENTS[scheme]
-        needed = f'a bucket needs the extra {extra}: pip install "torchax-ckpt[{extra}]"'
-    else:
-        package, _, _ = plain_store.SCHEMES[scheme]
-        needed = f"a mirror there needs the package {package}: pip install {package}"
-    if importlib.util.find_spec(package) is None:
-        raise DirectoryError(f"{path}: {needed}", path=path)
+    package, extra = _CLIENTS.get(scheme) or (plain_store.SCHEMES[scheme][0], "")
+    if importlib.util.find_spec(package) is not None:
+        return
+    if extra:
+        raise DirectoryError(
+            f'{path}: a bucket needs the extra {extra}: pip install "torchax-ckpt[{extra}]"',
+            path=path,
+        )
+    raise DirectoryError(
+        f"{path}: a mirror there needs the package {package}: pip install {package}", path=path
+    )
 
 
 def _on_this_host(given: str) -> epath.Path:

@@ -117,7 +117,7 @@ class PlainPath(epath.Path):
 
 @functools.cache
 def _client(scheme: str, host: str) -> Any:
-    """Returns fsspec's client of a plain store; one for all threads, of which fsspec keeps some."""
+    """Returns the one client of a plain store, of which fsspec itself may make one per thread."""
     settings = {"skip_instance_cache": True, **SCHEMES[scheme][1]}
     return fsspec.url_to_fs(f"{scheme}://{host}/", **settings)[0]
 

@@ -24,7 +24,8 @@ from torchax_ckpt.storage.medium.s3 import service
 _STATUS = re.compile(r"(?:^|: )([A-Z]+(?:_[A-Z]+)*): ")
 _HTTP_CODE = re.compile(r"http_response_code='(\d+)'")
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
-_QUERY = re.compile(r"(://[^\s'\"`?]*)\?[^\s'\"`]+")  # of a URL; it may hold a password
+# What may be a password in a URL: user information, and a query.
+_SECRET = re.compile(r"(?<=http://|ttps://)([^/\s@]+@|(?P<place>[^\s'\"`?]*)\?[^\s'\"`]+)")
 _FILE = re.compile(r'local file "([^"]*[^"/])"')
 # Statuses that mean that the bytes are not those that were written. Other reports of a medium (no
 # answer, no permission, an I/O error) say nothing about the bytes.
@@ -142,7 +143,7 @@ def said(error: BaseException) -> str:
     """Returns the text of the error that storage reported, on one line, without a full stop."""
     link = root_cause(error)
     text = " ".join(f"{type(link).__name__}: {link}".split()).rstrip(".: ")
-    return _QUERY.sub(r"\1?...", text)
+    return _SECRET.sub(lambda secret: f"{secret['place'] or ''}...", text)
 
 
 def file_of(error: BaseException) -> str | None:

@@ -15,6 +15,7 @@ import errno
 import functools
 import re
 import shlex
+import urllib.parse
 import uuid
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -49,15 +50,24 @@ class S3Medium(OnceNamedMedium):
     # --- the storage ---
 
     def use(self, user: object) -> None:
-        try:
-            found = service.filesystem()
-        except Exception as error:  # of any type; nothing was sent so far
-            raise DirectoryError(
-                f"{self._folder}: a client for it cannot be made: {storage_errors.said(error)}. "
-                f"{service.SETTINGS}",
-                path=self._folder,
-            ) from error
-        bucket.prepare_clients(found.loop)
+        with storage_errors.translated("open", self._folder):
+            try:
+                found = service.filesystem()
+            except (AttributeError, LookupError, TypeError, ValueError) as error:
+                raise DirectoryError(  # as botocore reports some settings
+                    f"{self._folder}: a client for it cannot be made: "
+                    f"{storage_errors.said(error)}. {service.SETTINGS}",
+                    path=self._folder,
+                ) from error
+            endpoint = urllib.parse.urlsplit(found.s3.meta.endpoint_url or "")
+            if endpoint.query or endpoint.username is not None:
+                raise DirectoryError(
+                    f"{self._folder}: expected an endpoint without user information and query (?), "
+                    f"found one at {endpoint.hostname} with one of these, which may be a password. "
+                    f"{service.SETTINGS}",
+                    path=self._folder,
+                )
+            bucket.prepare_clients(found.loop)
 
     def require_usable(self, *, for_writing: bool, name: str = "") -> bool:
         """Raises DirectoryError if a client cannot reach the bucket, or lacks a permission.
