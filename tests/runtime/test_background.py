@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import gc
 import json
 import os
 import signal
@@ -202,3 +203,36 @@ def test_an_executor_that_is_shut_takes_no_function_that_nobody_would_run() -> N
         assert pool.submit(int, "3").result(60) == 3
     with pytest.raises(RuntimeError, match="after shutdown"):
         pool.submit(int, "4")
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_no_garbage_is_collected_while_the_threads_are_looked_at(
+    collects: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In Python before 3.11.9, all threads could then wait for one another."""
+    found: list[bool] = []
+    look = sys._current_frames
+    entered, opened = Flag(), Flag()
+
+    def looked() -> Any:
+        found.append(gc.isenabled())
+        return look()
+
+    def hold() -> None:
+        entered.set()
+        opened.wait()
+
+    monkeypatch.setattr(sys, "_current_frames", looked)
+    task = Task("held", hold)
+    task.start()
+    entered.wait()
+    before = gc.isenabled()
+    (gc.enable if collects else gc.disable)()
+    try:
+        assert "in hold" in task.stack()
+        assert gc.isenabled() is collects
+    finally:
+        (gc.enable if before else gc.disable)()
+        opened.set()
+    assert found == [False]
+    wait_until(lambda: task.stack() == "unknown")  # it has ended

@@ -96,7 +96,7 @@ def test_a_name_beside_that_of_a_run_is_a_warning(
     caplog.clear()
     with TorchaxCheckpointer(tmp_path / "digit") as ckpt:
         assert ckpt.attach(mlp()) == 1
-        save(ckpt, 2)
+        save(ckpt, 2, of=None)
     with TorchaxCheckpointer(tmp_path / "digid", options=READ_ONLY) as ckpt:
         ckpt.attach(mlp())
     assert warnings_of(caplog) == []

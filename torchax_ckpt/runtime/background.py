@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import gc
 import logging
 import math
 import os
@@ -18,6 +19,7 @@ import queue
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
@@ -74,6 +76,21 @@ class Task:
     def thread_id(self) -> int:
         """The identifier of the thread; 0 before it runs."""
         return self._thread.ident or 0
+
+    def stack(self) -> str:
+        """Returns the call stack of the thread as text.
+
+        Before Python 3.11.9, a garbage collection during the look at the threads could block all of
+        them for ever (https://github.com/python/cpython/issues/106883), so there is none.
+        """
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            frame = sys._current_frames().get(self.thread_id)
+        finally:
+            if collects:
+                gc.enable()
+        return "".join(traceback.format_stack(frame)) if frame else "unknown"
 
     def start(self) -> None:
         """Starts the thread; RuntimeError if there are too many, or the interpreter shuts down.

@@ -12,9 +12,7 @@ import dataclasses
 import functools
 import json
 import logging
-import sys
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -127,9 +125,8 @@ class Save(Task):
             secs = limit_secs
             while not self.ended.wait(secs - self.age_secs):
                 if self.age_secs >= secs:
-                    frame = sys._current_frames().get(self.thread_id)
-                    stack = "".join(traceback.format_stack(frame)) if frame else "unknown"
-                    logger.error("%s Stack of its thread:\n%s", self.timeout_error(), stack)
+                    text = "%s Stack of its thread:\n%s"
+                    logger.error(text, self.timeout_error(), self.stack())
                     secs *= 2
 
         try:
