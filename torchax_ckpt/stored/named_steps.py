@@ -32,13 +32,16 @@ def candidates(run: RunDirectory, step: Any) -> list[CommittedStep]:
     given = as_given(step)
     if not isinstance(given, str):
         return run.candidates(given)
+    num_looks = 0
     while True:
+        num_looks += 1
         steps = run.candidates(None)
         try:
             return named(given, steps, lambda committed: run)
         except StepNotFoundError:
-            if any(step.path.exists() for step in steps):
-                raise  # else the program that writes there has replaced them meanwhile
+            # If all are gone, the program that writes there has replaced them meanwhile.
+            if num_looks == 3 or any(step.path.exists() for step in steps):
+                raise
 
 
 def named(
