@@ -102,7 +102,7 @@ def on_host(document: Mapping[str, Node], names: Iterable[str]) -> dict[str, Lea
 
 
 Runs = list[list[tuple[int, int, int]]]
-"""Of each permute, the runs (first sender, first receiver, number): next pairs have indices + 1."""
+"""For each permute, runs of (first sender, first receiver, number); both indices rise by one."""
 
 
 def routes(needs: Sequence[str], holds: Sequence[str | None], slices: Sequence[int]) -> Rounds:

@@ -90,6 +90,23 @@ def test_errors_of_a_disk_say_what_to_do(error: Exception, todo: str) -> None:
     assert storage_errors.kind(error) == storage_errors.kind(wrapped(error))
 
 
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        (
+            "no answer from http://me:secret@host/x?key=secret again",
+            "http://...@host/x?... again",
+        ),
+        ("`https://host:9000/?secret` is odd", "`https://host:9000/?...` is odd"),
+        ("no file gs://bucket/a?b/5 at https://host/x", "gs://bucket/a?b/5 at https://host/x"),
+    ],
+)
+def test_what_may_be_a_password_in_a_url_is_not_shown(said: str, shown: str) -> None:
+    found = storage_errors.said(OSError(said))
+    assert found.endswith(shown)
+    assert "secret" not in found
+
+
 def test_a_file_system_without_inodes_is_not_called_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

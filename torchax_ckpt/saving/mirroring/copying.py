@@ -258,7 +258,8 @@ def prune(mirror: RunDirectory, settings: Mirror, coming_bytes: int = 0) -> None
     keep = preserved(policy, run_history.checkpoint_infos(mirror, steps), damaged)
     kept = [step for step, is_kept in zip(steps, keep, strict=True) if is_kept]
     if settings.max_bytes is not None:
-        sound = [step for step in kept if not damaged[steps.index(step)]]
+        flags = zip(steps, keep, damaged, strict=True)
+        sound = [step for step, is_kept, is_damaged in flags if is_kept and not is_damaged]
         newest = (sound or kept)[-1:]
         while Usage(kept).total_bytes + coming_bytes > settings.max_bytes and kept != newest:
             kept.remove(next(step for step in kept if step not in newest))

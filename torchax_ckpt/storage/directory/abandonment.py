@@ -169,7 +169,7 @@ class Abandonment:
             return []
         newest = max(branches.committed, key=lambda s: s.commit_timestamp_nsecs)
         with storage_errors.translated("read", self._path):
-            [summary] = self._summaries.read([newest])
+            summary = self._summaries.of(newest)
         keys = from_summary(summary or {})
         return [s for s in branches.abandoned if s.key in keys and not s.has_lost_record]
 

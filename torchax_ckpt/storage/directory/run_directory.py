@@ -198,8 +198,7 @@ class RunDirectory:
 
     def _summary(self, committed: CommittedStep) -> Mapping[str, Any] | None:
         with self._translated("read"):
-            [summary] = self._summaries.read([committed])
-        return summary
+            return self._summaries.of(committed)
 
     def left(self) -> set[Key]:
         """Returns the keys of abandoned steps: set aside here, or listed by a step here."""

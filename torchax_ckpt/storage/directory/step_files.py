@@ -170,10 +170,15 @@ class Summaries:
         found = self._of(committed).get(name)
         return dict(found) if isinstance(found, dict) else {}
 
+    def of(self, committed: CommittedStep) -> Mapping[str, Any] | None:
+        """Returns the summary of a step; None if it is missing or damaged."""
+        summary = self._of(committed)
+        return None if summary is _LOST else summary
+
     def read(self, steps: Sequence[CommittedStep]) -> list[Mapping[str, Any] | None]:
-        """Returns the summary of each step; None for a step whose summary is missing or damaged."""
+        """Returns the summaries of steps, as ``of`` does."""
         with Executor() as pool:  # each is a round trip to a bucket
-            return [None if summary is _LOST else summary for summary in pool.map(self._of, steps)]
+            return [*pool.map(self.of, steps)]
 
     def _of(self, committed: CommittedStep) -> Mapping[str, Any]:
         summary = self._known.get(committed.key)

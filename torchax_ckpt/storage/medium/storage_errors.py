@@ -24,8 +24,8 @@ from torchax_ckpt.storage.medium.s3 import service
 _STATUS = re.compile(r"(?:^|: )([A-Z]+(?:_[A-Z]+)*): ")
 _HTTP_CODE = re.compile(r"http_response_code='(\d+)'")
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
-# What may be a password in a URL: user information, and a query.
-_SECRET = re.compile(r"(?<=http://|ttps://)([^/\s@]+@|(?P<place>[^\s'\"`?]*)\?[^\s'\"`]+)")
+# A URL, in which user information and query may be passwords.
+_URL = re.compile(r"(https?://)([^/\s@'\"`]+@)?([^\s'\"`?]*)(\?[^\s'\"`]+)?")
 _FILE = re.compile(r'local file "([^"]*[^"/])"')
 # Statuses that mean that the bytes are not those that were written. Other reports of a medium (no
 # answer, no permission, an I/O error) say nothing about the bytes.
@@ -143,7 +143,7 @@ def said(error: BaseException) -> str:
     """Returns the text of the error that storage reported, on one line, without a full stop."""
     link = root_cause(error)
     text = " ".join(f"{type(link).__name__}: {link}".split()).rstrip(".: ")
-    return _SECRET.sub(lambda secret: f"{secret['place'] or ''}...", text)
+    return _URL.sub(lambda m: m[1] + "...@" * bool(m[2]) + m[3] + "?..." * bool(m[4]), text)
 
 
 def file_of(error: BaseException) -> str | None:
